@@ -1,0 +1,60 @@
+"""Run an unmodified DeepSpeed training script with token slices.
+
+``deepspeed --module terapipe_ds.run train.py ARGS`` registers the plugin and then runs ``train.py`` as ``__main__``.
+DeepSpeed's launcher starts ``python -m terapipe_ds.run --local_rank=N train.py ARGS``: the launcher's own option stands in
+front of the script and is handed on to it, exactly where the launcher would have put it.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+_USAGE = (
+    "usage: deepspeed [LAUNCHER OPTIONS] --module terapipe_ds.run SCRIPT.py [SCRIPT OPTIONS]\n"
+    "Runs SCRIPT.py unchanged; a PipelineModule trains with token slices when the DeepSpeed config has an enabled\n"
+    "'terapipe' section."
+)
+
+
+def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
+    """``[--local_rank=N, script, *rest]`` -> ``(script, [--local_rank=N, *rest])``.
+
+    Raises ValueError when there is no script among the arguments.
+    """
+    forwarded: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("--local"):  # --local_rank=N, --local-rank=N, or the two-word form
+        option = rest.pop(0)
+        forwarded.append(option)
+        if "=" not in option and rest:
+            forwarded.append(rest.pop(0))
+    if not rest or rest[0].startswith("-"):
+        raise ValueError("no script given")
+    return rest[0], forwarded + rest[1:]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Register the plugin, then run the script named in ``arguments`` (default: ``sys.argv[1:]``) as ``__main__``."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if any(option in given[:1] for option in ("-h", "--help")):
+        print(_USAGE)
+        return
+    try:
+        script, script_arguments = split_arguments(given)
+    except ValueError as error:
+        raise SystemExit(f"terapipe_ds.run: {error}\n{_USAGE}") from None
+    if not Path(script).is_file():
+        raise SystemExit(f"terapipe_ds.run: script {script!r} not found; give the path of the training script\n{_USAGE}")
+
+    from terapipe_ds.runtime.register import register
+
+    register()
+    sys.argv = [script, *script_arguments]
+    sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Who executes: registration with DeepSpeed, the engine, links between stages, batches, and the watch-dog."""

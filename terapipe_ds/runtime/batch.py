@@ -1,0 +1,114 @@
+"""A micro-batch as DeepSpeed's data iterator gives it, and its slices.
+
+A batch is ``(inputs, labels)``, each a tensor or a tuple of tensors. The sequence length L is the size of the labels in
+``sequence_dim``; a tensor is sliced where that dimension has size L, every other tensor goes whole with each slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class BatchError(ValueError):
+    """A batch that cannot be cut in token slices."""
+
+
+def as_tuple(tensors: Any, what: str) -> Tensors:
+    """A tensor or a list or tuple of tensors as a tuple. Raises BatchError for anything else."""
+    if torch.is_tensor(tensors):
+        return (tensors,)
+    if isinstance(tensors, (tuple, list)) and tensors and all(torch.is_tensor(t) for t in tensors):
+        return tuple(tensors)
+    raise BatchError(f"{what} of a batch must be a tensor or a tuple of tensors, got {type(tensors).__name__}")
+
+
+def shapes(tensors: Sequence[torch.Tensor]) -> str:
+    """For messages: ``[2, 64], [2, 1, 64, 64]``."""
+    return ", ".join(str(list(t.shape)) for t in tensors)
+
+
+def has_length(tensor: torch.Tensor, dim: int, length: int) -> bool:
+    """True where ``tensor`` has the dimension ``dim`` and its size there is ``length``."""
+    return -tensor.dim() <= dim < tensor.dim() and tensor.size(dim) == length
+
+
+def sequence_length(labels: Sequence[torch.Tensor], dim: int) -> int:
+    """L: the size in ``dim`` of the first label tensor that has this dimension."""
+    for tensor in labels:
+        if -tensor.dim() <= dim < tensor.dim():
+            return int(tensor.size(dim))
+    raise BatchError(
+        f"no label tensor has dimension {dim} (terapipe.sequence_dim), so the sequence length is unknown; label shapes: "
+        f"{shapes(labels)}. Give labels of shape [batch, sequence] or set terapipe.sequence_dim."
+    )
+
+
+@dataclass(frozen=True)
+class SliceableTensors:
+    """The inputs or the labels of one micro-batch, on this rank.
+
+    ``sliced[i]`` tells whether ``tensors[i]`` is cut along ``dim``; the others are handed whole to each slice.
+    """
+
+    tensors: Tensors
+    sliced: tuple[bool, ...]
+    dim: int
+    is_tuple: bool
+
+    @classmethod
+    def of_inputs(
+        cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None
+    ) -> SliceableTensors:
+        """The inputs; ``sliced_inputs`` names the indices to slice instead of finding them by size."""
+        tensors = as_tuple(inputs, "the inputs")
+        if sliced_inputs is not None:
+            sliced = _sliced_by_index(tensors, sliced_inputs, length, dim)
+        else:
+            sliced = tuple(has_length(t, dim, length) for t in tensors)
+        if not any(sliced):
+            raise BatchError(
+                f"no input tensor has the sequence: the labels have length {length} in dimension {dim} "
+                f"(terapipe.sequence_dim), the inputs have shapes {shapes(tensors)}. Labels and inputs must have the same "
+                f"length; set terapipe.sequence_dim or name the tensors in terapipe.sliced_inputs."
+            )
+        return cls(tensors, sliced, dim, not torch.is_tensor(inputs))
+
+    @classmethod
+    def of_labels(cls, labels: Any, dim: int) -> SliceableTensors:
+        """The labels; those with the sequence length of the first one are sliced."""
+        tensors = as_tuple(labels, "the labels")
+        length = sequence_length(tensors, dim)
+        return cls(tensors, tuple(has_length(t, dim, length) for t in tensors), dim, not torch.is_tensor(labels))
+
+    def to(self, device: torch.device) -> SliceableTensors:
+        """The same tensors on ``device``, detached."""
+        moved = tuple(t.detach().to(device, non_blocking=True) for t in self.tensors)
+        return SliceableTensors(moved, self.sliced, self.dim, self.is_tuple)
+
+    def span(self, start: int, stop: int) -> Tensors:
+        """Tokens [start, stop): views of the sliced tensors, the others whole."""
+        return tuple(
+            t.narrow(self.dim, start, stop - start) if cut else t for t, cut in zip(self.tensors, self.sliced, strict=True)
+        )
+
+    def packed(self, tensors: Tensors) -> Any:
+        """``tensors`` in the form in which the user gave them: one tensor, or a tuple."""
+        return tensors if self.is_tuple else tensors[0]
+
+
+def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim: int) -> tuple[bool, ...]:
+    for index in indices:
+        if not 0 <= index < len(tensors):
+            raise BatchError(f"terapipe.sliced_inputs names input {index}, but the batch has {len(tensors)} input tensors")
+        if not has_length(tensors[index], dim, length):
+            raise BatchError(
+                f"terapipe.sliced_inputs names input {index} of shape {list(tensors[index].shape)}, which does not have the "
+                f"labels' length {length} in dimension {dim} (terapipe.sequence_dim)"
+            )
+    return tuple(i in set(indices) for i in range(len(tensors)))

@@ -1,0 +1,96 @@
+"""What one stage holds of the batch that is running, kept by (micro_batch_id, slice_id), never by order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import SliceableTensors, Tensors
+from terapipe_ds.runtime.header import MicroBatchShape
+from terapipe_ds.runtime.link import Unit
+from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule.action import Kind
+
+
+class InFlightError(RuntimeError):
+    """The stage's books do not add up: a bug in the engine, never a wrong gradient."""
+
+
+@dataclass
+class SliceInFlight:
+    """A slice between its F and its B: the leaves that went in, what came out, and on the last part its loss."""
+
+    inputs: Tensors
+    outputs: Any
+    loss: torch.Tensor | None = None
+
+
+@dataclass
+class MicroBatchInFlight:
+    """A micro-batch on this stage. Inputs and labels are there only on the first and the last part."""
+
+    plan: SlicePlan
+    shape: MicroBatchShape
+    inputs: SliceableTensors | None = None
+    labels: SliceableTensors | None = None
+    weights: tuple[float, ...] = ()
+    losses: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class BatchInFlight:
+    """One batch on one stage."""
+
+    schedule: Schedule
+    stage_id: int
+    training: bool
+    micro_batches: list[MicroBatchInFlight]
+    slices: dict[Unit, SliceInFlight] = field(default_factory=dict)
+    live_peak: int = 0
+    _places: list[dict[tuple[Kind, int, Unit], int]] | None = None
+
+    def signature(self, unit: Unit) -> tuple[bool, int, int, int]:
+        """What the shapes of a slice's activations depend on: (mode, rows, sequence length, slice length)."""
+        micro_batch = self.micro_batches[unit[0]]
+        shape = micro_batch.shape
+        return self.training, shape.rows, shape.length, micro_batch.plan.lengths[unit[1]]
+
+    def put(self, unit: Unit, slice_: SliceInFlight) -> None:
+        """Keep a slice whose F has run; it is live from now on."""
+        if unit in self.slices:
+            raise InFlightError(f"F{unit[0]}.{unit[1]} ran twice on stage {self.stage_id}")
+        self.slices[unit] = slice_
+        self.live_peak = max(self.live_peak, len(self.slices))
+
+    def get(self, unit: Unit) -> SliceInFlight:
+        """A live slice."""
+        try:
+            return self.slices[unit]
+        except KeyError:
+            raise InFlightError(f"slice {unit[0]}.{unit[1]} is not live on stage {self.stage_id}") from None
+
+    def drop(self, unit: Unit) -> None:
+        """The slice's last action has run."""
+        self.get(unit)
+        del self.slices[unit]
+
+    def place(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> int:
+        """Where a computation stands in the order of a stage."""
+        if self._places is None:
+            self._places = [
+                {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)} for order in self.schedule.orders
+            ]
+        return self._places[stage_id][(kind, part_id, unit)]
+
+    def assert_done(self, expected_peak: int) -> None:
+        """Nothing is left, and as many slices were live at once as the schedule says."""
+        if self.slices:
+            raise InFlightError(f"stage {self.stage_id} still holds slices {sorted(self.slices)} at the end of a batch")
+        if self.training and self.live_peak != expected_peak:
+            raise InFlightError(
+                f"stage {self.stage_id} held {self.live_peak} live slices at once, the schedule says {expected_peak}"
+            )

@@ -1,0 +1,106 @@
+"""Draw the micro-batches of a batch, and agree on them with the other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.batch import BatchError, SliceableTensors
+from terapipe_ds.runtime.header import MicroBatchShape, StageReport, exchange
+
+
+@dataclass
+class DrawnMicroBatch:
+    """As the data iterator gave it: the inputs on the first stage, the labels on the last (and wherever there are any)."""
+
+    inputs: Any = None
+    labels: SliceableTensors | None = None
+
+
+def _split(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise BatchError(
+            f"the data iterator must give (inputs, labels), got {type(batch).__name__}"
+            + (f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else "")
+            + "; see DeepSpeed's train_batch()"
+        )
+    return batch[0], batch[1]
+
+
+def _own(tensors: Any) -> Any:
+    """A copy: all micro-batches are drawn before the first one is used, and a data loader may reuse its memory."""
+    if torch.is_tensor(tensors):
+        return tensors.detach().clone()
+    if isinstance(tensors, (tuple, list)) and all(torch.is_tensor(t) for t in tensors):
+        return tuple(t.detach().clone() for t in tensors)
+    return tensors
+
+
+class BatchSource:
+    """Draws batches for one stage.
+
+    Args:
+        next_batch: DeepSpeed's ``PipelineEngine._next_batch``.
+        group: the control group of the pipeline, None with one stage.
+    """
+
+    def __init__(
+        self, config: TeraPipeConfig, next_batch: Callable[[], Any], stage_id: int, num_stages: int, group: Any
+    ) -> None:
+        self._config = config
+        self._next_batch = next_batch
+        self._is_first = stage_id == 0
+        self._is_last = stage_id == num_stages - 1
+        self._num_stages = num_stages
+        self._group = group
+        self._fingerprint = int(config.fingerprint(), 16) & (2**62 - 1)
+
+    def draw(
+        self, num_micro_batches: int, training: bool
+    ) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
+        """All micro-batches of a batch, and their shapes as all stages know them. A collective over the pipeline."""
+        drawn: list[DrawnMicroBatch] = []
+        error: BaseException | None = None
+        try:
+            drawn = [self._draw_one() for _ in range(num_micro_batches)]
+        except Exception as caught:
+            error = caught
+        shapes = None
+        if self._is_last and error is None:
+            shapes = tuple(self._shape(d) for d in drawn)
+        report = StageReport(training, num_micro_batches, self._fingerprint, shapes, error)
+        return drawn, exchange(report, self._group, self._num_stages)
+
+    def _draw_one(self) -> DrawnMicroBatch:
+        if not (self._is_first or self._is_last):
+            return DrawnMicroBatch()
+        batch = self._next_batch()
+        if batch is None:
+            raise BatchError("there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data")
+        inputs, labels = _split(batch)
+        drawn = DrawnMicroBatch()
+        if self._is_last:
+            drawn.labels = SliceableTensors.of_labels(_own(labels), self._config.sequence_dim)
+        if self._is_first:
+            drawn.inputs = _own(inputs)
+            if torch.is_tensor(labels) or (isinstance(labels, (tuple, list)) and len(labels) > 0):
+                # Only a check, as early as possible: the last stage's labels decide.
+                known = SliceableTensors.of_labels(labels, self._config.sequence_dim)
+                self.slice_inputs(drawn.inputs, known.tensors[0].size(self._config.sequence_dim))
+        return drawn
+
+    def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
+        assert drawn.labels is not None
+        first = drawn.labels.tensors[0]
+        length = int(first.size(self._config.sequence_dim))
+        if length == 0:
+            raise BatchError(f"a batch with labels of shape {list(first.shape)} has no tokens")
+        return MicroBatchShape(rows=first.numel() // length, length=length)
+
+    def slice_inputs(self, inputs: Any, length: int) -> SliceableTensors:
+        """The inputs of a micro-batch of ``length`` tokens, told which of them are cut in slices."""
+        return SliceableTensors.of_inputs(inputs, length, self._config.sequence_dim, self._config.sliced_inputs)

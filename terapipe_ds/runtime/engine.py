@@ -1,0 +1,410 @@
+"""TeraPipeEngine: DeepSpeed's pipeline engine, whose unit of work is a slice of tokens.
+
+DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and timers;
+this engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more
+micro-batch that is accumulated: one ``forward``, one ``backward``. Reduction and step come once per batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, guard_plain_attention, push_slice
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import Tensors
+from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
+from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.groups import make_pipeline_groups
+from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on_every_rank
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.stage_links import StageLinks
+from terapipe_ds.runtime.trace import Tracer
+from terapipe_ds.runtime.watchdog import Watchdog
+from terapipe_ds.schedule import Schedule, build, validate
+from terapipe_ds.schedule.action import Action, Kind
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def _floating(outputs: Any) -> Tensors:
+    return (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
+
+
+class TeraPipeEngine(PipelineEngine):
+    """Built by ``deepspeed.initialize`` for a ``PipelineModule`` whose config has an enabled ``terapipe`` section.
+
+    Everything that DeepSpeed's ``PipelineEngine`` offers is here with the same arguments and results: ``train_batch``,
+    ``eval_batch``, ``save_checkpoint``, ``load_checkpoint``, ``set_train_batch_size`` and the rest.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
+        _check_module(kwargs.get("model"))
+        super().__init__(*args, **kwargs)
+        _check_checkpointing(self)
+        self._groups = make_pipeline_groups(self.grid)
+        self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))
+        self._source = BatchSource(
+            self.terapipe_config, self._next_batch, self.stage_id, self.num_stages, self._groups.control
+        )
+        self._store = SliceStore()
+        self._watchdog = Watchdog(self.global_rank, self.stage_id, self.terapipe_config.stall_timeout_s)
+        self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
+        self._plans: dict[int, SlicePlan] = {}
+        self._schedules: dict[tuple[bool, tuple[int, ...]], Schedule] = {}
+        self._batch: BatchInFlight | None = None
+        self._is_last_part = self.stage_id == self.num_stages - 1
+        self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
+        self._count_every_stage_in_norm()
+
+    # -- what a user calls ------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """One optimizer step over ``gradient_accumulation_steps`` micro-batches, each run in slices.
+
+        Same arguments and result as DeepSpeed's; StopIteration and errors in the data are raised on every stage.
+        """
+        with self._guarded():
+            return super().train_batch(data_iter)
+
+    def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``."""
+        training_iterator = self.data_iterator
+        try:
+            with self._guarded():
+                return super().eval_batch(data_iter, *args, **kwargs)
+        finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
+            self.set_dataiterator(training_iterator)
+
+    def slice_plan(self, sequence_length: int) -> SlicePlan:
+        """The slices of a sequence of ``sequence_length`` tokens; kept per length."""
+        if sequence_length not in self._plans:
+            plan = self.terapipe_config.plan_for(sequence_length)
+            self._plans[sequence_length] = plan
+            if self.global_rank == 0:
+                logger.info("slice plan for %d tokens: %s", sequence_length, list(plan.lengths))
+        return self._plans[sequence_length]
+
+    def destroy(self) -> None:
+        """Stop the watch-dog and give back what the engine holds, then let DeepSpeed do the same."""
+        watchdog = getattr(self, "_watchdog", None)
+        if watchdog is not None:
+            watchdog.close()
+        super().destroy()
+
+    # -- a batch ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around a batch: no stage is left waiting for one that failed, and no state of a failed batch stays."""
+        try:
+            with self._watchdog.batch(forgive=self._failed_alike):
+                yield
+        except BaseException:
+            self._batch = None
+            self._store.reset()
+            raise
+
+    def _failed_alike(self, error: BaseException) -> bool:
+        """True when no rank is left waiting: all stages raise alike, and there is no other pipeline."""
+        alone = isinstance(error, StopIteration) or torch_dist.get_world_size() == self.num_stages
+        return raised_on_every_rank(error) and alone
+
+    def _train_schedule(self) -> Any:
+        return self._open_batch(self.micro_batches, training=True)
+
+    def _inference_schedule(self, micro_batches: int) -> Any:
+        return self._open_batch(micro_batches, training=False)
+
+    def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
+        """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
+        drawn, shapes = self._source.draw(num_micro_batches, training)
+        try:
+            plans = [self.slice_plan(shape.length) for shape in shapes]
+        except ValueError as error:  # every stage knows the shapes and has the same config
+            raise on_every_rank(error) from None
+        schedule = self._schedule(training, tuple(plan.num_slices for plan in plans))
+        micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
+        self._links.open_batch(self._batch)
+        self._tracer.begin(self.global_steps + 1 if training else -1)
+        return schedule.for_stage(self.stage_id)
+
+    def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
+        inputs = self._source.slice_inputs(drawn.inputs, shape.length) if self.is_first_stage() else None
+        weights: tuple[float, ...] = ()
+        if self._is_last_part:
+            assert drawn.labels is not None
+            weights = slice_weights(
+                drawn.labels, plan, loss_reduction=self.terapipe_config.loss_reduction,
+                ignore_index=self.terapipe_config.ignore_index,
+                slice_weight=getattr(self.module.loss_fn, "slice_weight", None),
+            )  # fmt: skip
+        return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
+
+    def _schedule(self, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        key = (training, num_slices)
+        if key not in self._schedules:
+            schedule = build(
+                self.terapipe_config.schedule, self.num_stages, len(num_slices), num_slices, forward_only=not training
+            )
+            validate(schedule)
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
+        batch = self._open()
+        with guard_plain_attention():
+            super()._exec_schedule(pipe_schedule)
+        self._links.close_batch()
+        batch.assert_done(pipe_schedule.peak_live_slices)
+        self._store.assert_drained()
+        self._batch = None
+        self._tracer.write(self.global_steps)
+
+    def _open(self) -> BatchInFlight:
+        assert self._batch is not None, "no batch is open"
+        return self._batch
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _exec_action(self, action: Action) -> None:
+        """Execute one action of the schedule."""
+        self._watchdog.note(action)
+        with self._tracer.measure(action):
+            self._ACTIONS[action.kind](self, action)
+
+    def _load(self, action: Action) -> None:
+        """Bring a micro-batch to the device."""
+        micro_batch = self._open().micro_batches[action.micro_batch_id]
+        if micro_batch.inputs is not None:
+            micro_batch.inputs = micro_batch.inputs.to(self.device)
+        if micro_batch.labels is not None and self._is_last_part:
+            micro_batch.labels = micro_batch.labels.to(self.device)
+
+    def _active(self, action: Action, mode: str) -> ActiveSlice:
+        micro_batch = self._open().micro_batches[action.micro_batch_id]
+        start, stop = micro_batch.plan.span(action.slice_id)
+        return ActiveSlice(
+            start=start, stop=stop, sequence_length=micro_batch.plan.sequence_length,
+            micro_batch_id=action.micro_batch_id, slice_id=action.slice_id, part_id=action.part_id, mode=mode,
+            store=self._store,
+        )  # fmt: skip
+
+    def _forward(self, action: Action) -> None:
+        """F: the layers of this part on one slice; on the last part its share of the loss as well."""
+        batch = self._open()
+        micro_batch = batch.micro_batches[action.micro_batch_id]
+        active = self._active(action, "train" if batch.training else "eval")
+        inputs, packed = self._slice_inputs(action, active)
+        with push_slice(active):
+            outputs = DeepSpeedEngine.forward(self, packed)
+            if not batch.training:
+                ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
+            loss = self._slice_loss(outputs, active, micro_batch) if self._is_last_part else None
+        if batch.training or not self._is_last_part:
+            batch.put(action.unit, SliceInFlight(inputs, outputs, loss))
+        if not batch.training:
+            self._after_eval_forward(action)
+
+    def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
+        """The leaves of this slice's graph, and what the layers get: copies, because a layer may work in place."""
+        micro_batch = self._open().micro_batches[action.micro_batch_id]
+        if micro_batch.inputs is not None:
+            leaves, is_tuple = micro_batch.inputs.span(active.start, active.stop), micro_batch.inputs.is_tuple
+        else:
+            with self._watchdog.waiting(self._links.describe_wait(action)):
+                spec, leaves = self._links.receive_activation(action)
+            is_tuple = spec.is_tuple
+            for leaf, tensor in zip(leaves, spec.tensors, strict=True):
+                leaf.requires_grad_(tensor.requires_grad)
+        copies = tuple(leaf.clone() for leaf in leaves)
+        return leaves, copies if is_tuple else copies[0]
+
+    def _slice_loss(self, outputs: Any, active: ActiveSlice, micro_batch: MicroBatchInFlight) -> Any:
+        """The slice's share of its micro-batch's loss; books it for the batch's mean and for eval_batch's results."""
+        if self.eval_return_logits or not self._compute_loss:
+            micro_batch.outputs.append(outputs)
+        if not self._compute_loss:
+            return None
+        assert micro_batch.labels is not None
+        labels = micro_batch.labels.packed(micro_batch.labels.span(active.start, active.stop))
+        weight = micro_batch.weights[active.slice_id]
+        self.loss = weighted_loss(outputs, labels, weight, self.module.loss_fn)
+        if self._open().training:
+            self.total_loss = _accumulated(self.total_loss, self.loss)
+            self._book_additional_losses(weight)
+        micro_batch.losses.append(self.loss.detach() if torch.is_tensor(self.loss) else [p.detach() for p in self.loss])
+        if active.stop == active.sequence_length:
+            self.fwd_outputs.append(_sum_of_slices(micro_batch.losses))
+        return self.loss
+
+    def _book_additional_losses(self, weight: float) -> None:
+        """Losses that the module reports beside its own (``PipelineModule.get_additional_losses``)."""
+        additional = self.module.get_additional_losses()
+        if additional is None:
+            return
+        if self.total_additional_losses is None:
+            self.total_additional_losses = type(additional)()
+        for name, loss in additional.items():
+            total = self.total_additional_losses.get(name)
+            self.total_additional_losses[name] = _accumulated(total, loss * weight)
+
+    def _after_eval_forward(self, action: Action) -> None:
+        """Evaluation has no backward that would give a slice's memory back."""
+        micro_batch = self._open().micro_batches[action.micro_batch_id]
+        if action.slice_id < micro_batch.plan.num_slices - 1:
+            return
+        self._store.release(action.part_id, action.micro_batch_id)
+        if micro_batch.outputs:
+            outputs = _joined(micro_batch.outputs, micro_batch.plan, self.terapipe_config.sequence_dim)
+            micro_batch.outputs = []
+            if self.eval_return_logits:
+                self.outputs = outputs
+            if not self._compute_loss:
+                self.fwd_outputs.append(outputs)
+
+    def _send_activation(self, action: Action) -> None:
+        """Send what the layers gave; in evaluation nothing else holds it then."""
+        batch = self._open()
+        outputs = batch.get(action.unit).outputs
+        tensors = _floating(outputs)
+        spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
+        self._links.send_activation(action, spec, tensors)
+        if not batch.training:
+            batch.drop(action.unit)
+
+    def _backward(self, action: Action) -> None:
+        """B: the gradients of one slice. Slices of a micro-batch come in reverse, so its dK and dV are complete."""
+        batch = self._open()
+        slice_ = batch.get(action.unit)
+        gradients: Tensors = ()
+        if not self._is_last_part:
+            with self._watchdog.waiting(self._links.describe_wait(action)):
+                gradients = self._links.receive_gradients(action)
+        with push_slice(self._active(action, "recompute")):
+            if self._is_last_part:
+                DeepSpeedEngine.backward(self, slice_.loss)
+            else:
+                self._backward_from(slice_.outputs, gradients)
+        slice_.outputs = slice_.loss = None
+        if self.is_first_stage():
+            batch.drop(action.unit)
+        if action.slice_id == 0:
+            self._store.release(action.part_id, action.micro_batch_id)
+
+    def _backward_from(self, outputs: Any, gradients: Tensors) -> None:
+        """What ``DeepSpeedEngine.backward`` does around a loss, around gradients that came from the next stage.
+
+        Its prologue runs from hooks on the outputs; the flag keeps the ZeRO optimizers from taking this for a user's own
+        ``tensor.backward()``.
+        """
+        tensors = [t for t in _floating(outputs) if t.requires_grad]
+        if not tensors:
+            return
+        self._running_engine_backward = True
+        try:
+            torch.autograd.backward(tensors, list(gradients))
+            self._backward_epilogue()
+        finally:
+            self._running_engine_backward = False
+
+    def _send_gradients(self, action: Action) -> None:
+        """Send the gradients of what this slice received; zeros where the layers did not use it."""
+        batch = self._open()
+        leaves = batch.get(action.unit).inputs
+        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad]
+        self._links.send_gradients(action, gradients)
+        batch.drop(action.unit)
+
+    def _reduce_tied_grads(self, action: Action) -> None:
+        """Once per batch, after the last backward: the model's own sums, then those of tied layers."""
+        before_reduce = getattr(self.module, "before_reduce", None)
+        if before_reduce is not None:
+            before_reduce(self)
+        self._exec_reduce_tied_grads()
+
+    _ACTIONS = {
+        Kind.LOAD: _load,
+        Kind.RECV_ACTIVATION: lambda self, action: self._links.post_activation(action),
+        Kind.FORWARD: _forward,
+        Kind.SEND_ACTIVATION: _send_activation,
+        Kind.RECV_GRAD: lambda self, action: self._links.post_gradients(action),
+        Kind.BACKWARD: _backward,
+        Kind.SEND_GRAD: _send_gradients,
+        Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
+        Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
+        Kind.OPTIMIZER_STEP: lambda self, action: self._exec_optimizer_step(),
+    }
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}
+
+    # -- where the stock engine is wrong with several stages --------------------------------------------------------------
+
+    def _count_every_stage_in_norm(self) -> None:
+        """Make DeepSpeed's fp32 ``clip_grad_norm_`` count the parameters of every stage, and tied ones once.
+
+        It takes parameters that are not marked as model parallel to be replicated over the whole model-parallel group,
+        stages included, and leaves those of later stages out of the norm. The other optimizers count right.
+        """
+        if self.grid.get_slice_parallel_rank() != 0:
+            return
+        for parameter in self.module.parameters():
+            if not getattr(parameter, "ds_pipe_replicated", False):
+                parameter.model_parallel = True
+
+
+def _accumulated(total: Any, loss: Any) -> Any:
+    """``total + loss`` without a graph, in fp32 at least; lists element by element."""
+    if not torch.is_tensor(loss):
+        return [_accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
+    value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+    return value if total is None else total + value
+
+
+def _sum_of_slices(losses: list[Any]) -> Any:
+    if torch.is_tensor(losses[0]):
+        return functools.reduce(torch.add, losses)
+    return [functools.reduce(torch.add, parts) for parts in zip(*losses, strict=True)]
+
+
+def _joined(outputs: list[Any], plan: SlicePlan, sequence_dim: int) -> Any:
+    """The outputs of a micro-batch's slices put together along the dimension that has the slice's tokens."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if not torch.is_tensor(outputs[0]):
+        return tuple(_joined(list(parts), plan, sequence_dim) for parts in zip(*outputs, strict=True))
+    dims = [sequence_dim, *range(outputs[0].dim())]
+    for dim in dims:
+        if all(-o.dim() <= dim < o.dim() and o.size(dim) == n for o, n in zip(outputs, plan.lengths, strict=True)):
+            return torch.cat(outputs, dim=dim)
+    return outputs[-1]  # nothing in it depends on the tokens
+
+
+def _check_module(module: Any) -> None:
+    if getattr(module, "dynamic_shape", False):
+        raise TeraPipeConfigError(
+            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, and "
+            "sequence lengths may change from batch to batch without it. Remove dynamic_shape."
+        )
+
+
+def _check_checkpointing(engine: PipelineEngine) -> None:
+    if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
+        raise TeraPipeConfigError(
+            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
+            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to false."
+        )

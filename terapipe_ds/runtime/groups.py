@@ -1,0 +1,53 @@
+"""Process groups of a pipeline: one per direction of traffic, and one on the CPU for headers and announcements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.runtime.link import Wire
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The groups of the pipeline this rank is in; all None with one stage.
+
+    Forward and backward traffic have groups of their own, so that an activation never waits behind a gradient.
+    """
+
+    ranks: tuple[int, ...]
+    activations: Any = None
+    gradients: Any = None
+    control: Any = None
+
+    def wire(self, what: str, stage_id: int, towards: bool, device: torch.device) -> Wire:
+        """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``."""
+        return Wire(
+            peer=self.ranks[stage_id],
+            group=self.activations if what == "activations" else self.gradients,
+            control=self.control,
+            device=device,
+            name=f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})",
+        )
+
+    def destroy(self) -> None:
+        """Give the groups back. A collective of sorts: all ranks of the pipeline do it."""
+        for group in (self.activations, self.gradients, self.control):
+            if group is not None:
+                torch_dist.destroy_process_group(group)
+
+
+def make_pipeline_groups(grid: Any) -> PipelineGroups:
+    """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one order."""
+    mine = PipelineGroups(ranks=(torch_dist.get_rank(),))
+    if grid.pipe_parallel_size == 1:
+        return mine
+    for ranks in grid.topology().get_axis_comm_lists("pipe"):
+        activations, gradients = torch_dist.new_group(ranks), torch_dist.new_group(ranks)
+        control = torch_dist.new_group(ranks, backend="gloo")
+        if torch_dist.get_rank() in ranks:
+            mine = PipelineGroups(tuple(ranks), activations, gradients, control)
+    return mine

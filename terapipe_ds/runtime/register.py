@@ -1,0 +1,124 @@
+"""Make ``deepspeed.initialize`` build a :class:`TeraPipeEngine` where the config asks for one.
+
+``deepspeed.initialize`` looks its pipeline engines up as globals of the package ``deepspeed`` at each call
+(``deepspeed/__init__.py``). While registered, these names are bound to stand-ins: classes whose metaclass sends the
+*call* to the right engine class, and ``isinstance``/``issubclass`` to DeepSpeed's own class, so that existing checks
+(``isinstance(engine, deepspeed.PipelineEngine)``) and subclasses keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds import compat
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.agreement import require_equal_configs
+
+_registered = False
+
+
+def _raw_config(engine_arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's DeepSpeed config as a dict; DeepSpeed keeps sections that it does not know in ``_param_dict``."""
+    config_class = engine_arguments.get("config_class")
+    return dict(getattr(config_class, "_param_dict", None) or {})
+
+
+def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
+    """The validated section, after all ranks were seen to have the same one."""
+    require_equal_configs(raw)
+    return TeraPipeConfig.from_deepspeed(dict(raw))
+
+
+def _build_pipeline_engine(*args: Any, **kwargs: Any) -> PipelineEngine:
+    if _section(_raw_config(kwargs)).enabled:
+        from terapipe_ds.runtime.engine import TeraPipeEngine
+
+        return TeraPipeEngine(*args, **kwargs)
+    return PipelineEngine(*args, **kwargs)
+
+
+def _build_dualpipev_engine(*args: Any, **kwargs: Any) -> DualPipeVEngine:
+    if _section(_raw_config(kwargs)).enabled:
+        raise TeraPipeConfigError(
+            "terapipe.enabled: true cannot be combined with a DualPipeVModule: DualPipeV brings its own schedule and runs "
+            "two stages on each rank. Build the model as a PipelineModule, or set terapipe.enabled to false."
+        )
+    return DualPipeVEngine(*args, **kwargs)
+
+
+def _stand_in(stock: type, build: Any) -> type:
+    """A class that looks like ``stock`` to isinstance and issubclass, and whose call is ``build``."""
+
+    class Dispatch(type(stock)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is stand_in:
+                return build(*args, **kwargs)
+            return super().__call__(*args, **kwargs)  # a user's own subclass: build that
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, stock) if cls is stand_in else super().__instancecheck__(instance)
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, stock) if cls is stand_in else super().__subclasscheck__(subclass)
+
+    stand_in: type = Dispatch(stock.__name__, (stock,), {"__module__": stock.__module__, "__doc__": stock.__doc__})
+    return stand_in
+
+
+_STAND_INS: dict[str, type] = {
+    "PipelineEngine": _stand_in(PipelineEngine, _build_pipeline_engine),
+    "DualPipeVEngine": _stand_in(DualPipeVEngine, _build_dualpipev_engine),
+}
+_STOCK: dict[str, type] = {"PipelineEngine": PipelineEngine, "DualPipeVEngine": DualPipeVEngine}
+
+
+def register() -> None:
+    """From now on ``deepspeed.initialize`` returns a ``TeraPipeEngine`` where the model is a ``PipelineModule`` and the
+    config has an enabled ``terapipe`` section, and DeepSpeed's own engine in every other case.
+
+    Calling it again changes nothing; :func:`unregister` takes it back.
+
+    Raises:
+        terapipe_ds.compat.CompatError: the installed DeepSpeed lacks a hook that the engine needs.
+    """
+    global _registered
+    if _registered:
+        return
+    compat.require_hooks()
+    compat.warn_about_versions()
+    for name, stand_in in _STAND_INS.items():
+        if hasattr(deepspeed, name):
+            setattr(deepspeed, name, stand_in)
+    _registered = True
+
+
+def unregister() -> None:
+    """Take :func:`register` back. Engines that exist already go on."""
+    global _registered
+    if not _registered:
+        return
+    for name, stock in _STOCK.items():
+        if hasattr(deepspeed, name):
+            setattr(deepspeed, name, stock)
+    _registered = False
+
+
+def is_registered() -> bool:
+    """True between :func:`register` and :func:`unregister`."""
+    return _registered
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """``deepspeed.initialize`` with the plugin registered for this one call: same arguments, same result."""
+    was_registered = _registered
+    register()
+    try:
+        return deepspeed.initialize(*args, **kwargs)
+    finally:
+        if not was_registered:
+            unregister()

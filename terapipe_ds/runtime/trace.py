@@ -1,0 +1,69 @@
+"""Measured timelines: what each stage did when, written in the form in which schedules are drawn.
+
+Start and end are seconds of the wall clock, so that the files of all ranks of one machine lie on one axis. On an
+accelerator every action is synchronised while its step is traced, which costs some of the overlap.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+
+from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.timeline import Timeline, TimelineEvent
+
+_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+_FIRST_STEPS = 5  # traced in any case; later ones each TRACE_EVERY steps
+_TRACE_EVERY = 100
+
+
+def is_traced(step: int) -> bool:
+    """Which training steps (counted from 1) are written: the first few, then each hundredth."""
+    return step <= _FIRST_STEPS or step % _TRACE_EVERY == 0
+
+
+class Tracer:
+    """Records the computations of one rank; off unless a directory is given."""
+
+    def __init__(self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int) -> None:
+        self._dir = Path(trace_dir) if trace_dir else None
+        self._rank = rank
+        self._stage_id = stage_id
+        self._num_stages = num_stages
+        self._events: list[TimelineEvent] | None = None
+
+    def begin(self, step: int) -> None:
+        """Start recording when ``step`` is one of those that are written."""
+        self._events = [] if self._dir is not None and is_traced(step) else None
+
+    @contextmanager
+    def measure(self, action: Action) -> Iterator[None]:
+        """Record one action, if it computes and its step is traced."""
+        if self._events is None or action.kind not in _COMPUTATIONS:
+            yield
+            return
+        start_s = time.time()
+        yield
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()
+        event = TimelineEvent(
+            stage_id=self._stage_id, action=str(action), micro_batch_id=action.micro_batch_id, slice_id=action.slice_id,
+            kind=action.kind.value, start_s=start_s, end_s=time.time(), chunk_id=action.chunk_id,
+        )  # fmt: skip
+        self._events.append(event)
+
+    def write(self, step: int) -> None:
+        """Write ``timeline-step{step}-rank{rank}.json`` under the trace directory, whole or not at all."""
+        events, self._events = self._events, None
+        if events is None or self._dir is None:
+            return
+        self._dir.mkdir(parents=True, exist_ok=True)
+        path = self._dir / f"timeline-step{step:06d}-rank{self._rank:04d}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(Timeline(num_stages=self._num_stages, events=tuple(events)).to_json())
+        os.replace(temporary, path)

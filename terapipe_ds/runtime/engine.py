@@ -31,6 +31,7 @@ from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
 from terapipe_ds.runtime.stage_links import StageLinks
+from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.schedule import Schedule, build, validate
@@ -68,7 +69,7 @@ class TeraPipeEngine(PipelineEngine):
         self._batch: BatchInFlight | None = None
         self._is_last_part = self.stage_id == self.num_stages - 1
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
-        self._count_every_stage_in_norm()
+        count_every_stage_in_norm(self.module, self.grid)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -298,7 +299,9 @@ class TeraPipeEngine(PipelineEngine):
                 gradients = self._links.receive_gradients(action)
         with push_slice(self._active(action, "recompute")):
             if self._is_last_part:
-                DeepSpeedEngine.backward(self, slice_.loss)
+                assert slice_.loss is not None
+                scale = missing_loss_scale(self.optimizer)
+                DeepSpeedEngine.backward(self, slice_.loss if scale == 1.0 else slice_.loss.float() * scale)
             else:
                 self._backward_from(slice_.outputs, gradients)
         slice_.outputs = slice_.loss = None
@@ -351,20 +354,6 @@ class TeraPipeEngine(PipelineEngine):
         Kind.OPTIMIZER_STEP: lambda self, action: self._exec_optimizer_step(),
     }
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}
-
-    # -- where the stock engine is wrong with several stages --------------------------------------------------------------
-
-    def _count_every_stage_in_norm(self) -> None:
-        """Make DeepSpeed's fp32 ``clip_grad_norm_`` count the parameters of every stage, and tied ones once.
-
-        It takes parameters that are not marked as model parallel to be replicated over the whole model-parallel group,
-        stages included, and leaves those of later stages out of the norm. The other optimizers count right.
-        """
-        if self.grid.get_slice_parallel_rank() != 0:
-            return
-        for parameter in self.module.parameters():
-            if not getattr(parameter, "ds_pipe_replicated", False):
-                parameter.model_parallel = True
 
 
 def _accumulated(total: Any, loss: Any) -> Any:

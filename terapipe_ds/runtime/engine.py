@@ -57,6 +57,7 @@ class TeraPipeEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         _check_checkpointing(self)
         self._groups = make_pipeline_groups(self.grid)
+        self._groups.connect(self.stage_id, torch.device(self.device))
         self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))
         self._source = BatchSource(
             self.terapipe_config, self._next_batch, self.stage_id, self.num_stages, self._groups.control

@@ -33,11 +33,22 @@ class PipelineGroups:
             name=f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})",
         )
 
-    def destroy(self) -> None:
-        """Give the groups back. A collective of sorts: all ranks of the pipeline do it."""
-        for group in (self.activations, self.gradients, self.control):
-            if group is not None:
-                torch_dist.destroy_process_group(group)
+    def connect(self, stage_id: int, device: torch.device) -> None:
+        """Send one number over each link, in an order that cannot deadlock.
+
+        NCCL connects two ranks when they first meet and blocks until both are there; in the middle of a batch one could wait
+        on the activations and the other on the gradients.
+        """
+        for first in (0, 1):  # links 0-1, 2-3, ... and then 1-2, 3-4, ...: a stage has one of each
+            upper = stage_id if stage_id % 2 == first else stage_id - 1
+            if upper < 0 or upper + 1 >= len(self.ranks):
+                continue
+            for group, sender in ((self.activations, upper), (self.gradients, upper + 1)):
+                number = torch.zeros(1, device=device)
+                if stage_id == sender:
+                    torch_dist.send(number, self.ranks[2 * upper + 1 - sender], group=group)
+                else:
+                    torch_dist.recv(number, self.ranks[sender], group=group)
 
 
 def make_pipeline_groups(grid: Any) -> PipelineGroups:

@@ -128,16 +128,21 @@ class SendChannel:
     def release(self, before: int) -> None:
         """The peer is known to have run all before this place of its order: what these waited for has arrived."""
         while self._in_flight and self._in_flight[0][0] < before:
-            _, works, _ = self._in_flight.popleft()
-            for work in works:  # done already; waiting is how gloo gives the memory back
-                work.wait()
+            self._wait_oldest()  # done already; waiting is how gloo gives the memory back
+
+    def keep_at_most(self, count: int) -> None:
+        """Wait for the oldest sends until no more than ``count`` are on their way. Only where the peer never waits for us."""
+        while len(self._in_flight) > count:
+            self._wait_oldest()
 
     def flush(self) -> None:
         """Wait until everything has been received. At the end of a batch."""
-        while self._in_flight:
-            _, works, _ = self._in_flight.popleft()
-            for work in works:
-                work.wait()
+        self.keep_at_most(0)
+
+    def _wait_oldest(self) -> None:
+        _, works, _ = self._in_flight.popleft()
+        for work in works:
+            work.wait()
 
 
 @dataclass

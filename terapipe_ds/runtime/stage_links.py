@@ -13,6 +13,9 @@ from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, Rec
 from terapipe_ds.schedule.action import Action, Kind
 
 
+_EVALUATION_SENDS = 8  # on their way at once; the next stage waits for nothing but these, so this cannot deadlock
+
+
 class StageLinks:
     """Sends and receives of one stage, addressed by actions of the schedule.
 
@@ -85,6 +88,8 @@ class StageLinks:
         needed_at = self._open().place(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
         self._activations_out.announce(self._signature(action.unit), spec, consumed_at=needed_at)
         self._activations_out.send(tensors, consumed_at=needed_at)
+        if not self._open().training:  # no gradient will tell that these have arrived
+            self._activations_out.keep_at_most(_EVALUATION_SENDS)
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 

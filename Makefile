@@ -1,0 +1,39 @@
+# make venv | test | test-full | demo | lint | clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: venv test test-full demo lint clean
+
+venv: $(STAMP)
+
+# torch comes first and alone: a package that wants torch must find it installed rather than choose one itself.
+# The stamp goes before anything else, so that a failed install is tried again, and comes back at the very end.
+$(STAMP): setup.py constraints.txt pyproject.toml
+	@rm -f $@
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV); the first time this takes some minutes ..."
+	@$(PIP) install --quiet -c constraints.txt "$(TORCH)"
+	@$(PIP) install --quiet -c constraints.txt -e ".[plot,test]"
+	@touch $@
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+test-full: lint
+	TERAPIPE_TEST_FULL=1 $(BIN)/pytest
+
+demo: venv
+	$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

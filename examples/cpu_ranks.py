@@ -1,0 +1,37 @@
+"""What a rank on a CPU should do before ``deepspeed.init_distributed``; nothing on other devices."""
+
+from __future__ import annotations
+
+import os
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+
+def prepare_cpu_rank(pin: bool = True) -> None:
+    """Settle threads and cores of this rank, and leave out an operator that DeepSpeed would compile first.
+
+    Args:
+        pin: bind the rank to cores of its own, one per thread, where the machine has enough for all local
+        ranks.
+    """
+    if get_accelerator().device_name() != "cpu":
+        return
+    threads = int(os.environ.get("OMP_NUM_THREADS") or 1)
+    torch.set_num_threads(threads)
+    if pin:
+        _pin_to_cores(threads)
+    # DeepSpeed 0.19.8 compiles this shared-memory all-reduce inside init_distributed, for a minute, and a
+    # rank that is killed meanwhile leaves a lock at which every later start waits for ever. torch's gloo does
+    # the same work.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _pin_to_cores(threads: int) -> None:
+    if not hasattr(os, "sched_setaffinity"):  # not Linux
+        return
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_SIZE", 1))
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= local_size * threads:
+        os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])

@@ -1,0 +1,59 @@
+"""Packaging metadata; tools are configured in pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def read_version() -> str:
+    """The version out of the package, without importing it."""
+    text = (HERE / "terapipe_ds" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("terapipe_ds/__init__.py has no __version__")
+    return found.group(1)
+
+
+def read_readme() -> str:
+    """The long description; empty in a tree that has no README yet."""
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+setup(
+    name="terapipe_ds",
+    version=read_version(),
+    description="Token-level pipeline parallelism (TeraPipe) for DeepSpeed",
+    long_description=read_readme(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["terapipe_ds", "terapipe_ds.*"]),
+    package_data={"terapipe_ds": ["py.typed", "data/*"]},
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed>=0.19.8,<1",  # the first version that the engine's hooks are tested with
+        "numpy>=1.26,<3",
+        "pydantic>=2.7,<3",
+        "packaging>=23",
+    ],
+    extras_require={
+        "megatron": ["megatron-core==0.16.1"],
+        "plot": ["matplotlib>=3.8,<4"],
+        "test": ["hypothesis>=6.100", "matplotlib>=3.8,<4", "mypy>=1.11", "pytest>=9", "ruff>=0.6"],
+    },
+    entry_points={"console_scripts": ["terapipe = terapipe_ds.cli:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

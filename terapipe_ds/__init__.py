@@ -1,0 +1,48 @@
+"""Token-level pipeline parallelism (TeraPipe, arXiv 2102.07988) for DeepSpeed.
+
+Nothing is imported until it is asked for (PEP 562): ``import terapipe_ds`` loads neither torch nor deepspeed,
+so that planning and the command line work on any machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from terapipe_ds import schedule as schedule
+    from terapipe_ds.config import TeraPipeConfig as TeraPipeConfig
+    from terapipe_ds.config import TeraPipeConfigError as TeraPipeConfigError
+    from terapipe_ds.plan import SlicePlan as SlicePlan
+    from terapipe_ds.runtime.register import initialize as initialize
+    from terapipe_ds.runtime.register import register as register
+    from terapipe_ds.runtime.register import unregister as unregister
+
+__version__ = "0.1.0"
+
+# Public name -> the module that has it.
+_EXPORTS = {
+    "SlicePlan": "terapipe_ds.plan",
+    "TeraPipeConfig": "terapipe_ds.config",
+    "TeraPipeConfigError": "terapipe_ds.config",
+    "initialize": "terapipe_ds.runtime.register",
+    "register": "terapipe_ds.runtime.register",
+    "unregister": "terapipe_ds.runtime.register",
+}
+_SUBPACKAGES = ("schedule",)
+
+__all__ = [*_EXPORTS, *_SUBPACKAGES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    globals()[name] = value  # the next look-up finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

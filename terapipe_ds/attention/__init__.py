@@ -1,0 +1,25 @@
+"""What does a slice see? Causal attention over token slices.
+
+A model author needs `sliced_attention` and `active_slice`; the rest is for the engine, tests and benchmarks.
+"""
+
+from __future__ import annotations
+
+from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
+from terapipe_ds.attention.backends import available_backends, set_backend
+from terapipe_ds.attention.guard import PlainAttentionError, guard_plain_attention
+from terapipe_ds.attention.slice_store import SliceStore, SliceStoreError
+from terapipe_ds.attention.sliced import sliced_attention
+
+__all__ = [
+    "ActiveSlice",
+    "PlainAttentionError",
+    "SliceStore",
+    "SliceStoreError",
+    "active_slice",
+    "available_backends",
+    "guard_plain_attention",
+    "push_slice",
+    "set_backend",
+    "sliced_attention",
+]

@@ -1,0 +1,93 @@
+"""What a layer may ask about the slice that is running: the one piece of global state of the package.
+
+The engine pushes an immutable `ActiveSlice` around the forward *and* around the backward of a slice, because
+activation checkpointing runs a forward again inside the backward and must see the same slice. The stack belongs to
+the process and not to a thread: autograd runs CUDA backward passes in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from terapipe_ds.attention.slice_store import SliceStore
+
+MODES = ("train", "eval", "recompute", "weight", "probe")
+
+
+@dataclass(frozen=True, eq=False)
+class ActiveSlice:
+    """The tokens [start, stop) of one micro-batch's sequences of `sequence_length` tokens, and in whose name they run.
+
+    `mode` says why the layers run:
+      train      first forward of a training micro-batch (keys and values are appended to the store)
+      eval       forward without a backward to come
+      recompute  any forward inside a backward (activation checkpointing): the store is rewritten in place
+      weight     a forward on behalf of a split weight-gradient pass: the store is read-only
+      probe      a measurement: any slice may run at any time, its prefix need not have run before
+    `extras` carries what the engine knows about the tokens (document ids, position ids).
+    """
+
+    start: int
+    stop: int
+    sequence_length: int
+    micro_batch_id: int = 0
+    slice_id: int = 0
+    part_id: int = 0
+    mode: str = "train"
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    store: SliceStore | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.sequence_length:
+            raise ValueError(
+                f"a slice needs 0 <= start < stop <= sequence_length, got start={self.start}, stop={self.stop}, "
+                f"sequence_length={self.sequence_length}"
+            )
+        if self.mode not in MODES:
+            raise ValueError(f"unknown slice mode {self.mode!r}; use one of {', '.join(MODES)}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of this slice."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """True where the slice is the whole sequence: nothing has to be kept for other slices."""
+        return self.start == 0 and self.stop == self.sequence_length
+
+    def replace(self, **changes: Any) -> ActiveSlice:
+        """A copy with some fields changed, e.g. ``active.replace(mode="recompute")`` around a backward."""
+        return dataclasses.replace(self, **changes)
+
+
+_stack: list[ActiveSlice] = []
+
+
+def active_slice() -> ActiveSlice | None:
+    """The slice that is running now, or None outside of sliced execution."""
+    return _stack[-1] if _stack else None
+
+
+@contextmanager
+def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
+    """Make `active` the running slice for the body; on exit remove exactly what was pushed.
+
+    An exception inside the body may have left other entries on top (a generator that was never closed):
+    they go as well, so that the stack is as it was before.
+    """
+    depth = len(_stack)
+    _stack.append(active)
+    try:
+        yield active
+    finally:
+        if len(_stack) <= depth or _stack[depth] is not active:
+            raise RuntimeError(
+                "the stack of active slices was changed by somebody else; leave push_slice() blocks in reverse order"
+            )
+        del _stack[depth:]

@@ -1,0 +1,64 @@
+"""Buffers that are taken once and reused from batch to batch.
+
+Free buffers are flat and lent to whatever fits in, so that sequence lengths that change from batch to batch do not pile
+up one set of buffers per length: when nothing free is large enough, a new buffer replaces a smaller free one. There are
+never more buffers than were in use at once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_Kind = tuple[torch.dtype, torch.device]
+
+
+class BufferPool:
+    """Lends tensors of any shape out of flat buffers, by dtype and device. The contents are undefined."""
+
+    def __init__(self) -> None:
+        self._free: dict[_Kind, list[torch.Tensor]] = {}
+        self._lent: dict[int, tuple[torch.Tensor, int]] = {}  # id of the lent view -> (flat buffer, bytes asked for)
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.reserved_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of that shape; give it back (the same object) with `give`."""
+        numel = math.prod(shape)
+        flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
+        if flat is None:
+            # A normal tensor even where the caller is in inference mode: the next user may train.
+            with torch.inference_mode(False):
+                flat = torch.empty(numel, dtype=dtype, device=device)
+            self.reserved_bytes += flat.numel() * flat.element_size()
+        with torch.no_grad():
+            lent = flat[:numel].view(shape)
+        num_bytes = numel * flat.element_size()
+        self._lent[id(lent)] = (flat, num_bytes)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return lent
+
+    def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
+        """The smallest free buffer that is large enough; without one, drop the largest that is too small."""
+        large_enough = [flat for flat in free if flat.numel() >= numel]
+        if not large_enough and not free:
+            return None
+        chosen = min(large_enough, key=torch.Tensor.numel) if large_enough else max(free, key=torch.Tensor.numel)
+        free[:] = [flat for flat in free if flat is not chosen]
+        if large_enough:
+            return chosen
+        self.reserved_bytes -= chosen.numel() * chosen.element_size()
+        return None
+
+    def give(self, lent: torch.Tensor) -> None:
+        """Take a tensor back that `take` lent."""
+        flat, num_bytes = self._lent.pop(id(lent))
+        self.live_bytes -= num_bytes
+        self._free[flat.dtype, flat.device].append(flat)
+
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` begin again from what is live now."""
+        self.peak_bytes = self.live_bytes

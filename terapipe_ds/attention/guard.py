@@ -1,0 +1,64 @@
+"""A guard against attention that would silently see only the tokens of its own slice.
+
+A model that still calls `F.scaled_dot_product_attention` (or `nn.MultiheadAttention`) trains without any error when its
+sequence is cut in slices, and learns nothing across them. The engine holds the guard while slices run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
+
+
+class PlainAttentionError(RuntimeError):
+    """Plain self-attention was called on one slice of a sequence."""
+
+
+@contextmanager
+def guard_plain_attention() -> Iterator[None]:
+    """While in it, plain self-attention on a slice that is not the whole sequence raises PlainAttentionError.
+
+    Guards `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward` (that is
+    `nn.MultiheadAttention`, whose shortcut around them in evaluation is switched off meanwhile). Cross-attention to a memory
+    of another length passes. May be nested; what was there before comes back on exit.
+    """
+    attention, multi_head, fast_path = (
+        F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
+    )  # fmt: skip
+    F.scaled_dot_product_attention = _guarded(attention, token_dim=-2)
+    F.multi_head_attention_forward = _guarded(multi_head, token_dim=0)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = attention
+        F.multi_head_attention_forward = multi_head
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        active = active_slice()
+        if active is not None and not active.is_whole:
+            _check(active, query.shape[token_dim], key.shape[token_dim])
+        return function(query, key, *args, **kwargs)
+
+    return guarded
+
+
+def _check(active: ActiveSlice, query_tokens: int, key_tokens: int) -> None:
+    if query_tokens == key_tokens == active.num_tokens:
+        raise PlainAttentionError(
+            f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of {active.sequence_length} "
+            f"tokens: it would see only the slice's own {active.num_tokens} tokens. Call "
+            f"terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. (Attention that is not causal cannot be "
+            f"sliced at all: train such a model with \"slices\": 1.)"
+        )

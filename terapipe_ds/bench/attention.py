@@ -1,0 +1,173 @@
+"""What slicing costs in attention: forward and backward of all slices against one unsliced fused call.
+
+    python -m terapipe_ds.bench.attention --slices 1 2 4 8 16
+
+Both sides compute the same outputs and gradients from the same inputs, laid out as a projection gives them
+([B, T, H * D], viewed as [B, H, T, D]). They run in turns in one process, and the ratio is taken within each turn, so
+that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
+from terapipe_ds.plan import SlicePlan
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention that is measured: batch, query heads, key/value heads, head dim, sequence length, dtype name."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    sequence_length: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: medians over the repeats; `ratio` is the median of sliced over unsliced within a turn."""
+
+    num_slices: int
+    unsliced_s: float
+    sliced_s: float
+    ratio: float
+    store_bytes: int
+
+
+def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu") -> Row:
+    """Time forward + backward of both sides in turns, after two turns to warm up."""
+    torch.manual_seed(0)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    dtype = getattr(torch, shape.dtype)
+    *inputs, grad = (
+        torch.randn(shape.batch, shape.sequence_length, h * shape.head_dim, dtype=dtype, device=device) for h in heads
+    )
+    plan = SlicePlan.equal(shape.sequence_length, num_slices)
+    spans = [plan.span(i) for i in range(plan.num_slices)]
+    whole = [x.clone().requires_grad_() for x in inputs]
+    parts = [[x[:, start:stop].clone().requires_grad_() for x in inputs] for start, stop in spans]
+    grads = [grad[:, start:stop].clone() for start, stop in spans]
+    store = SliceStore()
+    pairs = []
+    for _ in range(repeats + 2):
+        unsliced_s = _timed(lambda: _run_unsliced(whole, grad, shape.head_dim), device)
+        sliced_s = _timed(lambda: _run_sliced(parts, grads, spans, shape.head_dim, store), device)
+        pairs.append((unsliced_s, sliced_s))
+    unsliced, sliced = zip(*pairs[2:], strict=True)
+    ratio = statistics.median(s / u for u, s in pairs[2:])
+    return Row(num_slices, statistics.median(unsliced), statistics.median(sliced), ratio, store.reserved_bytes())
+
+
+def _heads(x: Tensor, head_dim: int) -> Tensor:
+    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+
+
+def _run_unsliced(inputs: list[Tensor], grad: Tensor, head_dim: int) -> None:
+    q, k, v = (_heads(x, head_dim) for x in inputs)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    torch.autograd.grad(out.transpose(1, 2).flatten(2), inputs, grad)
+
+
+def _run_sliced(
+    parts: list[list[Tensor]], grads: list[Tensor], spans: list[tuple[int, int]], head_dim: int, store: SliceStore
+) -> None:
+    outs = []
+    slices = [ActiveSlice(start, stop, spans[-1][1], slice_id=i, store=store) for i, (start, stop) in enumerate(spans)]
+    for active, inputs in zip(slices, parts, strict=True):
+        with push_slice(active):
+            out = sliced_attention(*(_heads(x, head_dim) for x in inputs), layer=0)
+        outs.append(out.transpose(1, 2).flatten(2))
+    for active, inputs, grad in reversed(list(zip(slices, parts, grads, strict=True))):
+        with push_slice(active.replace(mode="recompute")):
+            torch.autograd.grad(outs.pop(), inputs, grad)
+    store.release(0, 0)
+
+
+def _timed(run: object, device: str) -> float:
+    assert callable(run)
+    begin = time.perf_counter()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def describe_device(device: str) -> str:
+    """Device, threads and versions, as printed above every table."""
+    name = torch.cuda.get_device_name() if device != "cpu" else _cpu_name()
+    return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def print_table(shape: Shape, rows: Sequence[Row], device: str) -> None:
+    """The measured rows as a table for people."""
+    print(describe_device(device))
+    print(
+        f"forward + backward of causal attention, B={shape.batch}, H={shape.heads}, H_kv={shape.kv_heads}, "
+        f"D={shape.head_dim}, L={shape.sequence_length}, {shape.dtype}"
+    )
+    print(f"{'slices':>7} {'unsliced':>12} {'sliced':>12} {'ratio':>7} {'store':>10}")
+    for row in rows:
+        print(
+            f"{row.num_slices:>7} {row.unsliced_s * 1e3:>9.1f} ms {row.sliced_s * 1e3:>9.1f} ms {row.ratio:>7.3f} "
+            f"{row.store_bytes / 2**20:>6.1f} MiB"
+        )
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m terapipe_ds.bench.attention", description=__doc__.split("\n")[0])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of equal slices")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as --heads")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16", "float16"])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--backend", default=None, help="force a backend (default: automatic)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_arguments(arguments)
+    torch.set_num_threads(args.threads)
+    set_backend(args.backend)
+    shape = Shape(args.batch, args.heads, args.kv_heads or args.heads, args.head_dim, args.sequence_length, args.dtype)
+    rows = [measure(shape, n, args.repeats, args.device) for n in args.slices]
+    if args.json:
+        rows_as_dicts = [asdict(row) for row in rows]
+        print(json.dumps({"device": describe_device(args.device), "shape": asdict(shape), "rows": rows_as_dicts}))
+    else:
+        print_table(shape, rows, args.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""The ``terapipe`` section of a DeepSpeed config, validated.
+
+Plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value
+"auto". DeepSpeed ignores a section that it does not know, so that typos are ours to reject.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from terapipe_ds.plan import PlanError, SlicePlan, show_value
+
+SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b")
+_SECTION = "terapipe"
+_MAX_INT = 2**63 - 1  # torch's int64
+_MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
+_LATER = "planning from measured costs comes in a later release"
+
+
+class TeraPipeConfigError(ValueError):
+    """A config that cannot be used; ``problems`` has one line per mistake with its key, value and fix."""
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems: tuple[str, ...] = tuple(problems) or (message,)
+
+    @classmethod
+    def from_problems(cls, problems: Iterable[str]) -> TeraPipeConfigError:
+        """One error for all ``problems``."""
+        lines = tuple(problems)
+        if len(lines) == 1:
+            return cls(lines[0], lines)
+        heading = f"{len(lines)} problems with the DeepSpeed config:"
+        return cls("\n  - ".join([heading, *lines]), lines)
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _no_repetition(value: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError
+    return value
+
+
+_Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
+_Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
+_Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
+_Path = Annotated[str, Field(min_length=1)]
+_Schedule = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULES)}|auto|.+\.csv)$")]
+_Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
+_Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
+_Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
+
+
+class _StrictModel(BaseModel):
+    # Every field's `description` says what is allowed; error messages end with it.
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PlannerConfig(_StrictModel):
+    """``terapipe.planner``: how slices are found when ``slices`` is "auto"."""
+
+    profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
+    cache_dir: _Path | None = Field(default=None, description="the path of a directory, or null")
+    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="a finite number > 0, or null"
+    )
+
+
+class TeraPipeConfig(_StrictModel):
+    """The section; attributes are its keys. :meth:`from_deepspeed` is the way in.
+
+    Raises:
+        TeraPipeConfigError: all mistakes of the section at once, also when called with keywords.
+    """
+
+    enabled: bool = Field(False, description="true or false")
+    schedule: _Schedule = Field("seq1f1b", description=f"one of {', '.join(SCHEDULES)}")
+    slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
+        "auto",
+        description="a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1",
+    )
+    sequence_dim: _Index = Field(1, description="an integer >= 0, counted from the front")
+    sliced_inputs: Annotated[_Indices | None, BeforeValidator(_list_to_tuple)] = Field(
+        None, description="null, or a list of different integers >= 0 with at least one entry"
+    )
+    granularity_tokens: _Positive = Field(64, description="an integer >= 1")
+    loss_reduction: Literal["mean_valid", "mean", "sum"] = Field(
+        "mean_valid", description="one of mean_valid, mean, sum"
+    )
+    ignore_index: _Int64 = Field(-100, description="a 64-bit integer")
+    planner: PlannerConfig = Field(
+        default=PlannerConfig(),
+        description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
+    )
+    verify: Literal["off", "first_batch"] = Field("off", description='"off"')
+    stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
+        300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
+    )
+    trace_dir: _Path | None = Field(None, description="the path of a directory, or null")
+
+    def __init__(self, /, **section: Any) -> None:
+        problems: list[str] = []
+        try:
+            super().__init__(**_take_known(section, (), problems))
+        except ValidationError as error:
+            problems.extend(_problems_of(error, section))
+        if section.get("enabled") is True:
+            problems.extend(_not_available_yet(section))
+        if problems:
+            raise TeraPipeConfigError.from_problems(dict.fromkeys(problems))
+
+    @classmethod
+    def from_deepspeed(cls, ds_config: dict[str, Any]) -> TeraPipeConfig:
+        """The ``terapipe`` section of a DeepSpeed config; switched off where there is none.
+
+        Raises:
+            TeraPipeConfigError: mistakes in the section (switched off or not) and, where it is switched on,
+                what it cannot be combined with in the rest of ``ds_config``; all of them at once.
+        """
+        if not isinstance(ds_config, dict):
+            raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
+        section = ds_config.get(_SECTION, {})
+        if not isinstance(section, dict):
+            raise TeraPipeConfigError(
+                f"{_SECTION} = {show_value(section)}: give an object, for example {{}} or remove the key"
+            )
+        problems: list[str] = []
+        config = None
+        try:
+            config = cls(**_take_known(section, (), problems))
+        except TeraPipeConfigError as error:
+            problems.extend(error.problems)
+        if section.get("enabled") is True:
+            problems.extend(_conflicts_in(ds_config))
+        if config is None or problems:
+            raise TeraPipeConfigError.from_problems(problems)
+        return config
+
+    def plan_for(self, sequence_length: int) -> SlicePlan:
+        """The plan for sequences of ``sequence_length`` tokens.
+
+        Raises:
+            TeraPipeConfigError: ``slices`` or ``granularity_tokens`` does not fit that length.
+            PlanError: ``sequence_length`` itself is not an integer >= 1.
+        """
+        whole = SlicePlan.equal(sequence_length, 1)
+        if self.slices == "auto":
+            raise TeraPipeConfigError(_no_auto_slices())
+        try:
+            if isinstance(self.slices, int):
+                return SlicePlan.equal(whole.sequence_length, self.slices, self.granularity_tokens)
+            plan = SlicePlan(self.slices)
+        except PlanError as error:
+            key = "granularity_tokens" if self.granularity_tokens > whole.sequence_length else "slices"
+            raise TeraPipeConfigError(
+                f"{_name((key,))} = {show_value(getattr(self, key))}: {error}"
+            ) from None
+        if plan.sequence_length != whole.sequence_length:
+            given = f"{_name(('slices',))} = {show_value(list(self.slices))}"
+            raise TeraPipeConfigError(
+                f"{given} adds up to {plan.sequence_length} tokens, but a sequence has {sequence_length}: "
+                "give lengths that add up to that, or a number of equal slices"
+            )
+        return plan
+
+    def fingerprint(self) -> str:
+        """16 hex digits that two configs share exactly when every key has the same value."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """One line for a log."""
+        if not self.enabled:
+            return "terapipe: off"
+        if isinstance(self.slices, int):
+            slices = f"{self.slices} slices cut at multiples of {self.granularity_tokens} tokens"
+        else:
+            slices = f"slices {self.slices if isinstance(self.slices, str) else list(self.slices)}"
+        ignored = f" (ignore_index {self.ignore_index})" if self.loss_reduction == "mean_valid" else ""
+        return f"terapipe: schedule {self.schedule}, {slices}, loss {self.loss_reduction}{ignored}"
+
+
+def _name(path: Iterable[Any]) -> str:
+    return ".".join([_SECTION, *map(str, path)])
+
+
+_MODELS: dict[tuple[Any, ...], type[BaseModel]] = {(): TeraPipeConfig, ("planner",): PlannerConfig}
+
+
+def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: list[str]) -> dict[str, Any]:
+    """``section`` without its unknown keys, which become ``problems``. Keys need not be words."""
+    known: dict[str, Any] = {}
+    for key, value in section.items():
+        if key not in _MODELS[path].model_fields:
+            problems.append(_unknown_key((*path, key), value))
+        elif (*path, key) in _MODELS and isinstance(value, dict):
+            known[key] = _take_known(value, (*path, key), problems)
+        else:
+            known[key] = value
+    return known
+
+
+def _problems_of(error: ValidationError, section: Any) -> Iterator[str]:
+    """Pydantic's errors, one line per key: a union fails once per member, a list once per entry."""
+    for detail in error.errors(include_input=False, include_context=False, include_url=False):
+        location = detail["loc"]
+        path = location[:2] if location[0] == "planner" and len(location) > 1 else location[:1]
+        value = functools.reduce(operator.getitem, path, section)
+        allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
+        yield f"{_name(path)} = {show_value(value)}: must be {allowed}"
+
+
+def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
+    known = {key: (*parent, key) for parent, model in _MODELS.items() for key in model.model_fields}
+    nearest = difflib.get_close_matches(_show_key(path[-1]).strip().lower(), known, n=1)
+    if nearest:
+        hint = f"did you mean {_name(known[nearest[0]])}?"
+    else:
+        hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
+    return f"{_name(map(_show_key, path))} = {show_value(value)}: unknown key; {hint}"
+
+
+def _show_key(key: Any) -> str:
+    """A key for messages: bare where it is an ordinary word."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else show_value(key)
+
+
+def _no_auto_slices() -> str:
+    return (
+        f'{_name(("slices",))} = "auto": {_LATER}; give a number of equal slices, for example 8, or a list '
+        "of slice lengths in tokens that add up to the sequence length, for example [512, 384, 128]"
+    )
+
+
+def _not_available_yet(section: Mapping[str, Any]) -> Iterator[str]:
+    """What an enabled section may not ask for in this release."""
+    slices = section.get("slices", "auto")
+    if isinstance(slices, str) and slices == "auto":
+        yield _no_auto_slices()
+    schedule = section.get("schedule")
+    if isinstance(schedule, str) and (schedule == "auto" or schedule.endswith(".csv")):
+        why = _LATER if schedule == "auto" else "schedules from a file come in a later release"
+        yield f"{_name(('schedule',))} = {show_value(schedule)}: {why}; give one of {', '.join(SCHEDULES)}"
+    verify = section.get("verify")
+    if isinstance(verify, str) and verify == "first_batch":
+        yield f'{_name(("verify",))} = "first_batch": comes in a later release; give "off"'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conflict:
+    """A key of DeepSpeed's own config that cannot stand beside an enabled section."""
+
+    key: str
+    is_set: Callable[[Any], bool]
+    why: str
+    fix: str
+
+
+def _is_on(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "yes", "on", "1")
+    return isinstance(value, int | float) and value == 1
+
+
+def _more_than(limit: int) -> Callable[[Any], bool]:
+    def exceeds(value: Any) -> bool:
+        try:
+            return isinstance(value, int | float | str) and float(value) > limit
+        except (ValueError, OverflowError):
+            return False  # not a number, so that DeepSpeed's own validation says what is wrong with it
+
+    return exceeds
+
+
+def _is_off(value: Any) -> bool:
+    return isinstance(value, int | float) and not value
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _offloads(value: Any) -> bool:
+    return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
+
+
+_ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
+_WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
+_CONFLICTS = (
+    _Conflict("zero_optimization.stage", _more_than(1),
+              "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
+              "set it to 0 or 1"),
+    _Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),
+    _Conflict("zero_optimization.cpu_offload_param", _is_on, _ONLY_ZERO_3, "remove it"),
+    _Conflict("zero_optimization.zenflow", _is_given,
+              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
+    _Conflict("compile.deepcompile", _is_on,
+              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
+    _Conflict("sequence_parallel_size", _more_than(1),
+              "Ulysses sequence parallelism divides the same tokens over ranks",
+              "set it to 1 and give the ranks to the pipeline or to data parallelism"),
+    _Conflict("tensor_parallel.autotp_size", _more_than(1),
+              "AutoTP replaces layers without knowing of pipeline stages",
+              "remove it; tensor parallelism comes with the model (Megatron layers)"),
+    _Conflict("expert_parallel.enabled", _is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
+              "set it to false"),
+    _Conflict("hybrid_engine.enabled", _is_on,
+              "DeepSpeed's hybrid engine is an engine of its own, without a pipeline", "set it to false"),
+    _Conflict("data_efficiency.data_routing.random_ltd.enabled", _is_on,
+              f"random layer token drop: {_WHOLE_SEQUENCE}", "set it to false"),
+    _Conflict("progressive_layer_drop.enabled", _is_on,
+              "it may drop a layer for one slice of a sequence and keep it for another",
+              "remove the section"),
+    _Conflict("sparse_attention", _is_given, f"sparse attention: {_WHOLE_SEQUENCE}", "remove the section"),
+    _Conflict("eigenvalue.enabled", _is_on,
+              "it takes a second backward pass through the graph of a whole micro-batch",
+              "remove the section"),
+    _Conflict("flops_profiler.enabled", _is_on,
+              "DeepSpeed 0.19.8's profiler crashes with more than one stage (\"bwd_microstep timer has "
+              "already been started\")", "set it to false"),
+    _Conflict("autotuning.enabled", _is_on,
+              "the autotuner works through the flops profiler, which crashes with more than one stage",
+              "set it to false"),
+    _Conflict("managed_gradient_accumulation", _is_off,
+              "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
+              "remove it or set it to true"),
+)  # fmt: skip
+
+
+def _conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    for conflict in _CONFLICTS:
+        value: Any = ds_config
+        for key in conflict.key.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if conflict.is_set(value):
+            given = f"{conflict.key} = {show_value(value)}"
+            yield f"{given} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"

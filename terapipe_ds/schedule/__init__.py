@@ -1,0 +1,24 @@
+"""In what order? Schedules as plain values: built, lowered, validated, shown, and then run as they are."""
+
+from __future__ import annotations
+
+from .action import Action, Kind, Schedule, ScheduleError, StageSchedule
+from .generate import SCHEDULE_NAMES, build
+from .lower import lower
+from .show import from_csv, render, to_csv
+from .validate import validate
+
+__all__ = [
+    "SCHEDULE_NAMES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "ScheduleError",
+    "StageSchedule",
+    "build",
+    "from_csv",
+    "lower",
+    "render",
+    "to_csv",
+    "validate",
+]

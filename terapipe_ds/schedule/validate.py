@@ -1,0 +1,198 @@
+"""Proof that a schedule can run: every rule of the pipeline, checked on the very lists that the engine
+executes.
+
+``validate`` checks in this order: the shape of the schedule, that every unit runs exactly once, the order
+within each stage, the lowered lists (loads, sends, receives), and that no stage waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from .action import COMPUTE_KINDS, Action, Kind, Schedule, ScheduleError, fail_at
+from .lower import check_lowered
+
+Key = tuple[Kind, int, int, int]
+"""(kind, part_id, micro_batch_id, slice_id), as ``Action.key``."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise ``ScheduleError``, with the grid and the offending cell marked, unless the schedule can run.
+
+    Every F and B exactly once per (part, micro-batch, slice), at one place; F before its B before its W; F in
+    slice order, B in reverse slice order; each send has its receive, in the same order per link; no deadlock.
+    """
+    _check_shape(schedule)
+    _check_once(schedule)
+    for stage_id in range(schedule.num_stages):
+        _check_stage_order(schedule, stage_id)
+    check_lowered(schedule, [schedule.for_stage(stage_id) for stage_id in range(schedule.num_stages)])
+    replay(schedule)
+
+
+def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> Iterator[Key]:
+    """The keys of the computations whose results ``action`` needs."""
+    part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
+    if action.kind is Kind.FORWARD:
+        if slice_id > 0:
+            yield Kind.FORWARD, part_id, micro_batch_id, slice_id - 1
+        if part_id > 0:
+            yield Kind.FORWARD, part_id - 1, micro_batch_id, slice_id
+    elif action.kind is Kind.BACKWARD:
+        yield Kind.FORWARD, part_id, micro_batch_id, slice_id
+        if slice_id < num_slices[micro_batch_id] - 1:
+            yield Kind.BACKWARD, part_id, micro_batch_id, slice_id + 1
+        if part_id < num_parts - 1:
+            yield Kind.BACKWARD, part_id + 1, micro_batch_id, slice_id
+    else:
+        yield Kind.BACKWARD, part_id, micro_batch_id, slice_id
+
+
+def replay(schedule: Schedule) -> list[list[int]]:
+    """The time slot in which each entry of each order starts, when every computation takes one slot.
+
+    Stages run their orders strictly in sequence and wait for the data they need. Raises ``ScheduleError``
+    where they wait for one another for ever.
+    """
+    num_parts = schedule.num_parts
+    ends: dict[Key, int] = {}
+    starts: list[list[int]] = [[] for _ in schedule.orders]
+    waiting: dict[Key, list[int]] = defaultdict(list)
+    ready = list(range(schedule.num_stages))
+    while ready:
+        stage_id = ready.pop()
+        order, mine = schedule.orders[stage_id], starts[stage_id]
+        while len(mine) < len(order):
+            action = order[len(mine)]
+            needs = list(dependencies(action, num_parts, schedule.num_slices))
+            missing = next((key for key in needs if key not in ends), None)
+            if missing is not None:
+                waiting[missing].append(stage_id)
+                break
+            free = mine[-1] + 1 if mine else 0
+            mine.append(max([free, *(ends[key] for key in needs)]))
+            ends[action.key] = mine[-1] + 1
+            ready += waiting.pop(action.key, [])
+    waits = {stage_id: key for key, stages in waiting.items() for stage_id in stages}
+    if waits:
+        _report_deadlock(schedule, [len(mine) for mine in starts], waits)
+    return starts
+
+
+def _check_shape(schedule: Schedule) -> None:
+    if len(schedule.orders) != schedule.num_stages or len(schedule.num_slices) != schedule.num_micro_batches:
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: {len(schedule.orders)} orders for {schedule.num_stages} stages,"
+            f" {len(schedule.num_slices)} slice counts for {schedule.num_micro_batches} micro-batches;"
+            " give one of each"
+        )
+    places = {(s, c) for s in range(schedule.num_stages) for c in range(schedule.chunks_per_stage)}
+    parts = set(schedule.placement.values())
+    if set(schedule.placement) != places or parts != set(range(len(parts))):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: the placement is {schedule.placement}; give every (stage, chunk) a"
+            " part, and number the parts from 0 without a gap"
+        )
+    for stage_id, order in enumerate(schedule.orders):
+        for index, action in enumerate(order):
+            problem = _misplaced(schedule, stage_id, action)
+            if problem:
+                fail_at(schedule, f"{action} cannot stand here, {problem}", stage_id, index)
+
+
+def _misplaced(schedule: Schedule, stage_id: int, action: Action) -> str:
+    if action.kind not in COMPUTE_KINDS:
+        return "an order holds computations (F, B, W) only and lowering adds the rest"
+    if schedule.forward_only and action.kind is not Kind.FORWARD:
+        return "a forward-only schedule has forwards only"
+    if not 0 <= action.micro_batch_id < schedule.num_micro_batches:
+        return f"there are {schedule.num_micro_batches} micro-batches"
+    if not 0 <= action.slice_id < schedule.num_slices[action.micro_batch_id]:
+        return f"micro-batch {action.micro_batch_id} has {schedule.num_slices[action.micro_batch_id]} slices"
+    if not 0 <= action.chunk_id < schedule.chunks_per_stage:
+        return f"stages have {schedule.chunks_per_stage} chunks"
+    part_id = schedule.placement[stage_id, action.chunk_id]
+    if action.part_id != part_id:
+        return f"it names part {action.part_id} but chunk {action.chunk_id} of this stage is part {part_id}"
+    return ""
+
+
+def _check_once(schedule: Schedule) -> None:
+    seen: set[Key] = set()
+    homes: dict[tuple[int, int], tuple[int, int]] = {}  # (part, micro-batch) -> (stage, chunk)
+    for stage_id, order in enumerate(schedule.orders):
+        for index, action in enumerate(order):
+            if action.key in seen:
+                fail_at(
+                    schedule,
+                    f"{action} of part {action.part_id} runs a second time: drop it",
+                    stage_id,
+                    index,
+                )
+            seen.add(action.key)
+            place = stage_id, action.chunk_id
+            home = homes.setdefault((action.part_id, action.micro_batch_id), place)
+            if home != place:
+                where = f"at stage {home[0]}, chunk {home[1]}"
+                reason = f"part {action.part_id} has units of micro-batch {action.micro_batch_id} {where}"
+                fail_at(
+                    schedule,
+                    f"{reason}, so {action} cannot run here: keep them at one place",
+                    stage_id,
+                    index,
+                )
+    places = {part_id: place for place, part_id in reversed(schedule.placement.items())}
+    kinds = [Kind.FORWARD] if schedule.forward_only else [Kind.FORWARD, Kind.BACKWARD]
+    for part_id in range(schedule.num_parts):
+        for micro_batch_id, count in enumerate(schedule.num_slices):
+            stage_id, chunk_id = homes.get((part_id, micro_batch_id), places[part_id])
+            for kind, slice_id in ((kind, slice_id) for kind in kinds for slice_id in range(count)):
+                if (kind, part_id, micro_batch_id, slice_id) not in seen:
+                    unit = Action(kind, micro_batch_id, slice_id, part_id, chunk_id)
+                    index = _first_in_need(schedule, stage_id, unit.key)
+                    fail_at(schedule, f"{unit} of part {part_id} is missing: add it before", stage_id, index)
+
+
+def _first_in_need(schedule: Schedule, stage_id: int, key: Key) -> int:
+    """Where on a stage the result of a missing computation is first needed; past the end where nothing needs
+    it."""
+    order = schedule.orders[stage_id]
+    needs = (set(dependencies(action, schedule.num_parts, schedule.num_slices)) for action in order)
+    return next((index for index, keys in enumerate(needs) if key in keys), len(order))
+
+
+def _check_stage_order(schedule: Schedule, stage_id: int) -> None:
+    """The dependencies within one part, which show as a wrong order rather than as a deadlock."""
+    done: set[Key] = set()
+    for index, action in enumerate(schedule.orders[stage_id]):
+        for key in dependencies(action, schedule.num_parts, schedule.num_slices):
+            kind, part_id, micro_batch_id, slice_id = key
+            if part_id == action.part_id and key not in done:
+                first = Action(kind, micro_batch_id, slice_id, part_id, action.chunk_id)
+                fail_at(schedule, f"{action} runs before {first}: {_rule(action, first)}", stage_id, index)
+        done.add(action.key)
+
+
+def _rule(action: Action, first: Action) -> str:
+    if action.kind is not first.kind:
+        return "each F comes before its B, and each B before its W"
+    direction = "slice order" if action.kind is Kind.FORWARD else "reverse slice order"
+    return f"within a micro-batch {action.kind.value} runs in {direction}"
+
+
+def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, Key]) -> NoReturn:
+    """Follow who waits for whom until a stage comes up again, and show that circle."""
+    homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
+    chain = [min(waits)]
+    while chain.count(chain[-1]) < 2:
+        chain.append(homes[waits[chain[-1]]])
+    circle = chain[chain.index(chain[-1]) : -1]
+    steps = []
+    for stage_id in circle:
+        kind, part_id, micro_batch_id, slice_id = waits[stage_id]
+        needed = f"{kind.value}{micro_batch_id}.{slice_id} of part {part_id} (stage {homes[waits[stage_id]]})"
+        steps.append(f"stage {stage_id} holds {schedule.orders[stage_id][at[stage_id]]} until {needed}")
+    reason = f"deadlock, no stage can go on: {', '.join(steps)}"
+    fail_at(schedule, reason, circle[0], at[circle[0]])

@@ -1,0 +1,34 @@
+"""What every test starts from."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports torch or deepspeed: the tests are small, and many of them run several ranks at once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+from hypothesis import settings
+
+FULL = os.environ.get("TERAPIPE_TEST_FULL", "") not in ("", "0")
+
+settings.register_profile("default", deadline=None, max_examples=200)
+settings.load_profile("default")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what the markers `full` and `gpu` ask for and this run or machine does not have."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("full") and not FULL:
+            item.add_marker(pytest.mark.skip(reason="only with TERAPIPE_TEST_FULL=1 (make test-full)"))

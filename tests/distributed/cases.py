@@ -1,0 +1,199 @@
+"""What is trained to compare our engine with DeepSpeed's: dimensions, a case, and a covering set of cases."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+BATCH_SIZE = 2
+SEQUENCE_LENGTH = 24
+NUM_STEPS = 5
+LEARNING_RATE = 1e-3
+ADAM_EPS = 1e-8
+LOSS_SCALE = 2.0**-12
+CLIP_NORM = 0.25 * LOSS_SCALE  # below the gradient norm of every step, so that clipping is at work in each
+
+PLANS: dict[str, int | list[int]] = {"equal": 3, "uneven": [5, 10, 2, 7], "single_last": [14, 9, 1]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. The defaults are the plain values, and the readable id leaves most of them out."""
+
+    stages: int = 1
+    data_parallel: int = 1
+    micro_batches: int = 1
+    plan: str = "equal"
+    schedule: str = "seq1f1b"
+    tied: bool = False
+    checkpointing: str = "off"  # off | reentrant | reentrant_all (the embedding too) | non_reentrant
+    masked: bool = False
+    precision: str = "fp64"  # fp64 | fp32 | bf16, with "_zero1" for ZeRO-1
+    clipping: bool = False
+    gqa: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.data_parallel
+
+    @property
+    def dtype(self) -> str:
+        return self.precision.removesuffix("_zero1")
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.precision.endswith("_zero1"))
+
+    def __str__(self) -> str:
+        parallel = f"K{self.stages}" + (f"xDP{self.data_parallel}" if self.data_parallel > 1 else "")
+        words = [parallel, f"m{self.micro_batches}", self.plan, self.schedule]
+        words += ["tied"] * self.tied
+        words += [f"ckpt_{self.checkpointing}"] * (self.checkpointing != "off")
+        words += ["masked"] * self.masked
+        words += [self.precision] * (self.precision != "fp64")
+        words += ["clip"] * self.clipping + ["gqa"] * self.gqa
+        return "-".join(words)
+
+    def stock(self) -> Case:
+        """The run of DeepSpeed's own engine that this one must equal: it knows neither plan nor schedule.
+
+        Two bugs of the stock engine are stepped around. With several stages its fp32 clip norm leaves out
+        replicated parameters, so clipping is compared with one stage. With reentrant checkpointing the
+        embedding must stay outside.
+        """
+        reentrant = self.checkpointing.startswith("reentrant")
+        return replace(
+            self,
+            plan="whole",
+            schedule="stock",
+            stages=1 if self.clipping else self.stages,
+            checkpointing="reentrant" if reentrant else self.checkpointing,
+        )
+
+
+def case_key(case: Case) -> tuple[Any, ...]:
+    """Sorts cases such that those of one world size, then those of one stock run, stand together."""
+    return (case.world_size, str(case.stock()), str(case))
+
+
+# -- the dimensions ------------------------------------------------------------------------------------------
+
+DIMENSIONS: dict[str, Sequence[Any]] = {
+    "parallel": ((1, 1), (2, 1), (3, 1), (2, 2)),  # stages, data parallel
+    "micro_batches": (1, 2, 4),
+    "plan": tuple(PLANS),
+    "schedule": ("gpipe", "1f1b", "terapipe", "seq1f1b"),
+    "tied": (False, True),
+    "checkpointing": ("off", "reentrant", "reentrant_all", "non_reentrant"),
+    "masked": (False, True),
+    "precision": ("fp64", "fp32", "fp32_zero1", "bf16", "bf16_zero1"),
+    "clipping": (False, True),
+    "gqa": (False, True),
+}
+# The whole product is taken of these, in fp64; the others only scale what is computed.
+PRODUCT = ("parallel", "micro_batches", "plan", "schedule", "tied", "checkpointing", "masked")
+
+Assignment = Mapping[str, Any]
+Tuple = frozenset[tuple[str, Any]]  # values of a few dimensions: {("plan", "equal"), ("tied", True)}
+
+
+def is_valid(assignment: Assignment) -> bool:
+    """Clipping is compared with a single stage, and that has the same data on one pipeline only."""
+    return not (assignment.get("clipping") and assignment.get("parallel", (1, 1))[1] > 1)
+
+
+def to_case(assignment: Assignment) -> Case:
+    values = dict(assignment)
+    values["stages"], values["data_parallel"] = values.pop("parallel", (1, 1))
+    return Case(**values)
+
+
+def tuples_of(assignment: Assignment, strength: int) -> set[Tuple]:
+    """All choices of `strength` of the assignment's values."""
+    return {frozenset(items) for items in itertools.combinations(assignment.items(), strength)}
+
+
+def valid_tuples(dimensions: Mapping[str, Sequence[Any]], strength: int) -> set[Tuple]:
+    found: set[Tuple] = set()
+    for names in itertools.combinations(dimensions, strength):
+        for assignment in product({name: dimensions[name] for name in names}):
+            found |= tuples_of(assignment, strength)
+    return found
+
+
+def product(dimensions: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """All valid assignments."""
+    for values in itertools.product(*dimensions.values()):
+        assignment = dict(zip(dimensions, values, strict=True))
+        if is_valid(assignment):
+            yield assignment
+
+
+def covering_set(
+    dimensions: Mapping[str, Sequence[Any]], strength: int, start: Sequence[Assignment] = (), tries: int = 10
+) -> list[dict[str, Any]]:
+    """Full assignments such that every valid tuple of `strength` values stands in at least one of them.
+
+    Greedy: each of `start` (partial assignments, all of them kept), then each tuple that is not covered yet,
+    is filled up dimension by dimension with the value that covers most new tuples; the best of a few orders
+    is kept.
+    """
+    generator = random.Random(0)
+    missing = valid_tuples(dimensions, strength)
+    # sorted: the order of a set of strings differs from process to process
+    waiting = [dict(each) for each in start] + [
+        dict(each) for each in sorted(missing, key=lambda t: sorted(map(repr, t)))
+    ]
+    chosen: list[dict[str, Any]] = []
+    for index, partial in enumerate(waiting):
+        if index >= len(start) and frozenset(partial.items()) not in missing:
+            continue
+        filled = [_filled(partial, dimensions, missing, strength, generator) for _ in range(tries)]
+        best = max(filled, key=lambda assignment: len(tuples_of(assignment, strength) & missing))
+        missing -= tuples_of(best, strength)
+        chosen.append(best)
+    return chosen
+
+
+def _filled(
+    partial: Assignment,
+    dimensions: Mapping[str, Sequence[Any]],
+    missing: set[Tuple],
+    strength: int,
+    generator: random.Random,
+) -> dict[str, Any]:
+    assignment = dict(partial)
+    names = [name for name in dimensions if name not in assignment]
+    generator.shuffle(names)
+    for name in names:
+        values = [value for value in dimensions[name] if is_valid({**assignment, name: value})]
+        generator.shuffle(values)
+        news = [len(tuples_of({**assignment, name: value}, strength) & missing) for value in values]
+        assignment[name] = values[max(range(len(values)), key=lambda i: news[i])]
+    return {name: assignment[name] for name in dimensions}
+
+
+def default_assignments() -> list[dict[str, Any]]:
+    """In fp64 every triple of values of the dimensions in PRODUCT; every pair of values of all dimensions."""
+    triples = covering_set({name: DIMENSIONS[name] for name in PRODUCT}, 3)
+    return covering_set(
+        DIMENSIONS, 2, start=[{**triple, "precision": "fp64", "clipping": False} for triple in triples]
+    )
+
+
+def default_cases() -> list[Case]:
+    return _cases(default_assignments())
+
+
+def all_cases() -> list[Case]:
+    """The whole product of PRODUCT in fp64, grouped queries in every other case, and the default cases."""
+    everything = product({name: DIMENSIONS[name] for name in PRODUCT})
+    exact = [{**assignment, "gqa": bool(index % 2)} for index, assignment in enumerate(everything)]
+    return sorted({*_cases(exact), *default_cases()}, key=case_key)
+
+
+def _cases(assignments: Sequence[Assignment]) -> list[Case]:
+    return sorted({to_case(assignment) for assignment in assignments}, key=case_key)

@@ -1,0 +1,132 @@
+"""The equality contract: how far apart two training runs are, and how far they may be.
+
+A relative error is the maximum over tensors of ||a - b|| / max(||b||, 1e-3 * the largest ||b|| among tensors
+of that kind): tensors that are nothing but rounding noise next to the others do not count. What is missing,
+has another shape or is not finite has an infinite error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.distributed.cases import Case
+
+Tensors = Mapping[str, npt.NDArray[np.floating]]
+KINDS = ("loss", "gradient", "parameter", "evaluation", "returned", "norm")
+FLOOR = 1e-3
+
+
+@dataclass
+class RankRecord:
+    """What one rank of a training run has seen. Parameter names count layers over the whole model."""
+
+    rank: int
+    stage_id: int
+    data_parallel_id: int
+    engine: str
+    losses: list[float] = field(default_factory=list)  # of each step; last stage only
+    evaluations: list[float] = field(default_factory=list)  # last stage only
+    returned: list[float] = field(default_factory=list)  # what train_batch() returned
+    norms: list[float] = field(
+        default_factory=list
+    )  # of the gradient, before clipping, where the optimizer tells
+    gradients: dict[int, dict[str, npt.NDArray[np.floating]]] = field(
+        default_factory=dict
+    )  # step -> name -> value
+    parameters: dict[str, npt.NDArray[np.floating]] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, dict[str, npt.NDArray[np.floating]]]:
+        """All values by kind, then by a name that is the same in every run of the same training."""
+        pipeline = f"pipeline {self.data_parallel_id}"
+        by_kind: dict[str, dict[str, npt.NDArray[np.floating]]] = {kind: {} for kind in KINDS}
+        for kind, values, where in (
+            ("loss", self.losses, pipeline),
+            ("evaluation", self.evaluations, "all pipelines"),
+            ("returned", self.returned, "all pipelines"),
+            ("norm", self.norms, "all pipelines"),
+        ):
+            by_kind[kind] = {
+                f"{where}, #{index + 1}": np.asarray(value) for index, value in enumerate(values)
+            }
+        by_kind["parameter"] = dict(self.parameters)
+        for step, gradients in self.gradients.items():
+            by_kind["gradient"].update({f"step {step}: {name}": value for name, value in gradients.items()})
+        return by_kind
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest error of one kind, and where it is."""
+
+    error: float = 0.0
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.error:.2e} ({self.where})"
+
+
+def errors(run: Sequence[RankRecord], reference: Sequence[RankRecord]) -> dict[str, Worst]:
+    """The worst error of each kind. Every rank's copy of a tensor is compared with the reference's."""
+    expected: dict[str, dict[str, npt.NDArray[np.floating]]] = {kind: {} for kind in KINDS}
+    for record in reference:
+        for kind, tensors in record.tensors().items():
+            expected[kind] = {**tensors, **expected[kind]}
+    found: dict[str, Worst] = {}
+    names: dict[str, set[str]] = defaultdict(set)
+    for kind in KINDS:
+        worst = [Worst()]
+        for record in run:
+            tensors = record.tensors()[kind]
+            names[kind] |= set(tensors)
+            error = relative_error(tensors, expected[kind])
+            worst.append(Worst(error.error, f"rank {record.rank}, {error.where}"))
+        lacking = sorted(set(expected[kind]) - names[kind])
+        worst += [Worst(math.inf, f"no rank has {name}") for name in lacking]
+        found[kind] = max(worst, key=lambda each: each.error)
+    return found
+
+
+def relative_error(tensors: Tensors, expected: Tensors) -> Worst:
+    """The worst error of tensors of one kind. `expected` may have more names: those of other ranks."""
+    largest = max((float(np.linalg.norm(value)) for value in expected.values()), default=0.0)
+    worst = Worst()
+    for name, value in tensors.items():
+        error = _error(value, expected.get(name), FLOOR * largest)
+        if error > worst.error:
+            worst = Worst(error, name)
+    return worst
+
+
+def _error(value: npt.NDArray[np.floating], expected: npt.NDArray[np.floating] | None, floor: float) -> float:
+    if expected is None or value.shape != expected.shape:
+        return math.inf
+    difference = float(np.linalg.norm(value - expected))
+    if not math.isfinite(difference):
+        return math.inf
+    scale = max(float(np.linalg.norm(expected)), floor)
+    return difference / scale if difference else 0.0
+
+
+def contract(case: Case) -> dict[str, float]:
+    """The largest allowed error of each kind, in fp64 and fp32. `train_batch` itself returns fp32."""
+    if case.dtype == "fp64":
+        limit = 1e-6 if case.clipping else 1e-10
+    else:
+        assert case.dtype == "fp32", "bf16 is compared with what bf16 costs the stock engine"
+        limit = 1e-5
+    return {**dict.fromkeys(KINDS, limit), "returned": max(limit, 1e-6)}
+
+
+def violations(found: Mapping[str, Worst], limits: Mapping[str, float]) -> list[str]:
+    """One line for each kind whose error is above its limit; empty where the contract holds."""
+    return [
+        f"{kind}: {found[kind]} > {limits[kind]:.0e}"
+        for kind in KINDS
+        if not found[kind].error <= limits[kind]
+    ]

@@ -1,0 +1,275 @@
+"""Several gloo ranks on this machine, started once and used for many jobs.
+
+    pool = rank_pool(4)
+    results = pool.run(train_case, case=case)     # train_case(case=case) on each rank; results[rank]
+
+A job is an importable function with picklable arguments. The first rank that raises, dies or does not answer
+in time ends the job: the other ranks are killed (by process id), `RankFailure` shows what each rank said, and
+the next `run` starts new ranks. Ranks are forked from a server that has imported torch and DeepSpeed once, so
+a start is cheap.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.worker import rank_main
+
+START_TIMEOUT_S = 120.0
+JOB_TIMEOUT_S = 120.0
+GRACE_S = 1.0  # after the first failure: time for the other ranks to say why they fail too
+LOG_TAIL_CHARS = 4000
+
+# Inherited by the server, thus by every rank. One thread each: a fork with OpenMP threads alive would hang.
+SERVER_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "LOCAL_RANK": "0",
+}
+
+
+@dataclass
+class RankReport:
+    """How a job ended on a rank: `status` is ok | raised | died | timed out | stopped (for another rank)."""
+
+    rank: int
+    status: str
+    detail: str = ""
+    output: str = ""
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank}: {self.status}"
+        for title, body in (("", self.detail), ("output", self.output)):
+            if body.strip():
+                text += f"\n{title and f'-- {title}:'}\n" + _indented(body)
+        return text
+
+
+class RankFailure(AssertionError):
+    """A job failed; `.first` is the report of the rank that failed first, `.reports` has one per rank."""
+
+    def __init__(self, job: str, first: RankReport, reports: list[RankReport]) -> None:
+        self.first = first
+        self.reports = reports
+        super().__init__(
+            f"{job} on {len(reports)} ranks: rank {first.rank} {first.status} first\n"
+            + "\n".join(str(report) for report in reports)
+        )
+
+
+class RankPool:
+    """`world_size` processes in one gloo group, started at the first `run` and again after a failure."""
+
+    def __init__(self, world_size: int, timeout_s: float = JOB_TIMEOUT_S) -> None:
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._folder: Path | None = None
+        self._processes: list[ForkServerProcess] = []
+        self._connections: list[mp_connection.Connection] = []
+        self._log_offsets: list[int] = []
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._processes)
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [process.pid for process in self._processes]
+
+    def run(
+        self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call `function(**kwargs)` on every rank; results in the order of ranks. Raises `RankFailure`."""
+        self.start()
+        message = pickle.dumps((function, kwargs))
+        self._log_offsets = [path.stat().st_size for path in self._log_paths()]
+        for connection in self._connections:
+            connection.send_bytes(message)
+        return self._collect(function.__qualname__, self.timeout_s if timeout_s is None else timeout_s)
+
+    def start(self) -> None:
+        """Start the ranks and wait until they have met; nothing to do where they run already."""
+        if self.is_running:
+            return
+        _ensure_server()
+        context = multiprocessing.get_context("forkserver")
+        self._folder = Path(tempfile.mkdtemp(prefix="terapipe-ranks-"))
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe(duplex=True)
+            log_path = self._folder / f"rank{rank}.log"
+            log_path.touch()
+            process = context.Process(
+                target=rank_main,
+                args=(theirs, rank, self.world_size, str(self._folder / "rendezvous"), str(log_path)),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+        self._log_offsets = [0] * self.world_size
+        self._collect("start", START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the ranks, the friendly way first, and remove their folder."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send_bytes(pickle.dumps(None))
+        deadline = time.monotonic() + GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._discard()
+
+    def _collect(self, job: str, timeout_s: float) -> list[Any]:
+        replies: dict[int, tuple[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(replies) < self.world_size:
+            arrived = self._next_replies(replies, deadline)
+            if not arrived:
+                raise self._failure(job, replies, f"no answer within {timeout_s:g} s")
+            replies.update(arrived)
+            if any(status != "ok" for status, _ in arrived.values()):
+                raise self._failure(job, replies, "")
+        return [replies[rank][1] for rank in range(self.world_size)]
+
+    def _next_replies(self, known: dict[int, tuple[str, Any]], deadline: float) -> dict[int, tuple[str, Any]]:
+        """Answers and deaths that come next, by rank; empty when the time is over."""
+        pending = [rank for rank in range(self.world_size) if rank not in known]
+        waitables: dict[Any, int] = {self._connections[rank]: rank for rank in pending}
+        waitables.update({self._processes[rank].sentinel: rank for rank in pending})
+        ready = mp_connection.wait(list(waitables), timeout=max(0.0, deadline - time.monotonic()))
+        return {rank: self._reply_of(rank) for rank in sorted({waitables[item] for item in ready})}
+
+    def _reply_of(self, rank: int) -> tuple[str, Any]:
+        # A rank may answer and then die: what it said counts.
+        with contextlib.suppress(EOFError, OSError):
+            if self._connections[rank].poll():
+                status, result = pickle.loads(self._connections[rank].recv_bytes())
+                return ("ok", result) if status == "ok" else ("raised", result)
+        self._processes[rank].join(GRACE_S)
+        return "died", f"exit code {self._processes[rank].exitcode}"
+
+    def _failure(self, job: str, replies: dict[int, tuple[str, Any]], timeout_text: str) -> RankFailure:
+        failed = [rank for rank, (status, _) in replies.items() if status != "ok"]
+        if failed:
+            deadline = time.monotonic() + GRACE_S
+            while len(replies) < self.world_size and (arrived := self._next_replies(replies, deadline)):
+                replies = {**replies, **arrived}
+        missing = [rank for rank in range(self.world_size) if rank not in replies]
+        self._dump_stacks(missing)
+        self._kill()
+        outputs = self._outputs()
+        reports = []
+        for rank in range(self.world_size):
+            status, detail = replies.get(rank, ("stopped", "") if failed else ("timed out", timeout_text))
+            reports.append(RankReport(rank, status, detail if status != "ok" else "", outputs[rank]))
+        first = failed[0] if failed else missing[0]
+        self._discard()
+        return RankFailure(job, reports[first], reports)
+
+    def _dump_stacks(self, ranks: list[int]) -> None:
+        """Make ranks that hang write where they are into their log."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            if pid is not None and self._processes[rank].is_alive():
+                os.kill(pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.2)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _discard(self) -> None:
+        self._kill()
+        for connection in self._connections:
+            connection.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder, self._processes, self._connections = None, [], []
+
+    def _log_paths(self) -> list[Path]:
+        assert self._folder is not None
+        return [self._folder / f"rank{rank}.log" for rank in range(self.world_size)]
+
+    def _outputs(self) -> list[str]:
+        texts = []
+        for path, offset in zip(self._log_paths(), self._log_offsets, strict=True):
+            text = path.read_bytes()[offset:].decode(errors="replace")
+            texts.append(text if len(text) <= LOG_TAIL_CHARS else "...\n" + text[-LOG_TAIL_CHARS:])
+        return texts
+
+
+class PoolCache:
+    """Pools by world size; those not used for longest are closed before more than `max_ranks` are alive."""
+
+    def __init__(self, max_ranks: int = 5) -> None:
+        self.max_ranks = max_ranks
+        self._pools: dict[int, RankPool] = {}  # in the order of their last use
+
+    def get(self, world_size: int) -> RankPool:
+        pool = self._pools.pop(world_size, None) or RankPool(world_size)
+        for other in list(self._pools.values()):
+            alive = sum(each.world_size for each in self._pools.values() if each.is_running)
+            if alive + world_size > self.max_ranks:
+                other.close()
+        self._pools[world_size] = pool
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+_pools = PoolCache()
+atexit.register(_pools.close)
+
+
+def rank_pool(world_size: int) -> RankPool:
+    """The pool that all test modules of this process share. Closed when the process ends."""
+    return _pools.get(world_size)
+
+
+def _ensure_server() -> None:
+    """Start the fork server, with torch and DeepSpeed imported. A second call does nothing."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "numpy", "deepspeed"])
+    with _environment(SERVER_ENVIRONMENT):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.strip().splitlines())

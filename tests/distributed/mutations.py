@@ -1,0 +1,128 @@
+"""Broken implementations, patched into the ranks for one training run: the comparison has to notice each.
+
+A mutation replaces names of the package. Where such a name is gone the patch fails, and with it the test:
+mend the mutation then, so that it breaks the same thing in the new place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from tests.distributed.cases import Case
+from tests.distributed.compare import RankRecord
+
+Mutation = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+def train_mutated(case: Case, mutation: str) -> RankRecord:
+    """`train_case` by our engine, broken. Called on every rank."""
+    from tests.distributed.training import train_case
+
+    with MUTATIONS[mutation]():
+        return train_case(case, system="terapipe")
+
+
+@contextlib.contextmanager
+def backward_in_forward_order() -> Iterator[None]:
+    """The backwards of a micro-batch begin with its first slice; the proof that refuses this is skipped."""
+    from terapipe_ds.runtime import engine
+
+    build = engine.build
+
+    def build_wrong(*args: Any, **kwargs: Any) -> Any:
+        schedule = build(*args, **kwargs)
+        return replace(schedule, orders=tuple(_slices_ascending(order) for order in schedule.orders))
+
+    with mock.patch.object(engine, "build", build_wrong), mock.patch.object(engine, "validate"):
+        yield
+
+
+def _slices_ascending(order: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same order, with the backwards of each micro-batch in the order of their slices."""
+    from terapipe_ds.schedule import Kind
+
+    places: dict[int, list[int]] = {}
+    for index, action in enumerate(order):
+        if action.kind is Kind.BACKWARD:
+            places.setdefault(action.micro_batch_id, []).append(index)
+    changed = list(order)
+    for indices in places.values():
+        actions = sorted((order[index] for index in indices), key=lambda action: action.slice_id)
+        for index, action in zip(indices, actions, strict=True):
+            changed[index] = action
+    return tuple(changed)
+
+
+@contextlib.contextmanager
+def backward_in_forward_order_unnoticed() -> Iterator[None]:
+    """The same without the slice store's checks; micro-batches are released at the end of the batch."""
+    from terapipe_ds.attention.slice_store import SliceStore
+
+    release = SliceStore.release
+
+    def release_in_evaluation(self: Any, part_id: int, micro_batch_id: int) -> None:
+        if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):
+            release(self, part_id, micro_batch_id)
+
+    with (
+        backward_in_forward_order(),
+        mock.patch.object(SliceStore, "_check_backward"),
+        mock.patch.object(SliceStore, "release", release_in_evaluation),
+        mock.patch.object(SliceStore, "assert_drained", SliceStore.reset),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def missing_position_offset() -> Iterator[None]:
+    """Rotary positions count from 0 in every slice."""
+    from terapipe_ds.models import gpt
+
+    with mock.patch.object(gpt, "_first_position", lambda: 0):
+        yield
+
+
+@contextlib.contextmanager
+def dropped_kv_gradient() -> Iterator[None]:
+    """What later slices give to the gradients of a slice's keys and values gets lost."""
+    from terapipe_ds.attention.slice_store import SliceStore
+
+    end_backward = SliceStore.end_backward
+
+    def end_with_own_share(self: Any, entry: Any, start: int, stop: int, own: Any) -> Any:
+        kept = tuple(tensor.clone() for tensor in own)
+        end_backward(self, entry, start, stop, own)
+        return kept
+
+    with mock.patch.object(SliceStore, "end_backward", end_with_own_share):
+        yield
+
+
+@contextlib.contextmanager
+def unweighted_losses() -> Iterator[None]:
+    """The loss of a micro-batch is the plain mean of its slices' losses (of those that have a label)."""
+    from terapipe_ds.runtime import engine
+
+    slice_weights = engine.slice_weights
+
+    def equal_weights(*args: Any, **kwargs: Any) -> tuple[float, ...]:
+        weights = slice_weights(*args, **kwargs)
+        counted = sum(weight > 0 for weight in weights)
+        return tuple(1.0 / counted if weight > 0 else 0.0 for weight in weights)
+
+    with mock.patch.object(engine, "slice_weights", equal_weights):
+        yield
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "none": contextlib.nullcontext,
+    "backward_in_forward_order": backward_in_forward_order,
+    "backward_in_forward_order_unnoticed": backward_in_forward_order_unnoticed,
+    "missing_position_offset": missing_position_offset,
+    "dropped_kv_gradient": dropped_kv_gradient,
+    "unweighted_losses": unweighted_losses,
+}

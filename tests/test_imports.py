@@ -1,0 +1,412 @@
+"""Who may import whom. Four rings; a module imports its own ring and the ones inside it, never one outside.
+
+The rules are read from the source with ``ast``, imports inside functions included; nothing needs installing.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "terapipe_ds"
+
+# The longest prefix counts. The command line and the package itself have a rule of their own: LAZY.
+RINGS = {
+    "config": 0, "plan": 0, "cost_model": 0, "model_sizes": 0, "compat": 0, "simulator": 0, "timeline": 0,
+    "schedule": 0, "planner": 0,
+    "attention": 1,
+    "runtime": 2, "run": 2,
+    "models": 3, "bench": 3,
+}  # fmt: skip
+LAZY = ("", "cli", "__main__")  # when imported only ring 0; inside functions everything
+
+# Third parties: the first ring that may import them. What is not listed is not a dependency of the package.
+THIRD_PARTIES = {
+    "numpy": 0, "pydantic": 0, "matplotlib": 0,
+    "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
+    "torch.distributed": 2, "deepspeed": 2,
+    "megatron": 3,
+}  # fmt: skip
+DEFERRED_ONLY = ("matplotlib", "flash_attn", "transformer_engine", "megatron", "apex")
+COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
+FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One imported module, as written somewhere in ``module``."""
+
+    module: str  # relative to the package: "runtime.engine", "" for the package itself
+    target: str  # absolute: "terapipe_ds.plan", "torch.distributed"
+    line: int
+    deferred: bool  # inside a function, or for type checkers alone: not run when the module is imported
+
+
+def ring_of(module: str) -> int | None:
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        ring = RINGS.get(".".join(parts[:length]))
+        if ring is not None:
+            return ring
+    return None
+
+
+def modules_in(package: Path) -> dict[str, Path]:
+    """Dotted name inside the package -> file."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+class _Collector(ast.NodeVisitor):
+    def __init__(self, module: str, is_package: bool, modules: set[str], exports: dict[str, str]) -> None:
+        self.module, self.modules, self.exports = module, modules, exports
+        self.package = ("terapipe_ds." + module).rstrip(".").split(".")
+        if not is_package:
+            self.package.pop()
+        self.depth = 0
+        self.found: list[Import] = []
+
+    def _add(self, target: str, node: ast.AST) -> None:
+        self.found.append(Import(self.module, target, getattr(node, "lineno", 0), self.depth > 0))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        types_only = "TYPE_CHECKING" in ast.unparse(node.test)
+        self.depth += types_only
+        for statement in node.body:
+            self.visit(statement)
+        self.depth -= types_only
+        for statement in node.orelse:
+            self.visit(statement)
+        self.visit(node.test)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = ".".join(self.package[: len(self.package) - node.level + 1]) if node.level else ""
+        source = ".".join(part for part in (base, node.module or "") if part)
+        for alias in node.names:
+            self._add(self._meant(source, alias.name), node)
+
+    def _meant(self, source: str, name: str) -> str:
+        """``from terapipe_ds import plan`` means the module, ``import register`` where it comes from."""
+        if source == "terapipe_ds" and name in self.exports:
+            return self.exports[name]
+        full = f"{source}.{name}"
+        if full.startswith("terapipe_ds."):
+            return full if full.removeprefix("terapipe_ds.") in self.modules else source
+        return full if full in THIRD_PARTIES or full in COMPAT_ONLY else source
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        first = node.args[0] if node.args else None
+        if (
+            called in ("import_module", "__import__")
+            and isinstance(first, ast.Constant)
+            and isinstance(first.value, str)
+        ):
+            self._add(first.value, node)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        # `import torch` makes torch.distributed reachable without another import.
+        if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr == "distributed":
+            self._add("torch.distributed", node)
+        self.generic_visit(node)
+
+
+def lazy_exports(package: Path) -> dict[str, str]:
+    """The table ``_EXPORTS`` of the package's ``__init__``: public name -> module."""
+    tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == "_EXPORTS"
+        ):
+            return dict(ast.literal_eval(node.value))
+    return {}
+
+
+def imports_of(package: Path) -> Iterator[Import]:
+    modules = modules_in(package)
+    exports = lazy_exports(package)
+    for module, path in modules.items():
+        collector = _Collector(module, path.name == "__init__.py", set(modules), exports)
+        collector.visit(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)))
+        yield from collector.found
+
+
+def is_or_is_in(name: str, parents: tuple[str, ...]) -> bool:
+    return any(name == parent or name.startswith(parent + ".") for parent in parents)
+
+
+def breach(found: Import) -> str | None:
+    """What is wrong with an import, or None."""
+    module, target = found.module, found.target
+    lazy = module in LAZY
+    ring = 0 if lazy else ring_of(module)
+    if ring is None:
+        return "the module has no ring: add it to RINGS"
+    if lazy and found.deferred:
+        return None
+    if module != "compat" and is_or_is_in(target, COMPAT_ONLY):
+        return "only compat looks at versions and optional packages"
+    if target.partition(".")[0] == "terapipe_ds":
+        return _breach_inside(module, ring, target.removeprefix("terapipe_ds").lstrip("."))
+    return _breach_outside(module, ring, target, found.deferred)
+
+
+def _breach_inside(module: str, ring: int, target: str) -> str | None:
+    if target == "":
+        return None
+    if is_or_is_in(target, FORBIDDEN.get(module.partition(".")[0], ())):
+        return f"{module.partition('.')[0]}/ never imports {target}"
+    target_ring = ring_of(target)
+    if target_ring is None:
+        return f"{target} is for users, not for the package"
+    return f"ring {ring} imports ring {target_ring}" if target_ring > ring else None
+
+
+def _breach_outside(module: str, ring: int, target: str, deferred: bool) -> str | None:
+    if target.partition(".")[0] in sys.stdlib_module_names and not is_or_is_in(
+        target, ("importlib.metadata",)
+    ):
+        return None
+    if module == "compat":
+        return (
+            None
+            if deferred or is_or_is_in(target, ("importlib.metadata",))
+            else "compat imports inside functions"
+        )
+    if not deferred and is_or_is_in(target, DEFERRED_ONLY):
+        return f"{target} is optional: import it inside the function that needs it"
+    owner = next(
+        (name for name in sorted(THIRD_PARTIES, key=len, reverse=True) if is_or_is_in(target, (name,))), None
+    )
+    if owner is None:
+        return f"{target} is not a dependency of the package"
+    return (
+        f"ring {ring} imports {target} (ring {THIRD_PARTIES[owner]})" if THIRD_PARTIES[owner] > ring else None
+    )
+
+
+def breaches(package: Path) -> list[str]:
+    """One line per breach: ``runtime/engine.py:12: ...``."""
+    files = modules_in(package)
+    lines = []
+    for found in imports_of(package):
+        wrong = breach(found)
+        if wrong is not None:
+            place = files[found.module].relative_to(package)
+            lines.append(f"{place}:{found.line}: imports {found.target}: {wrong}")
+    return lines
+
+
+def test_no_module_breaks_its_ring() -> None:
+    assert breaches(PACKAGE) == []
+
+
+def test_every_module_has_a_ring() -> None:
+    assert [module for module in modules_in(PACKAGE) if module not in LAZY and ring_of(module) is None] == []
+
+
+# --- the walk itself
+
+EXPORTS = '_EXPORTS = {"register": "terapipe_ds.runtime.register", "SlicePlan": "terapipe_ds.plan"}\n'
+FILES = (
+    "plan",
+    "compat",
+    "schedule.action",
+    "attention.sliced",
+    "runtime.register",
+    "models.gpt",
+    "cli",
+    "run",
+    "bench.report",
+)
+
+
+def made_up(root: Path, module: str, source: str) -> list[str]:
+    """The breaches of a package in which ``module`` has that source and every other file is empty."""
+    package = root / "terapipe_ds"
+    for name in FILES:
+        path = package.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in (path.parent, package):
+            (parent / "__init__.py").touch()
+        path.touch()
+    (package / "__init__.py").write_text(EXPORTS)
+    path = package.joinpath(*module.split(".")).with_suffix(".py")
+    path.write_text(source)
+    return breaches(package)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("plan", "import torch"),
+        ("plan", "import torch.nn.functional as F"),
+        ("plan", "from torch import nn"),
+        ("plan", "def f():\n    import torch"),
+        ("plan", "f = lambda: __import__('torch')"),
+        ("plan", "import importlib\ndef f():\n    return importlib.import_module('torch.nn')"),
+        ("plan", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("plan", "try:\n    import deepspeed\nexcept ImportError:\n    pass"),
+        ("plan", "class C:\n    from terapipe_ds.attention import sliced"),
+        ("plan", "import matplotlib.pyplot as plt"),
+        ("plan", "import requests"),
+        ("plan", "from importlib import metadata"),
+        ("plan", "import importlib.metadata"),
+        ("plan", "def f():\n    from packaging.version import Version"),
+        ("plan", "from terapipe_ds import register"),
+        ("plan", "from terapipe_ds.runtime.register import register"),
+        ("plan", "from .attention import sliced"),
+        ("plan", "from . import attention"),
+        ("plan", "import terapipe_ds.cli"),
+        ("schedule.action", "from ..attention.sliced import sliced_attention"),
+        ("schedule.action", "from .. import attention"),
+        ("compat", "import torch"),
+        ("compat", "import apex"),
+        ("attention.sliced", "import deepspeed"),
+        ("attention.sliced", "import torch.distributed as dist"),
+        ("attention.sliced", "from torch import distributed"),
+        ("attention.sliced", "import torch\ndef f():\n    torch.distributed.barrier()"),
+        ("attention.sliced", "from terapipe_ds.runtime import register"),
+        ("attention.sliced", "import flash_attn"),
+        ("attention.sliced", "def f():\n    import apex"),
+        ("runtime.register", "from terapipe_ds.models.gpt import GPTConfig"),
+        ("runtime.register", "def f():\n    from terapipe_ds.bench import report"),
+        ("runtime.register", "def f():\n    import megatron.core"),
+        ("run", "from terapipe_ds.models import gpt"),
+        ("models.gpt", "from terapipe_ds.runtime import register"),
+        ("models.gpt", "def f():\n    import terapipe_ds.runtime.register"),
+        ("models.gpt", "def f():\n    from terapipe_ds import register"),
+        ("models.gpt", "import megatron.core"),
+        ("cli", "import torch"),
+        ("cli", "from terapipe_ds.runtime import register"),
+        ("cli", "from terapipe_ds import register"),
+        ("newcomer", "import os"),
+    ],
+)
+def test_a_made_up_breach_is_found(tmp_path: Path, module: str, source: str) -> None:
+    found = made_up(tmp_path, module, source)
+    assert found
+    assert all(line.startswith(module.replace(".", "/") + ".py:") for line in found)
+
+
+ALLOWED = [
+    ("plan", "from __future__ import annotations\nimport json, os.path"),
+    ("plan", "import numpy as np\nfrom pydantic import BaseModel"),
+    ("plan", "from terapipe_ds import SlicePlan, compat\nfrom .schedule import action\nimport terapipe_ds"),
+    ("plan", "def draw():\n    import matplotlib.pyplot as plt"),
+    ("plan", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
+    ("compat", "import importlib.metadata\ndef f():\n    import deepspeed, apex.optimizers"),
+    ("compat", "def f():\n    from packaging import version"),
+    ("attention.sliced", "import torch\nfrom terapipe_ds import plan\ndef f():\n    import flash_attn"),
+    ("runtime.register", "import deepspeed, torch.distributed\nfrom terapipe_ds.attention import sliced"),
+    ("runtime.register", "from .. import plan"),
+    ("models.gpt", "import torch, deepspeed\nfrom terapipe_ds.attention import sliced"),
+    ("models.gpt", "def f():\n    import megatron.core"),
+    ("bench.report", "from terapipe_ds.runtime import register\nfrom terapipe_ds.models import gpt"),
+    ("cli", "import argparse\nfrom terapipe_ds import plan"),
+    ("cli", "def f():\n    from terapipe_ds.runtime import register\n    import torch"),
+]
+
+
+@pytest.mark.parametrize(("module", "source"), ALLOWED)
+def test_what_is_allowed_is_not_a_breach(tmp_path: Path, module: str, source: str) -> None:
+    assert made_up(tmp_path, module, source) == []
+
+
+def test_a_breach_is_shown_with_file_and_line(tmp_path: Path) -> None:
+    assert made_up(tmp_path, "schedule.action", "import os\n\nimport torch\n") == [
+        "schedule/action.py:3: imports torch: ring 0 imports torch (ring 1)"
+    ]
+
+
+# --- what an import really loads
+
+
+def run_python(source: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+HEAVY = "import sys; print([m for m in ('torch', 'deepspeed', 'matplotlib') if m in sys.modules])"
+
+
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "terapipe_ds",
+        "terapipe_ds.cli, terapipe_ds.config, terapipe_ds.schedule",
+        "terapipe_ds.plan, terapipe_ds.model_sizes, terapipe_ds.compat",
+    ],
+)
+def test_planning_loads_neither_torch_nor_deepspeed(imported: str) -> None:
+    assert run_python(f"import {imported}; {HEAVY}") == "[]"
+
+
+def test_the_package_alone_loads_nothing_at_all() -> None:
+    names = "('terapipe_ds', 'numpy', 'pydantic')"
+    source = f"import terapipe_ds, sys; print([m for m in sys.modules if m.startswith({names})])"
+    assert run_python(source) == "['terapipe_ds']"
+
+
+def test_ring_0_names_come_without_torch() -> None:
+    names = "t.SlicePlan, t.TeraPipeConfig, t.TeraPipeConfigError, t.schedule.build"
+    assert run_python(f"import terapipe_ds as t; {names}; {HEAVY}") == "[]"
+
+
+def test_the_measure_sees_torch() -> None:
+    pytest.importorskip("torch")
+    assert "torch" in run_python(f"import torch; {HEAVY}")
+
+
+def test_public_names() -> None:
+    import terapipe_ds
+
+    names = {
+        "SlicePlan",
+        "TeraPipeConfig",
+        "TeraPipeConfigError",
+        "initialize",
+        "register",
+        "schedule",
+        "unregister",
+    }
+    assert set(terapipe_ds.__all__) == names | {"__version__"}
+    assert names <= set(dir(terapipe_ds))
+    assert terapipe_ds.__version__ == "0.1.0"
+    with pytest.raises(AttributeError, match="module 'terapipe_ds' has no attribute 'registr'"):
+        terapipe_ds.registr  # noqa: B018
+
+
+def test_every_public_name_can_be_had() -> None:
+    pytest.importorskip("deepspeed")
+    names = run_python(
+        "import terapipe_ds as t; print([n for n in t.__all__ if getattr(t, n) is None])"
+    ).splitlines()[-1]
+    assert names == "[]"

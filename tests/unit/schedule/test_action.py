@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build
+
+ids = st.integers(0, 10**6)
+computations = st.builds(
+    Action,
+    kind=st.sampled_from([Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT]),
+    micro_batch_id=ids,
+    slice_id=ids,
+    chunk_id=ids,
+)
+
+
+@given(computations)
+def test_a_computation_prints_and_parses_back(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+    assert Action.parse(action.text(with_chunk=True)) == action
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Action(Kind.FORWARD, 0, 3), "F0.3"),
+        (Action(Kind.BACKWARD, 1, 0, 5, 1), "B1.0c1"),
+        (Action(Kind.LOAD, 4), "L4"),
+        (Action(Kind.SEND_ACTIVATION, 0, 3, peer_stage_id=1, peer_part_id=1), "SA0.3>1"),
+        (Action(Kind.RECV_GRAD, 2, 1, chunk_id=1, peer_stage_id=3, peer_part_id=7), "RG2.1c1<3"),
+        (Action(Kind.OPTIMIZER_STEP), "ST"),
+    ],
+)
+def test_actions_print_short(action: Action, text: str) -> None:
+    assert str(action) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "F", "F0", "F0.", "f0.0", "F0.0c", "F-1.0", "F01.0", "F0.0 ", "X0.0", "SA0.3>1", "F0.0\n", "F٣.0", "F1e3.0"],
+)
+def test_other_text_does_not_parse(text: str) -> None:
+    with pytest.raises(ScheduleError, match="cannot read"):
+        Action.parse(text)
+
+
+@given(st.text(max_size=12))
+@example("F" + "9" * 5000 + ".0")
+def test_parsing_raises_nothing_but_its_own_error(text: str) -> None:
+    try:
+        assert str(Action.parse(text))
+    except ScheduleError:
+        pass
+
+
+def test_deepspeed_finds_what_it_needs() -> None:
+    stage = build("seq1f1b", 2, 2, 2).for_stage(1)
+    assert stage.num_pipe_buffers() == 0
+    steps = list(stage)
+    assert [step[0] for step in steps] == list(stage.actions)
+    assert {len(step) for step in steps} == {1}
+    for (action,) in steps:
+        assert type(action) is Action
+        assert action.kwargs == {"action": action}
+    assert steps == list(stage), "a schedule can be run again"
+
+
+def test_schedules_are_values() -> None:
+    first, second = build("gpipe", 3, 2, 2), build("gpipe", 3, 2, [2, 2])
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != build("terapipe", 3, 2, 2)
+    first.for_stage(0)  # what is cached is no part of the value
+    assert first == second == pickle.loads(pickle.dumps(first))
+    assert first.for_stage(0) is first.for_stage(0)
+    with pytest.raises(AttributeError):
+        first.name = "other"  # type: ignore[misc]
+
+
+def test_the_chunk_is_printed_only_where_stages_hold_several() -> None:
+    one = build("gpipe", 1, 1, 1)
+    assert one.compute_order(0) == ["F0.0", "B0.0"]
+    orders = ((Action(Kind.FORWARD, 0, 0, 0, 0), Action(Kind.FORWARD, 0, 0, 1, 1)),)
+    two = Schedule("two", 1, 1, (1,), 2, True, orders, {(0, 0): 0, (0, 1): 1})
+    assert two.compute_order(0) == ["F0.0c0", "F0.0c1"]
+    assert two.num_parts == 2
+
+
+@pytest.mark.parametrize("stage_id", [-1, 2])
+def test_a_stage_that_is_not_there(stage_id: int) -> None:
+    schedule = build("gpipe", 2, 1, 1)
+    for ask in (schedule.compute_order, schedule.for_stage):
+        with pytest.raises(ScheduleError, match=f"no stage {stage_id}: .* 0 to 1"):
+            ask(stage_id)
+
+
+def test_an_error_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(ScheduleError("why", "grid")))
+    assert (error.reason, error.picture, str(error)) == ("why", "grid", "why\ngrid")

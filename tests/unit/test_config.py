@@ -1,0 +1,524 @@
+"""The `terapipe` section: what is taken, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from terapipe_ds.config import SCHEDULES, TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import PlanError, SlicePlan
+
+DEFAULTS = {
+    "enabled": False,
+    "schedule": "seq1f1b",
+    "slices": "auto",
+    "sequence_dim": 1,
+    "sliced_inputs": None,
+    "granularity_tokens": 64,
+    "loss_reduction": "mean_valid",
+    "ignore_index": -100,
+    "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
+    "verify": "off",
+    "stall_timeout_s": 300,
+    "trace_dir": None,
+}
+
+
+def read(section: Any, **ds_config: Any) -> TeraPipeConfig:
+    return TeraPipeConfig.from_deepspeed({"terapipe": section, **ds_config})
+
+
+def problems(section: Any, **ds_config: Any) -> tuple[str, ...]:
+    with pytest.raises(TeraPipeConfigError) as caught:
+        read(section, **ds_config)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def problem(section: Any, **ds_config: Any) -> str:
+    (only,) = problems(section, **ds_config)
+    return only
+
+
+# --- what is taken
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    config = TeraPipeConfig.from_deepspeed({"train_batch_size": 8})
+    assert config.model_dump() == DEFAULTS
+    assert config == read({}) == read(copy.deepcopy(DEFAULTS))
+
+
+def test_every_key() -> None:
+    section = {
+        "enabled": True,
+        "schedule": "gpipe",
+        "slices": [512, 384, 128],
+        "sequence_dim": 0,
+        "sliced_inputs": [0, 2],
+        "granularity_tokens": 128,
+        "loss_reduction": "sum",
+        "ignore_index": 0,
+        "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
+        "verify": "off",
+        "stall_timeout_s": 12.5,
+        "trace_dir": "traces",
+    }
+    config = read(copy.deepcopy(section))
+    dumped = json.loads(config.model_dump_json())
+    assert dumped == section
+    assert (config.slices, config.sliced_inputs) == ((512, 384, 128), (0, 2))
+    assert config.planner.memory_limit_gb == 80.0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_known_schedules(name: str) -> None:
+    assert read({"enabled": True, "slices": 4, "schedule": name}).schedule == name
+
+
+def test_the_schedules_can_be_built() -> None:
+    schedule = pytest.importorskip("terapipe_ds.schedule")
+    for name in SCHEDULES:
+        assert schedule.build(name, 2, 2, 2).name == name
+
+
+def test_what_comes_later_is_accepted_while_switched_off() -> None:
+    config = read({"schedule": "best.csv", "slices": "auto", "verify": "first_batch"})
+    assert (config.schedule, config.verify, config.enabled) == ("best.csv", "first_batch", False)
+    assert read({"schedule": "auto"}).schedule == "auto"
+
+
+def test_an_ordered_dict_is_a_dict() -> None:  # what hjson reads
+    assert read(OrderedDict(enabled=True, slices=2, planner=OrderedDict(cache_dir="x"))).slices == 2
+
+
+def test_the_config_cannot_be_changed() -> None:
+    config = read({})
+    with pytest.raises(ValidationError):
+        config.enabled = True  # type: ignore[misc]
+
+
+def test_the_given_dict_stays_as_it_is() -> None:
+    ds_config = {"terapipe": {"enabled": True, "slices": [2, 2]}, "zero_optimization": {"stage": 1}}
+    before = copy.deepcopy(ds_config)
+    TeraPipeConfig.from_deepspeed(ds_config)
+    assert ds_config == before
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("enabled", 1),
+        ("enabled", "true"),
+        ("enabled", None),
+        ("schedule", "gpip"),
+        ("schedule", "SEQ1F1B"),
+        ("schedule", ".csv"),
+        ("schedule", 1),
+        ("schedule", None),
+        ("slices", 0),
+        ("slices", -1),
+        ("slices", True),
+        ("slices", 8.0),
+        ("slices", "8"),
+        ("slices", None),
+        ("slices", []),
+        ("slices", [512, 0]),
+        ("slices", [512, True]),
+        ("slices", [512, 1.0]),
+        ("slices", [[512]]),
+        ("slices", {"a": 1}),
+        ("slices", 10**30),
+        pytest.param("slices", 10**5000, id="slices-huge"),
+        ("sequence_dim", -1),
+        ("sequence_dim", True),
+        ("sequence_dim", 1.0),
+        ("sliced_inputs", []),
+        ("sliced_inputs", [-1]),
+        ("sliced_inputs", [1, 1]),
+        ("sliced_inputs", [True]),
+        ("sliced_inputs", 0),
+        ("sliced_inputs", "all"),
+        ("granularity_tokens", 0),
+        ("granularity_tokens", True),
+        ("granularity_tokens", 64.0),
+        ("granularity_tokens", None),
+        ("loss_reduction", "average"),
+        ("loss_reduction", None),
+        ("ignore_index", "none"),
+        ("ignore_index", True),
+        ("ignore_index", 2**70),
+        ("planner", None),
+        ("planner", "measure"),
+        ("planner", []),
+        ("verify", True),
+        ("verify", "on"),
+        ("stall_timeout_s", 0),
+        ("stall_timeout_s", -3),
+        ("stall_timeout_s", True),
+        ("stall_timeout_s", float("nan")),
+        ("stall_timeout_s", float("inf")),
+        ("stall_timeout_s", 1e300),
+        ("stall_timeout_s", "300"),
+        ("stall_timeout_s", None),
+        ("trace_dir", ""),
+        ("trace_dir", 3),
+        ("trace_dir", True),
+        pytest.param("trace_dir", "\ud800", id="trace_dir-surrogate"),
+        pytest.param("schedule", "\ud800.csv", id="schedule-surrogate"),
+    ],
+)
+def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: str, value: Any) -> None:
+    message = problem({key: value})
+    assert message.startswith(f"terapipe.{key} = ")
+    assert ": must be " in message
+    allowed = message.split(": must be ")[1]
+    assert allowed == TeraPipeConfig.model_fields[key].description
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("profile", "mesure"),
+        ("profile", None),
+        ("profile", ".json"),
+        ("cache_dir", ""),
+        ("cache_dir", 1),
+        ("memory_limit_gb", 0),
+        ("memory_limit_gb", -1.0),
+        ("memory_limit_gb", True),
+        ("memory_limit_gb", float("nan")),
+        ("memory_limit_gb", float("inf")),
+        pytest.param("memory_limit_gb", 10**400, id="memory_limit_gb-huge"),
+        ("memory_limit_gb", "80"),
+    ],
+)
+def test_a_wrong_value_of_the_planner(key: str, value: Any) -> None:
+    message = problem({"planner": {key: value}})
+    assert message.startswith(f"terapipe.planner.{key} = ")
+    assert ": must be " in message
+
+
+def test_the_value_stands_in_the_message() -> None:
+    assert (
+        problem({"granularity_tokens": True}) == "terapipe.granularity_tokens = True: must be an integer >= 1"
+    )
+    assert "= [512, 0]: must be a number of equal slices" in problem({"slices": [512, 0]})
+    assert "loss_reduction = 'average': must be one of mean_valid, mean, sum" in problem(
+        {"loss_reduction": "average"}
+    )
+    assert "a value of type int" in problem({"slices": 10**5000})  # Python refuses to print it
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "nearest"),
+    [
+        ({"slcies": 8}, "terapipe.slcies = 8", "terapipe.slices"),
+        ({"Enabled": True}, "terapipe.Enabled = True", "terapipe.enabled"),
+        ({"granularity": 64}, "terapipe.granularity = 64", "terapipe.granularity_tokens"),
+        ({"memory_limit_gb": 80}, "terapipe.memory_limit_gb = 80", "terapipe.planner.memory_limit_gb"),
+        ({"planner": {"profil": 1}}, "terapipe.planner.profil = 1", "terapipe.planner.profile"),
+        ({"planner": {"trace_dir": "x"}}, "terapipe.planner.trace_dir = 'x'", "terapipe.trace_dir"),
+    ],
+)
+def test_a_typo_gets_the_nearest_known_key(section: dict[str, Any], name: str, nearest: str) -> None:
+    assert problem(section) == f"{name}: unknown key; did you mean {nearest}?"
+
+
+def test_a_key_like_no_other_gets_all_of_them() -> None:
+    assert problem({"zzz": 1}).endswith(f"unknown key; known keys: {', '.join(DEFAULTS)}")
+    assert problem({"planner": {"zzz": 1}}).endswith(
+        "unknown key; known keys: profile, cache_dir, memory_limit_gb"
+    )
+
+
+@pytest.mark.parametrize("key", [1, None, (1, 2), 2.5, True, b"slices"])
+def test_a_key_that_is_no_string(key: Any) -> None:
+    assert "unknown key" in problem({key: 1})
+    assert "unknown key" in problem({"planner": {key: 1}})
+
+
+@pytest.mark.parametrize(
+    "key", ["self", "section", "cls", "model_config", "__init__", "", "\ud800", "a" * 5000, "a\nb"], ids=ascii
+)
+def test_strange_keys(key: str) -> None:
+    assert problem({key: 1}).count("\n") == 0
+    assert "unknown key" in problem({"planner": {key: 1}})
+
+
+def test_everything_wrong_is_reported_at_once() -> None:
+    section = {
+        "enabled": True,
+        "slices": 0,
+        "schdule": "gpipe",
+        "planner": {"profile": 3, "x": 1},
+        "verify": "first_batch",
+        7: 7,
+    }
+    found = problems(section, zero_optimization={"stage": 3})
+    names = sorted(line.split(" = ")[0] for line in found)
+    assert names == [
+        "terapipe.7", "terapipe.planner.profile", "terapipe.planner.x", "terapipe.schdule", "terapipe.slices",
+        "terapipe.verify", "zero_optimization.stage",
+    ]  # fmt: skip
+    with pytest.raises(TeraPipeConfigError, match="^7 problems with the DeepSpeed config:\n  - terapipe"):
+        read(section, zero_optimization={"stage": 3})
+
+
+@pytest.mark.parametrize("section", [None, True, 1, "auto", [], [1]])
+def test_a_section_that_is_no_object(section: Any) -> None:
+    assert problem(section).startswith(f"terapipe = {section!r}: give an object")
+
+
+@pytest.mark.parametrize("ds_config", [None, "ds_config.json", 3, []])
+def test_a_config_that_is_no_dict(ds_config: Any) -> None:
+    with pytest.raises(TeraPipeConfigError, match="give it as a dict"):
+        TeraPipeConfig.from_deepspeed(ds_config)
+
+
+def test_keywords_are_checked_alike() -> None:
+    assert TeraPipeConfig(enabled=True, slices=4).slices == 4
+    with pytest.raises(TeraPipeConfigError, match=r"terapipe.slices = 0: must be"):
+        TeraPipeConfig(slices=0)
+    with pytest.raises(TeraPipeConfigError, match=r'terapipe.slices = "auto"'):
+        TeraPipeConfig(enabled=True)
+
+
+# --- what comes in a later release
+
+
+@pytest.mark.parametrize("section", [{}, {"slices": "auto"}])
+def test_auto_slices_say_what_to_give(section: dict[str, Any]) -> None:
+    message = problem({"enabled": True, **section})
+    assert message.startswith(
+        'terapipe.slices = "auto": planning from measured costs comes in a later release; give a number'
+    )
+    assert "[512, 384, 128]" in message
+
+
+@pytest.mark.parametrize("schedule", ["auto", "orders/best.csv"])
+def test_auto_schedules_and_schedule_files_say_what_to_give(schedule: str) -> None:
+    message = problem({"enabled": True, "slices": 4, "schedule": schedule})
+    assert message.startswith(f"terapipe.schedule = {schedule!r}: ")
+    assert "a later release; give one of gpipe, 1f1b, terapipe, seq1f1b" in message
+
+
+def test_the_check_of_the_first_batch_comes_later() -> None:
+    message = problem({"enabled": True, "slices": 4, "verify": "first_batch"})
+    assert message == 'terapipe.verify = "first_batch": comes in a later release; give "off"'
+
+
+# --- what DeepSpeed's own config may not have beside an enabled section
+
+CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one that does not
+    ("zero_optimization.stage", 2, 1),
+    ("zero_optimization.stage", 3, 0),
+    ("zero_optimization.offload_param", {"device": "cpu"}, {"device": "none"}),
+    ("zero_optimization.cpu_offload_param", True, False),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
+    ("compile.deepcompile", True, False),
+    ("sequence_parallel_size", 2, 1),
+    ("tensor_parallel.autotp_size", 2, 1),
+    ("expert_parallel.enabled", True, False),
+    ("hybrid_engine.enabled", True, False),
+    ("data_efficiency.data_routing.random_ltd.enabled", True, False),
+    ("progressive_layer_drop.enabled", True, False),
+    ("sparse_attention", {"mode": "fixed"}, None),
+    ("eigenvalue.enabled", True, False),
+    ("flops_profiler.enabled", True, False),
+    ("autotuning.enabled", True, False),
+    ("managed_gradient_accumulation", False, True),
+]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("key", "bad", "good"), CONFLICTS)
+def test_conflicts(key: str, bad: Any, good: Any) -> None:
+    enabled = {"enabled": True, "slices": 4}
+    message = problem(enabled, **nested(key, bad))
+    assert message.startswith(f"{key} = {bad!r} cannot be combined with terapipe.enabled: ")
+    assert message.count("; ") >= 1  # the reason; what to change
+    assert read(enabled, **nested(key, good)).enabled
+    assert not read({"enabled": False}, **nested(key, bad)).enabled
+    assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
+
+
+def test_every_conflict_is_tested() -> None:
+    from terapipe_ds import config
+
+    assert {conflict.key for conflict in config._CONFLICTS} == {key for key, _, _ in CONFLICTS}
+
+
+def test_the_conflicts_name_keys_that_deepspeed_has() -> None:
+    """Spelled as in the installed DeepSpeed; three of them it knows only as removed."""
+    deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+    removed = {"progressive_layer_drop", "sparse_attention", "eigenvalue"}
+    assert removed <= set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.data_pipeline import constants as data_constants
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert {"stage", "offload_param", "cpu_offload_param", "zenflow"} <= set(DeepSpeedZeroConfig.model_fields)
+    assert "deepcompile" in CompileConfig.model_fields
+    assert "autotp_size" in TPTrainingConfig.model_fields
+    assert constants.MANAGED_GRADIENT_ACCUMULATION == "managed_gradient_accumulation"
+    path = (data_constants.DATA_EFFICIENCY, data_constants.DATA_ROUTING, data_constants.RANDOM_LTD, "enabled")
+    assert ".".join(path) == "data_efficiency.data_routing.random_ltd.enabled"
+    assert deepspeed_config.EXPERT_PARALLEL == "expert_parallel"
+
+
+def test_a_usual_deepspeed_config_has_no_conflicts() -> None:
+    config = read(
+        {"enabled": True, "slices": 8},
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=4,
+        optimizer={"type": "Adam", "params": {"lr": 1e-3}},
+        zero_optimization={"stage": 1, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"}},
+        bf16={"enabled": True},
+        fp16={"enabled": False, "auto_cast": True},
+        pipeline={"activation_checkpoint_interval": 1, "use_reentrant": False},
+        gradient_clipping=1.0,
+        wall_clock_breakdown=True,
+        flops_profiler={"enabled": False},
+    )
+    assert config.enabled
+
+
+# --- plans, fingerprint, description
+
+
+def test_plan_for_a_number() -> None:
+    config = read({"enabled": True, "slices": 8})
+    assert config.plan_for(2048) == SlicePlan((256,) * 8)
+    assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
+
+
+def test_plan_for_a_list() -> None:
+    config = read({"slices": [512, 384, 128], "granularity_tokens": 4096})  # granularity is for numbers
+    assert config.plan_for(1024) == SlicePlan((512, 384, 128))
+    with pytest.raises(
+        TeraPipeConfigError, match=r"terapipe.slices = \[512, 384, 128\] adds up to 1024 tokens, but .* 1000"
+    ):
+        config.plan_for(1000)
+
+
+def test_plan_for_names_the_key_at_fault() -> None:
+    config = read({"slices": 8})
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 4,"):
+        config.plan_for(256)
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.granularity_tokens = 64: .* give at most 63$"):
+        config.plan_for(63)
+    with pytest.raises(TeraPipeConfigError, match=r'terapipe.slices = "auto".* give a number'):
+        read({}).plan_for(64)
+    for bad in (0, -1, True, 2.0, None):
+        with pytest.raises(PlanError, match="sequence_length"):
+            config.plan_for(bad)  # type: ignore[arg-type]
+
+
+def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
+    base = {"enabled": True, "slices": 8}
+    fingerprint = read(base).fingerprint()
+    assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
+    assert len(fingerprint) == 16
+    assert int(fingerprint, 16) >= 0
+    changes: list[dict[str, Any]] = [
+        {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
+        {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
+        {"planner": {"cache_dir": "x"}},
+        {"stall_timeout_s": 1}, {"trace_dir": "x"}, {"enabled": False},
+    ]  # fmt: skip
+    others = {read({**base, **change}).fingerprint() for change in changes}
+    assert len(others) == len(changes)
+    assert fingerprint not in others
+
+
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "c5998fb68be13144"
+
+
+def test_describe() -> None:
+    assert read({}).describe() == "terapipe: off"
+    assert read({"enabled": True, "slices": 8}).describe() == (
+        "terapipe: schedule seq1f1b, 8 slices cut at multiples of 64 tokens, "
+        "loss mean_valid (ignore_index -100)"
+    )
+    listed = read({"enabled": True, "slices": [2, 1], "schedule": "1f1b", "loss_reduction": "sum"})
+    assert listed.describe() == "terapipe: schedule 1f1b, slices [2, 1], loss sum"
+
+
+# --- anything at all
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.integers() | st.none(), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=6,
+)
+values = {key: anything | st.just(default) for key, default in DEFAULTS.items()}
+sections = st.fixed_dictionaries({}, optional=values) | st.dictionaries(
+    st.sampled_from([*DEFAULTS, "slcies", "profile"]) | st.text(max_size=8) | st.integers(),
+    anything,
+    max_size=6,
+)
+planners = st.fixed_dictionaries({}, optional=dict.fromkeys(DEFAULTS["planner"], anything))  # type: ignore[call-overload]
+beside = st.dictionaries(
+    st.sampled_from([key.split(".")[0] for key, _, _ in CONFLICTS]), anything, max_size=4
+)
+
+
+@settings(max_examples=3000)
+@given(sections | anything, planners | st.none(), st.booleans() | st.none(), beside)
+def test_anything_gives_a_config_or_our_error(
+    section: Any, planner: Any, enabled: Any, ds_config: dict[str, Any]
+) -> None:
+    if isinstance(section, dict):
+        section = {**section, **({} if planner is None else {"planner": planner})}
+        section = {**section, **({} if enabled is None else {"enabled": enabled})}
+    try:
+        config = TeraPipeConfig.from_deepspeed({**ds_config, "terapipe": section})
+    except TeraPipeConfigError as error:
+        assert error.problems
+        assert all("\n" not in line and len(line) < 1000 for line in error.problems)
+        return
+    assert TeraPipeConfig(**config.model_dump()) == config
+    assert len(config.fingerprint()) == 16
+    assert config.describe()
+
+
+@settings(max_examples=1000)
+@given(
+    st.integers(1, 40) | st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    st.integers(1, 300),
+    st.integers(1, 2000),
+)
+def test_any_plan_covers_the_sequence_or_is_refused(
+    slices: Any, granularity: int, sequence_length: int
+) -> None:
+    config = read({"slices": slices, "granularity_tokens": granularity})
+    try:
+        plan = config.plan_for(sequence_length)
+    except TeraPipeConfigError as error:
+        assert str(error).startswith(("terapipe.slices = ", "terapipe.granularity_tokens = "))
+        return
+    assert plan.sequence_length == sequence_length

@@ -1,0 +1,55 @@
+"""Every ready config loads, with DeepSpeed's own checks and with ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from terapipe_ds.config import TeraPipeConfig
+
+FOLDER = Path(__file__).parents[2] / "configs"
+FILES = sorted(FOLDER.glob("*"))
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def test_the_folder_has_ready_configs_only() -> None:
+    assert {"stock", "sliced_8", "zero1_bf16", "activation_checkpointing", "demo_stock", "demo_sliced"} <= {
+        file.stem for file in FILES
+    }
+    assert {file.suffix for file in FILES} == {".json"}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_loads(file: Path) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    deepspeed_config = DeepSpeedConfig(config)
+    assert deepspeed_config.train_micro_batch_size_per_gpu == 1
+    assert deepspeed_config.optimizer_name == "adamw"
+    section = TeraPipeConfig.from_deepspeed(config)
+    assert section.enabled == ("terapipe" in config)
+    if section.enabled:
+        assert section.plan_for(1024).num_slices == section.plan_for(2048).num_slices == 8
+
+
+@pytest.mark.parametrize(("stock", "sliced"), [("stock", "sliced_8"), ("demo_stock", "demo_sliced")])
+def test_the_sliced_config_is_the_stock_one_and_a_section(stock: str, sliced: str) -> None:
+    config = load(sliced)
+    assert config.pop("terapipe")["enabled"] is True
+    assert config == load(stock)
+
+
+def test_what_the_names_promise() -> None:
+    deepspeed_config = DeepSpeedConfig(load("zero1_bf16"))
+    assert deepspeed_config.zero_optimization_stage == 1
+    assert deepspeed_config.bfloat16_config.enabled
+    pipeline = DeepSpeedConfig(load("activation_checkpointing")).pipeline
+    assert pipeline["activation_checkpoint_interval"] == 1
+    assert pipeline["use_reentrant"] is False
+    assert load("demo_stock")["gradient_accumulation_steps"] == 1

@@ -1,0 +1,475 @@
+"""The GPT of `terapipe_ds.models`: against a plain implementation written here, sliced against unsliced."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
+from terapipe_ds.models import gpt
+from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.models.rotary import rotary_turns, rotate
+
+LENGTH = 23
+PLANS = ([LENGTH], [8, 8, 7], [3, 11, 8, 1])
+SMALL: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "ffn_size": 40,
+    "max_sequence_length": LENGTH,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rope": {},
+    "grouped-query": {"num_kv_heads": 2},
+    "multi-query": {"num_kv_heads": 1, "head_dim": 8},
+    "learned": {"positions": "learned"},
+    "tied": {"tied_embedding": True},
+    "tied learned grouped": {"tied_embedding": True, "positions": "learned", "num_kv_heads": 2},
+    "gpt3-like": {"gated_mlp": False, "bias": True, "positions": "learned", "tied_embedding": True},
+}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def config(request: pytest.FixtureRequest) -> GPTConfig:
+    return GPTConfig(dtype="float64", **{**SMALL, **request.param})
+
+
+class Model:
+    """The layers of a config built in one process, as a PipelineModule with one stage builds them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        self.modules = nn.ModuleDict()
+        self.functions: list[Callable[[Tensor], Tensor]] = []
+        for index, spec in enumerate(gpt_layers(config)):
+            name = spec.key if isinstance(spec, TiedLayerSpec) else str(index)
+            if name not in self.modules:
+                self.modules[name] = spec.build()
+            module = self.modules[name]
+            forward_fn = getattr(spec, "forward_fn", None)
+            self.functions.append(functools.partial(forward_fn, module) if forward_fn else module)
+
+    def __call__(self, tokens: Tensor, recompute: bool = False) -> Tensor:
+        hidden = tokens
+        for function in self.functions:
+            hidden = checkpoint(function, hidden, use_reentrant=False) if recompute else function(hidden)
+        return hidden
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.modules.named_parameters()}
+
+
+def batch(config: GPTConfig, rows: int = 2, masked: bool = True) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(config.vocab_size, (rows, LENGTH + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    if masked:
+        labels[0, 5:20] = gpt.IGNORE_INDEX
+    return text[:, :-1], labels
+
+
+def train_whole(model: Model, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = model(tokens)
+    loss = gpt_loss(logits, labels)
+    loss.backward()
+    return logits.detach(), loss.detach()
+
+
+def train_sliced(
+    model: Model, tokens: Tensor, labels: Tensor, lengths: Sequence[int], recompute: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What the engine does with one micro-batch on one stage: forwards in order, backwards in reverse."""
+    store, valid, start = SliceStore(), (labels != gpt.IGNORE_INDEX).sum().item(), 0
+    slices, logits, losses = [], [], []
+    for slice_id, length in enumerate(lengths):
+        active = ActiveSlice(start, start + length, LENGTH, slice_id=slice_id, store=store)
+        with push_slice(active):
+            own = slice(active.start, active.stop)
+            logits.append(model(tokens[:, own], recompute))
+            share = (labels[:, own] != gpt.IGNORE_INDEX).sum().item() / valid
+            losses.append(gpt_loss(logits[-1], labels[:, own]) * share if share > 0 else logits[-1].sum() * 0)
+        slices.append(active)
+        start += length
+    for active, loss in zip(reversed(slices), reversed(losses), strict=True):
+        with push_slice(active.replace(mode="recompute")):
+            loss.backward()
+    store.release(0, 0)
+    store.assert_drained()
+    return torch.cat(logits, dim=1).detach(), torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+# -- against an implementation without any cleverness --------------------------------------------------------
+
+
+def naive_rotation(x: Tensor, base: float) -> Tensor:
+    """x [T, D] of one head; pair by pair, position by position, with sine and cosine."""
+    out = x.clone()
+    for position in range(x.shape[0]):
+        for pair in range(x.shape[1] // 2):
+            angle = position / base ** (2 * pair / x.shape[1])
+            a, b = x[position, 2 * pair], x[position, 2 * pair + 1]
+            out[position, 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
+            out[position, 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def naive_norm(x: Tensor, module: nn.Module, config: GPTConfig) -> Tensor:
+    if config.bias:
+        x = x - x.mean(-1, keepdim=True)
+    scaled = x / torch.sqrt((x * x).mean(-1, keepdim=True) + config.norm_eps) * module.weight
+    return scaled + module.bias if config.bias else scaled
+
+
+def naive_linear(x: Tensor, module: nn.Linear) -> Tensor:
+    return x @ module.weight.T + (0 if module.bias is None else module.bias)
+
+
+def naive_attention(x: Tensor, module: gpt.CausalSelfAttention, config: GPTConfig) -> Tensor:
+    """x [T, hidden]: each query head on its own, scores with a triangular mask."""
+    width, heads = config.head_dim, []
+    qkv = naive_linear(x, module.qkv).split(width, dim=-1)
+    for head in range(config.num_heads):
+        kv_head = head // (config.num_heads // config.num_kv_heads)
+        q, k = qkv[head], qkv[config.num_heads + kv_head]
+        v = qkv[config.num_heads + config.num_kv_heads + kv_head]
+        if config.positions == "rope":
+            q, k = naive_rotation(q, config.rope_base), naive_rotation(k, config.rope_base)
+        scores = q @ k.T / math.sqrt(width)
+        future = torch.triu(torch.ones_like(scores, dtype=torch.bool), diagonal=1)
+        heads.append(torch.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v)
+    return naive_linear(torch.cat(heads, dim=-1), module.out)
+
+
+def naive_feed_forward(x: Tensor, module: gpt.FeedForward, config: GPTConfig) -> Tensor:
+    wide = naive_linear(x, module.up)
+    if not config.gated_mlp:
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+        return naive_linear(0.5 * wide * (1 + torch.tanh(inner)), module.down)
+    gate, up = wide[:, : config.ffn_size], wide[:, config.ffn_size :]
+    return naive_linear(gate / (1 + torch.exp(-gate)) * up, module.down)
+
+
+def naive_logits(model: Model, config: GPTConfig, tokens: Tensor) -> Tensor:
+    rows = []
+    modules = list(model.modules.values())
+    embedding = modules[0].weight
+    learned = next((m.weight for m in modules if isinstance(m, gpt.PositionEmbedding)), None)
+    final = next(m for m in modules if isinstance(m, gpt.FinalNorm))
+    output = embedding if config.tied_embedding else modules[-1].out.weight
+    for row in tokens:
+        x = torch.stack([embedding[token] for token in row])
+        if learned is not None:
+            x = x + learned[: len(row)]
+        for layer in (m for m in modules if isinstance(m, gpt.DecoderLayer)):
+            x = x + naive_attention(naive_norm(x, layer.attention_norm, config), layer.attention, config)
+            x = x + naive_feed_forward(
+                naive_norm(x, layer.feed_forward_norm, config), layer.feed_forward, config
+            )
+        rows.append(naive_norm(x, final.norm, config) @ output.T)
+    return torch.stack(rows)
+
+
+def shake(model: Model) -> None:
+    """Larger weights than the initial ones (norms and biases included), so that every term counts."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.modules.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.2)
+
+
+def test_forward_equals_a_naive_implementation(config: GPTConfig) -> None:
+    model = Model(config)
+    shake(model)
+    tokens, _ = batch(config)
+    assert relative_error(model(tokens), naive_logits(model, config, tokens)) < 1e-13
+
+
+def test_loss_is_the_mean_over_valid_labels() -> None:
+    logits = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    labels = torch.tensor([[1, -100, 3, 0, -100], [6, 6, 6, -100, 2]])
+    picked = [
+        -math.log(torch.softmax(logits[b, t], -1)[labels[b, t]].item())
+        for b in range(2)
+        for t in range(5)
+        if labels[b, t] != -100
+    ]
+    loss = gpt_loss(logits, labels)
+    assert loss.dtype == torch.float64
+    assert loss.item() == pytest.approx(sum(picked) / len(picked), rel=1e-14)
+
+
+def test_loss_of_bf16_logits_is_taken_in_fp32() -> None:
+    logits = torch.randn(3, 40, 50, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
+    labels = torch.randint(50, (3, 40), generator=torch.Generator().manual_seed(4))
+    loss = gpt_loss(logits, labels)
+    wide = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten())
+    loss.backward()
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert logits.grad is not None
+    assert logits.grad.dtype == torch.bfloat16
+    assert relative_error(logits.grad.double(), wide.grad) < 4e-3  # what rounding to bf16 costs
+
+
+# -- sliced against unsliced ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("lengths", PLANS, ids=str)
+def test_sliced_equals_whole(config: GPTConfig, lengths: list[int], recompute: bool) -> None:
+    whole, sliced = Model(config), Model(config)
+    shake(whole), shake(sliced)
+    tokens, labels = batch(config)
+    logits, loss = train_whole(whole, tokens, labels)
+    sliced_logits, sliced_loss = train_sliced(sliced, tokens, labels, lengths, recompute)
+    assert relative_error(sliced_logits, logits) <= 1e-12
+    assert relative_error(sliced_loss, loss) <= 1e-12
+    expected = whole.gradients()
+    for name, gradient in sliced.gradients().items():
+        assert relative_error(gradient, expected[name]) <= 1e-12, name
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_the_comparison_sees_a_lost_position_offset(positions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GPTConfig(dtype="float64", **{**SMALL, "positions": positions})
+    whole, sliced = Model(config), Model(config)
+    shake(whole), shake(sliced)
+    tokens, labels = batch(config)
+    logits, _ = train_whole(whole, tokens, labels)
+    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
+    sliced_logits, _ = train_sliced(sliced, tokens, labels, [8, 8, 7])
+    assert relative_error(sliced_logits[:, :8], logits[:, :8]) <= 1e-12
+    assert relative_error(sliced_logits[:, 8:], logits[:, 8:]) > 1e-3
+
+
+def test_bf16_layers_run_sliced() -> None:
+    config = GPTConfig(dtype="bfloat16", **SMALL)
+    model = Model(config)
+    tokens, labels = batch(config)
+    logits, loss = train_sliced(model, tokens, labels, [8, 8, 7])
+    exact, exact_loss = train_whole(Model(dataclasses.replace(config, dtype="float32")), tokens, labels)
+    assert logits.dtype == torch.bfloat16
+    assert relative_error(logits.float(), exact) < 0.05
+    assert loss.item() == pytest.approx(exact_loss.item(), rel=0.01)
+
+
+# -- rotary positions ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 1, 700, 5000])
+def test_rotation_is_the_complex_product(start: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 3, 8, generator=generator, dtype=torch.float64)
+    rotated = rotate(x, rotary_turns(8, 10000.0, start, x))
+    for position in range(5):
+        for pair in range(4):
+            turn = complex(
+                math.cos((start + position) * 10000.0 ** (-pair / 4)),
+                math.sin((start + position) * 10000.0 ** (-pair / 4)),
+            )
+            for b in range(2):
+                value = complex(*x[b, position, 1, 2 * pair : 2 * pair + 2].tolist()) * turn
+                got = complex(*rotated[b, position, 1, 2 * pair : 2 * pair + 2].tolist())
+                assert abs(got - value) < 1e-11
+
+
+def test_turns_are_the_same_at_any_start_and_wide_enough() -> None:
+    like = torch.zeros(1, 3000, 1)
+    whole = rotary_turns(16, 10000.0, 0, like)
+    assert whole.shape == (3000, 1, 8)
+    assert torch.equal(rotary_turns(16, 10000.0, 2990, like[:, :10]), whole[2990:])
+    assert rotary_turns(16, 10000.0, 100_000, like[:, :10]).shape == (10, 1, 8)
+    assert whole.dtype == torch.complex64
+    assert rotary_turns(16, 10000.0, 0, like.double()).dtype == torch.complex128
+    assert rotary_turns(16, 10000.0, 0, like.bfloat16()).dtype == torch.complex64
+
+
+def test_a_table_first_used_in_inference_serves_training() -> None:
+    x = torch.randn(1, 4, 1, 6, requires_grad=True)
+    with torch.inference_mode():
+        rotary_turns(6, 123.0, 0, x)
+    rotate(x, rotary_turns(6, 123.0, 0, x)).sum().backward()
+    assert x.grad is not None
+
+
+def test_checkpoints_carry_weights_only() -> None:
+    model = Model(GPTConfig(**SMALL))
+    model(batch(GPTConfig(**SMALL))[0])
+    assert set(model.modules.state_dict()) == {name for name, _ in model.modules.named_parameters()}
+
+
+# -- initial weights -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_weights_do_not_depend_on_the_stages(tied: bool, positions: str) -> None:
+    config = GPTConfig(**{**SMALL, "tied_embedding": tied, "positions": positions})
+    alone = [spec.build().state_dict() for spec in gpt_layers(config)]
+    for first in (1, len(alone) // 2):  # the second stage of two, after other draws and in another order
+        torch.rand(first)
+        specs = gpt_layers(config)[first:]
+        built = [spec.build().state_dict() for spec in reversed(specs)][::-1]
+        for ours, theirs in zip(built, alone[first:], strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_weights_depend_on_seed_and_layer() -> None:
+    def down(seed: int, index: int) -> Tensor:
+        return gpt.DecoderLayer(GPTConfig(**SMALL, seed=seed), index).feed_forward.down.weight
+
+    assert torch.equal(down(1, 0), down(1, 0))
+    assert not torch.equal(down(1, 0), down(1, 1))
+    assert not torch.equal(down(1, 0), down(2, 0))
+
+
+def test_building_leaves_the_global_random_state_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    Model(GPTConfig(**SMALL))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_dtypes_start_from_the_same_weights() -> None:
+    single = Model(GPTConfig(**SMALL)).modules.state_dict()
+    double = Model(GPTConfig(**SMALL, dtype="float64")).modules.state_dict()
+    assert all(torch.equal(double[name].float(), single[name]) for name in single)
+    assert all(value.dtype == torch.float64 for value in double.values())
+
+
+def test_initial_scale() -> None:
+    layer = gpt.DecoderLayer(GPTConfig(hidden_size=256, num_layers=8, num_heads=4), 0)
+    assert layer.attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for residual in (layer.attention.out, layer.feed_forward.down):
+        assert residual.weight.std().item() == pytest.approx(0.02 / 4, rel=0.02)
+    assert torch.all(layer.attention_norm.weight == 1)
+
+
+# -- sizes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODEL_SIZES)
+def test_named_sizes_have_the_parameters_that_the_planner_counts(name: str) -> None:
+    config = GPTConfig.from_name(name)
+    with torch.device("meta"):
+        total = sum(p.numel() for p in Model(config).modules.parameters())
+    assert total == MODEL_SIZES[name].num_parameters()
+
+
+def test_parameters_of_variants(config: GPTConfig) -> None:
+    fields = {field.name for field in dataclasses.fields(ModelSize)} - {"name"}
+    size = ModelSize(name="variant", **{name: getattr(config, name) for name in fields})
+    model = Model(config)
+    assert sum(p.numel() for p in model.modules.parameters()) == size.num_parameters()
+    layer = next(m for m in model.modules.values() if isinstance(m, gpt.DecoderLayer))
+    assert sum(p.numel() for p in layer.parameters()) == size.layer_parameters()
+
+
+def test_from_name_lets_sizes_follow_what_is_replaced() -> None:
+    named = GPTConfig.from_name("tiny")
+    assert (named.num_heads, named.num_kv_heads, named.head_dim, named.ffn_size) == (4, 2, 32, 384)
+    deeper = GPTConfig.from_name("tiny", num_layers=9, seed=3)
+    assert dataclasses.replace(deeper, num_layers=named.num_layers, seed=named.seed) == named
+    wider = GPTConfig.from_name("tiny", hidden_size=256, num_heads=8)
+    assert (wider.num_kv_heads, wider.head_dim, wider.ffn_size) == (8, 32, 704)
+    given = GPTConfig.from_name("tiny", hidden_size=256, ffn_size=100, head_dim=16, num_kv_heads=1)
+    assert (given.num_kv_heads, given.head_dim, given.ffn_size) == (1, 16, 100)
+    with pytest.raises(ModelSizeError, match="tiny"):
+        GPTConfig.from_name("tinny")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_size": 30, "num_heads": 4}, "change one of them or give head_dim"),
+        ({"num_heads": 4, "num_kv_heads": 3}, r"give num_kv_heads one of \[1, 2, 4\]"),
+        ({"hidden_size": 12, "num_heads": 4}, "give an even head_dim or positions"),
+        ({"num_layers": 0}, "num_layers=0: give a positive number"),
+        ({"ffn_size": -1}, "ffn_size=-1: give a positive number"),
+        ({"positions": "alibi"}, 'give "rope" or "learned"'),
+        ({"dropout": 1.0}, "give a number from 0 up to"),
+        ({"dtype": "int8"}, "give one of float32, float64, bfloat16, float16"),
+    ],
+    ids=str,
+)
+def test_impossible_sizes_end_with_the_fix(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**fields)
+
+
+def test_learned_positions_end() -> None:
+    config = GPTConfig(**{**SMALL, "positions": "learned", "max_sequence_length": 20})
+    model = Model(config)
+    with pytest.raises(ValueError, match="give max_sequence_length >= 23"):
+        model(batch(config)[0])
+    with (
+        push_slice(ActiveSlice(16, 23, LENGTH, store=SliceStore())),
+        pytest.raises(ValueError, match=">= 23"),
+    ):
+        model(batch(config)[0][:, 16:])
+
+
+# -- dropout -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_dropout_is_active_in_training_only(positions: str) -> None:
+    plain = GPTConfig(**{**SMALL, "positions": positions})
+    model = Model(dataclasses.replace(plain, dropout=0.5, attention_dropout=0.5))
+    tokens, _ = batch(plain)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.modules.eval()
+    assert torch.equal(model(tokens), Model(plain)(tokens))
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_embedding_is_dropped_out_once(positions: str) -> None:
+    model = Model(GPTConfig(**{**SMALL, "positions": positions, "dropout": 0.25, "hidden_size": 240}))
+    hidden = torch.zeros(40, LENGTH, dtype=torch.long)
+    for function in model.functions[: 1 if positions == "rope" else 2]:
+        hidden = function(hidden)
+    assert (hidden == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
+
+
+def test_attention_gets_its_own_dropout_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, layer: int, dropout_p: float) -> Tensor:
+        seen.append(dropout_p)
+        return q
+
+    monkeypatch.setattr(gpt, "sliced_attention", attention)
+    config = GPTConfig(**SMALL, dropout=0.1)
+    for fields in ({}, {"attention_dropout": 0.0}, {"attention_dropout": 0.3}):
+        layer = gpt.DecoderLayer(dataclasses.replace(config, **{"attention_dropout": None, **fields}), 0)
+        layer(torch.randn(1, 4, config.hidden_size))
+        layer.eval()(torch.randn(1, 4, config.hidden_size))
+    assert seen == [0.1, 0.0, 0.0, 0.0, 0.3, 0.0]
+
+
+def test_every_layer_has_its_own_name_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[int] = []
+    monkeypatch.setattr(gpt, "sliced_attention", lambda q, k, v, layer, dropout_p: names.append(layer) or q)
+    config = GPTConfig(**SMALL)
+    Model(config)(batch(config)[0])
+    assert names == [0, 1, 2]

@@ -1,0 +1,170 @@
+"""SlicePlan: lengths, spans, equal cuts, JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terapipe_ds.plan import PlanError, SlicePlan
+
+lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
+
+
+def test_spans_starts_and_sizes() -> None:
+    plan = SlicePlan((512, 384, 128))
+    assert (plan.num_slices, plan.sequence_length) == (3, 1024)
+    assert plan.starts == (0, 512, 896)
+    assert plan.spans() == ((0, 512), (512, 896), (896, 1024))
+    assert [plan.span(i) for i in range(3)] == list(plan.spans())
+
+
+def test_a_span_outside_is_an_index_error() -> None:
+    for slice_id in (-1, 2):
+        with pytest.raises(IndexError, match=f"slice_id {slice_id} of a plan of 2 slices"):
+            SlicePlan((1, 1)).span(slice_id)
+
+
+def test_plans_are_values() -> None:
+    plan = SlicePlan([3, np.int64(4)])  # type: ignore[arg-type]
+    assert plan == SlicePlan((3, 4))
+    assert hash(plan) == hash(SlicePlan((3, 4)))
+    assert [type(n) for n in plan.lengths] == [int, int]
+    with pytest.raises(AttributeError):
+        plan.lengths = (1,)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "bad", [(), (0,), (-1,), (4, True), (4, 1.0), (4, "4"), (None,), "12", 12, None, (4, float("nan"))]
+)
+def test_impossible_lengths(bad: object) -> None:
+    with pytest.raises(PlanError, match="give"):
+        SlicePlan(bad)  # type: ignore[arg-type]
+
+
+def test_the_message_names_the_wrong_length() -> None:
+    with pytest.raises(PlanError, match=r"lengths\[1\] = 0: give an integer >= 1"):
+        SlicePlan((4, 0))
+
+
+@pytest.mark.parametrize(
+    ("sequence_length", "num_slices", "granularity", "expected"),
+    [
+        (2048, 8, 64, (256,) * 8),
+        (2048, 1, 64, (2048,)),
+        (10, 3, 1, (4, 3, 3)),
+        (640, 4, 64, (192, 192, 128, 128)),  # ten granules
+        (100, 2, 64, (64, 36)),  # the last granule is partial
+        (130, 2, 64, (128, 2)),
+        (129, 3, 64, (64, 64, 1)),  # a single token last
+        (64, 1, 64, (64,)),
+        (1, 1, 1, (1,)),
+    ],
+)
+def test_equal(sequence_length: int, num_slices: int, granularity: int, expected: tuple[int, ...]) -> None:
+    assert SlicePlan.equal(sequence_length, num_slices, granularity).lengths == expected
+
+
+@given(st.integers(1, 3000), st.integers(1, 200), st.integers(1, 200))
+def test_equal_properties(sequence_length: int, num_slices: int, granularity: int) -> None:
+    granules = -(-sequence_length // granularity)
+    if granularity > sequence_length:
+        with pytest.raises(PlanError, match=f"give at most {sequence_length}"):
+            SlicePlan.equal(sequence_length, num_slices, granularity)
+        return
+    if num_slices > granules:
+        with pytest.raises(PlanError, match=f"give at most {granules},"):
+            SlicePlan.equal(sequence_length, num_slices, granularity)
+        return
+    plan = SlicePlan.equal(sequence_length, num_slices, granularity)
+    assert (plan.num_slices, plan.sequence_length) == (num_slices, sequence_length)
+    assert all(start % granularity == 0 for start in plan.starts)
+    counts = [-(-length // granularity) for length in plan.lengths]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] - counts[-1] <= 1
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 1.5, "8", None])
+def test_equal_names_the_argument(bad: object) -> None:
+    for position, name in enumerate(("sequence_length", "num_slices", "granularity_tokens")):
+        arguments: list[object] = [64, 1, 1]
+        arguments[position] = bad
+        with pytest.raises(PlanError, match=f"{name} = .*: give an integer >= 1"):
+            SlicePlan.equal(*arguments)  # type: ignore[arg-type]
+
+
+@given(lengths)
+def test_spans_cover_the_sequence(values: list[int]) -> None:
+    plan = SlicePlan(tuple(values))
+    covered = [token for start, stop in plan.spans() for token in (start, stop)]
+    assert covered[0] == 0
+    assert covered[-1] == plan.sequence_length == sum(values)
+    assert covered[1:-1:2] == covered[2::2]
+    assert plan.starts == tuple(start for start, _ in plan.spans())
+
+
+@given(lengths)
+def test_json_round_trip(values: list[int]) -> None:
+    plan = SlicePlan(tuple(values))
+    assert SlicePlan.from_json(plan.to_json()) == plan
+    assert SlicePlan.from_json(plan.to_json().encode()) == plan
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "null",
+        "[512]",
+        '"x"',
+        "{}",
+        '{"version": 1}',
+        '{"lengths": [1]}',
+        '{"version": 2, "lengths": [1]}',
+        '{"version": true, "lengths": [1]}',
+        '{"version": 1.0, "lengths": [1]}',
+        '{"version": "1", "lengths": [1]}',
+        '{"version": 1, "lengths": []}',
+        '{"version": 1, "lengths": {"a": 1}}',
+        '{"version": 1, "lengths": "12"}',
+        '{"version": 1, "lengths": [1, 2.0]}',
+        '{"version": 1, "lengths": [1, true]}',
+        '{"version": 1, "lengths": [NaN]}',
+        '{"version": 1, "lengths": [1], "more": 0}',
+        '{"version": 1, "lengths": [1], "lengths": [2]}',
+        '{"version": 1, "lengths": [1]} x',
+        "[" * 100_000,
+        '{"version": 1, "lengths": [' + "9" * 6000 + "]}",
+        b"\xff\xfe\xff",
+        None,
+        12,
+    ],
+)
+def test_json_that_is_no_plan(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        SlicePlan.from_json(text)
+    assert len(str(caught.value)) < 400
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+almost_plans = st.fixed_dictionaries(
+    {}, optional={"version": st.just(1) | json_values, "lengths": lengths | json_values}
+)
+
+
+@settings(max_examples=3000)
+@given(st.text() | st.binary() | (json_values | almost_plans).map(json.dumps))
+def test_any_text_gives_a_plan_or_a_plan_error(text: str | bytes) -> None:
+    try:
+        plan = SlicePlan.from_json(text)
+    except PlanError:
+        return
+    assert json.loads(text) == {"version": 1, "lengths": list(plan.lengths)}

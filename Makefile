@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
+CHECK := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: venv test test-full demo lint clean
@@ -15,7 +16,7 @@ venv: $(STAMP)
 # The stamp goes before anything else, so that a failed install is tried again, and comes back at the very end.
 $(STAMP): setup.py constraints.txt pyproject.toml
 	@rm -f $@
-	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --version >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK)' && $(PYTHON) -m venv $(VENV); }
 	@echo "Installing into $(VENV); the first time this takes some minutes ..."
 	@$(PIP) install --quiet -c constraints.txt "$(TORCH)"
 	@$(PIP) install --quiet -c constraints.txt -e ".[plot,test]"

@@ -1,9 +1,13 @@
-"""Train the same GPT on the same text twice, with DeepSpeed's stock schedule and in token slices, and compare.
-
-Two pipeline stages on two CPU cores, one micro-batch per step: the case in which a pipeline waits most. A
-third, very short run measures where the time goes without slices, for the picture. Takes some three minutes.
+"""Train one GPT on one text twice, with DeepSpeed's stock schedule and in token slices, and compare.
 
     make demo            (or, in a finished environment: python examples/demo.py)
+
+Two pipeline stages on two CPU cores, one micro-batch per step: the case in which a pipeline waits most. A
+third, very short run measures where the time goes without slices, for the picture. All takes some three
+minutes.
+
+The demo's configs switch gradient clipping off (DeepSpeed's default is 1.0): over several stages its own engine
+clips by a norm that lacks parameters, the sliced one by the norm of all, and the losses would rightly differ.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ STEPS, WARM_UP_STEPS = 20, 5  # the first steps allocate memory, and those of th
 MODEL = ("--model", "mini", "--sequence-length", "2048", "--seed", "1234")
 RUN_LIMIT_S = 600.0
 # Rounding differs between the two, and training carries a difference on: equal at first, close later.
-FIRST_STEPS, FIRST_TOLERANCE, LATER_TOLERANCE = 5, 1e-4, 1e-2
+FIRST_STEPS, FIRST_TOLERANCE, LATER_TOLERANCE = 5, 1e-4, 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +58,7 @@ class Run:
         launch += ["--hostfile=", "--log_level", "error"]  # this machine alone, and little talk
         script = ["examples/train_gpt.py", "--deepspeed_config", str(self.config), *MODEL]
         script += ["--steps", str(self.steps), "--eval-every", str(self.eval_every), "--eval-batches", "2"]
-        return (
-            launch + script + ["--metrics", str(self.metrics), "--plot", str(OUT / f"{self.name}-loss.png")]
-        )
+        return launch + script + ["--metrics", str(self.metrics), "--plot", str(OUT / f"{self.name}-loss.png")]
 
 
 def free_port() -> int:
@@ -95,7 +97,7 @@ def launch(run: Run) -> None:
 
 
 def unsliced_config() -> Path:
-    """The sliced config with whole sequences: DeepSpeed's order of work, measured by the engine that can trace it."""
+    """The sliced config with whole sequences: the stock order, run by the engine that can trace it."""
     config = json.loads(Path("configs/demo_sliced.json").read_text(encoding="utf-8"))
     config["terapipe"].update(schedule="1f1b", slices=1, trace_dir=str(OUT / "unsliced"))
     path = OUT / "unsliced.json"
@@ -109,18 +111,20 @@ def by_step(run: Run, key: str) -> dict[int, float]:
 
 def compare_losses(stock: Run, sliced: Run) -> bool:
     """Print both loss by loss; True where they agree."""
-    agree = True
+    agree, largest = True, 0.0
     print(f"\n{'step':>16} {'stock':>11} {'sliced':>11}   relative difference")
-    for key in ("loss", "validation_loss"):
+    for key, label in (("loss", ""), ("validation_loss", "validation ")):
         expected, found = by_step(stock, key), by_step(sliced, key)
         agree &= bool(expected) and expected.keys() == found.keys()
-        for step in expected.keys() & found.keys():
+        for step in sorted(expected.keys() & found.keys()):
             difference = abs(found[step] - expected[step]) / abs(expected[step])
+            largest = max(largest, difference)
             limit = FIRST_TOLERANCE if step <= FIRST_STEPS else LATER_TOLERANCE
-            agree &= difference <= limit  # False for NaN as well
-            label = f"{'validation ' if key == 'validation_loss' else ''}{step:4d}"
-            print(f"{label:>16} {expected[step]:11.6f} {found[step]:11.6f}   {difference:.1e}"
-                  f"{'' if difference <= limit else f'  more than {limit:.0e}'}")  # fmt: skip
+            remark = "" if difference <= limit else f"  more than {limit:.0e}"  # also where it is NaN
+            agree &= not remark
+            losses = f"{expected[step]:11.6f} {found[step]:11.6f}"
+            print(f"{label + str(step):>16} {losses}   {difference:.1e}{remark}")
+    print(f"the losses {'agree' if agree else 'DISAGREE'}: largest relative difference {largest:.1e}")
     return agree
 
 
@@ -129,12 +133,13 @@ def compare_speed(stock: Run, sliced: Run) -> None:
         return statistics.median(s for step, s in by_step(run, "seconds").items() if step > WARM_UP_STEPS)
 
     stock_s, sliced_s = median_s(stock), median_s(sliced)
-    bound = STAGES * SLICES / (SLICES + STAGES - 1)  # (m + K - 1) * s / (m * s + K - 1) for one micro-batch
-    print(f"\nmedian seconds per step, from step {WARM_UP_STEPS + 1} on:")
+    passes = SLICES + STAGES - 1  # of one slice each; K * s of them without overlap, for one micro-batch
+    print(f"\nmedian seconds per step, from step {WARM_UP_STEPS + 1} on")
     print(f"  stock   {stock_s:.3f}")
-    print(f"  sliced  {sliced_s:.3f}")
-    print(f"  {stock_s / sliced_s:.2f} times as fast; no schedule of {SLICES} slices on {STAGES} stages can pass "
-          f"{STAGES}*{SLICES}/{SLICES + STAGES - 1} = {bound:.2f}")  # fmt: skip
+    print(f"  sliced  {sliced_s:.3f}   {stock_s / sliced_s:.2f} times as fast")
+    print(
+        f"  bound           {STAGES * SLICES / passes:.2f} = {STAGES}*{SLICES}/{passes}: equal slices at no extra cost"
+    )
     if len(os.sched_getaffinity(0)) < STAGES:
         print(f"  (this machine has fewer than {STAGES} cores: the stages share one, slices cannot help)")
 
@@ -177,8 +182,7 @@ def main() -> None:
     print(f"\nloss curves        {curves.resolve()}\nmeasured timeline  {picture.resolve()}")
     print(f"took {time.perf_counter() - begin:.0f} s")
     if not agree:
-        raise SystemExit("demo: the losses of the two runs DISAGREE, see the table")
-    print("the losses of the two runs agree")
+        raise SystemExit("demo: the losses of the two runs disagree, see the table")
 
 
 if __name__ == "__main__":

@@ -48,9 +48,7 @@ class Corpus:
             pieces.append(file.read_bytes()[: max_bytes - size])
             size += len(pieces[-1])
         if size < 2:
-            raise ValueError(
-                f"no text in {list(paths)}: give --data text files, or directories that have some"
-            )
+            raise ValueError(f"no text in {list(paths)}: give --data text files, or directories that have some")
         tokens = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
         cut = size - int(size * validation_fraction)
         return cls(train=tokens[:cut], validation=tokens[cut:], num_files=len(pieces))
@@ -93,9 +91,7 @@ def validation_batches(
     starts = _number_of_windows(tokens, sequence_length)
     for micro_batch in range(num_micro_batches):
         sample = (micro_batch * num_replicas + replica_id) * micro_batch_size
-        yield _batch(
-            tokens, [(sample + r) * starts // total for r in range(micro_batch_size)], sequence_length
-        )
+        yield _batch(tokens, [(sample + r) * starts // total for r in range(micro_batch_size)], sequence_length)
 
 
 def _batch(tokens: Tensor, starts: Iterable[int], sequence_length: int) -> Batch:

@@ -33,23 +33,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--deepspeed_config", required=True, metavar="FILE.json", help="DeepSpeed's configuration"
-    )
+    parser.add_argument("--deepspeed_config", required=True, metavar="FILE.json", help="DeepSpeed's configuration")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher gives it
     parser.add_argument("--pipeline-stages", type=int, help="default: as many as ranks, no data parallelism")
-    parser.add_argument(
-        "--partition-method", default="type:DecoderLayer", help="how layers are shared out to stages"
-    )
+    parser.add_argument("--partition-method", default="type:DecoderLayer", help="how layers are shared out to stages")
     parser.add_argument("--seed", type=int, default=1234, help="of weights, samples and dropout")
-    parser.add_argument(
-        "--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores"
-    )
+    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores")
 
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model", default="tiny", help="a name of terapipe_ds.model_sizes; the options replace parts"
-    )
+    model.add_argument("--model", default="tiny", help="a name of terapipe_ds.model_sizes; the options replace parts")
     model.add_argument("--num-layers", type=int)
     model.add_argument("--hidden-size", type=int)
     model.add_argument("--num-heads", type=int)
@@ -75,9 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     run.add_argument("--save-every", type=int, default=0, help="steps; 0: at the end only")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save-dir")
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step: loss and seconds")
-    run.add_argument(
-        "--plot", default="out/loss.png", metavar="FILE.png", help="loss curves, drawn at the end"
-    )
+    run.add_argument("--plot", default="out/loss.png", metavar="FILE.png", help="loss curves, drawn at the end")
     args = parser.parse_args()
     if args.resume and not args.save_dir:
         parser.error("--resume needs --save-dir, the directory with the checkpoints")

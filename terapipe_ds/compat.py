@@ -101,6 +101,7 @@ _PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine"
 _ENGINE = "deepspeed.runtime.engine"
 HOOKS: tuple[Hook, ...] = (
     Hook("deepspeed", "PipelineEngine", "what deepspeed.initialize() builds, rebound by register()"),
+    Hook("deepspeed", "DualPipeVEngine", "the name that deepspeed.initialize() looks up for a DualPipeVModule"),
     Hook("deepspeed", "initialize", "builds the engine"),
     Hook(_PIPELINE_ENGINE, "PipelineEngine._train_schedule", "gives the schedule of a training batch"),
     Hook(_PIPELINE_ENGINE, "PipelineEngine._inference_schedule", "gives the schedule of an evaluation batch"),
@@ -140,9 +141,7 @@ def require_hooks() -> None:
         missing = ["the look-up of the global name PipelineEngine in deepspeed.initialize()"]
     if missing:
         listed = "; ".join(missing)
-        raise CompatError(
-            f"the installed deepspeed {found} lacks what terapipe_ds builds on: {listed}. {fix}"
-        )
+        raise CompatError(f"the installed deepspeed {found} lacks what terapipe_ds builds on: {listed}. {fix}")
 
 
 def _looks_up_pipeline_engine(initialize: Any) -> bool:

@@ -164,9 +164,7 @@ class TeraPipeConfig(_StrictModel):
             plan = SlicePlan(self.slices)
         except PlanError as error:
             key = "granularity_tokens" if self.granularity_tokens > whole.sequence_length else "slices"
-            raise TeraPipeConfigError(
-                f"{_name((key,))} = {show_value(getattr(self, key))}: {error}"
-            ) from None
+            raise TeraPipeConfigError(f"{_name((key,))} = {show_value(getattr(self, key))}: {error}") from None
         if plan.sequence_length != whole.sequence_length:
             given = f"{_name(('slices',))} = {show_value(list(self.slices))}"
             raise TeraPipeConfigError(

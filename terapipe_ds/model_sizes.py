@@ -43,18 +43,14 @@ class ModelSize:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (type(value) is not int or value < 1):
-                raise ModelSizeError(
-                    f"model size {self.name!r}: {field.name} = {value!r}; give an integer >= 1"
-                )
+                raise ModelSizeError(f"model size {self.name!r}: {field.name} = {value!r}; give an integer >= 1")
         if self.num_heads % self.num_kv_heads:
             raise ModelSizeError(
                 f"model size {self.name!r}: num_heads = {self.num_heads} does not divide by num_kv_heads = "
                 f"{self.num_kv_heads}; give a divisor of {self.num_heads}"
             )
         if self.positions not in ("rope", "learned"):
-            raise ModelSizeError(
-                f"model size {self.name!r}: positions = {self.positions!r}; give 'rope' or 'learned'"
-            )
+            raise ModelSizeError(f"model size {self.name!r}: positions = {self.positions!r}; give 'rope' or 'learned'")
 
     def layer_parameters(self) -> int:
         """Parameters of one Transformer layer: attention, MLP and its two norms."""
@@ -118,9 +114,7 @@ _SIZES = (
     _gpt3("gpt3-13b", 40, 5120, num_heads=40),
     _gpt3("gpt3-44b", 96, 6144, num_heads=48),
     _gpt3("gpt3-175b", 96, 12288, num_heads=96),
-    _llama(
-        "llama-2-7b", 32, 4096, 32, 32, 11008, vocab_size=32000, max_sequence_length=4096, rope_base=10000.0
-    ),
+    _llama("llama-2-7b", 32, 4096, 32, 32, 11008, vocab_size=32000, max_sequence_length=4096, rope_base=10000.0),
     _llama("llama-3-8b", 32, 4096, num_heads=32, num_kv_heads=8, ffn_size=14336),
     _llama("llama-3-70b", 80, 8192, num_heads=64, num_kv_heads=8, ffn_size=28672),
 )

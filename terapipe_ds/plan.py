@@ -31,9 +31,7 @@ class SlicePlan:
     def __post_init__(self) -> None:
         lengths = self.lengths
         if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
-            raise PlanError(
-                f"lengths = {show_value(lengths)}: give slice lengths in tokens, as (512, 384, 128)"
-            )
+            raise PlanError(f"lengths = {show_value(lengths)}: give slice lengths in tokens, as (512, 384, 128)")
         checked = tuple(_length(f"lengths[{i}]", value) for i, value in enumerate(lengths))
         if not checked:
             raise PlanError("a plan has no slices: give at least one length, for example (2048,)")
@@ -110,9 +108,7 @@ class SlicePlan:
             raise PlanError(f"not a slice plan: {show_value(text)}; expected {cls((512, 512)).to_json()}")
         version, lengths = document["version"], document["lengths"]
         if type(version) is not int or version != JSON_VERSION:
-            raise PlanError(
-                f"slice plan of version {show_value(version)}: give one of version {JSON_VERSION}"
-            )
+            raise PlanError(f"slice plan of version {show_value(version)}: give one of version {JSON_VERSION}")
         if not isinstance(lengths, list):
             raise PlanError(f"lengths = {show_value(lengths)}: give a list of slice lengths in tokens")
         return cls(tuple(lengths))

@@ -1,8 +1,8 @@
 """Run an unmodified DeepSpeed training script with token slices.
 
 ``deepspeed --module terapipe_ds.run train.py ARGS`` registers the plugin and then runs ``train.py`` as ``__main__``.
-DeepSpeed's launcher starts ``python -m terapipe_ds.run --local_rank=N train.py ARGS``: the launcher's own option stands in
-front of the script and is handed on to it, exactly where the launcher would have put it.
+DeepSpeed's launcher starts ``python -m terapipe_ds.run --local_rank=N train.py ARGS``: the launcher's own option stands
+in front of the script and is handed on to it, exactly where the launcher would have put it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"terapipe_ds.run: {error}\n{_USAGE}") from None
     if not Path(script).is_file():
-        raise SystemExit(f"terapipe_ds.run: script {script!r} not found; give the path of the training script\n{_USAGE}")
+        raise SystemExit(
+            f"terapipe_ds.run: script {script!r} not found; give the path of the training script\n{_USAGE}"
+        )
 
     from terapipe_ds.runtime.register import register
 

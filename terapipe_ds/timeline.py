@@ -243,8 +243,9 @@ def _check_fields(data: object, where: str, types: dict[str, Any]) -> None:
         if key not in types or key not in data:
             problem = "an unknown" if key not in types else "no"
             raise TimelineError(f"{where} has {problem} field {str(key)[:40]!r}: it has {', '.join(types)}")
-        if not _is_a(data[key], types[key]):
-            raise TimelineError(f"{where} has {key} = {str(data[key])[:40]!r}, which is of the wrong type")
+        huge = _is_a(data[key], int) and abs(data[key]) >= 2**63  # no count, and too large for a float
+        if huge or not _is_a(data[key], types[key]):
+            raise TimelineError(f"{where} has {key} = {str(data[key])[:40]!r}, which is of the wrong type or size")
 
 
 def _merge_peaks(peaks: Sequence[tuple[int, ...] | None]) -> tuple[int, ...] | None:

@@ -1,8 +1,8 @@
 """Buffers that are taken once and reused from batch to batch.
 
-Free buffers are flat and lent to whatever fits in, so that sequence lengths that change from batch to batch do not pile
-up one set of buffers per length: when nothing free is large enough, a new buffer replaces a smaller free one. There are
-never more buffers than were in use at once.
+Free buffers are flat and lent to whatever fits in, so that sequence lengths that change from batch to batch do not
+pile up one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one.
+There are never more buffers than were in use at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _Kind = tuple[torch.dtype, torch.device]
 
 
 class BufferPool:
-    """Lends tensors of any shape out of flat buffers, by dtype and device. The contents are undefined."""
+    """Lends tensors of any shape, by dtype and device. Their contents are undefined."""
 
     def __init__(self) -> None:
         self._free: dict[_Kind, list[torch.Tensor]] = {}
@@ -25,15 +25,14 @@ class BufferPool:
         self.reserved_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of that shape; give it back (the same object) with `give`."""
+        """A tensor of that shape; give the same object back with `give`."""
         numel = math.prod(shape)
-        flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
-        if flat is None:
-            # A normal tensor even where the caller is in inference mode: the next user may train.
-            with torch.inference_mode(False):
+        # Not an inference tensor even where the caller evaluates: the next user may train.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
+            if flat is None:
                 flat = torch.empty(numel, dtype=dtype, device=device)
-            self.reserved_bytes += flat.numel() * flat.element_size()
-        with torch.no_grad():
+                self.reserved_bytes += _bytes(flat)
             lent = flat[:numel].view(shape)
         num_bytes = numel * flat.element_size()
         self._lent[id(lent)] = (flat, num_bytes)
@@ -42,19 +41,18 @@ class BufferPool:
         return lent
 
     def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
-        """The smallest free buffer that is large enough; without one, drop the largest that is too small."""
-        large_enough = [flat for flat in free if flat.numel() >= numel]
-        if not large_enough and not free:
+        """The smallest free buffer that is large enough; without one, drop the largest of those too small."""
+        if not free:
             return None
-        chosen = min(large_enough, key=torch.Tensor.numel) if large_enough else max(free, key=torch.Tensor.numel)
-        free[:] = [flat for flat in free if flat is not chosen]
-        if large_enough:
-            return chosen
-        self.reserved_bytes -= chosen.numel() * chosen.element_size()
+        free.sort(key=torch.Tensor.numel)
+        for place, flat in enumerate(free):
+            if flat.numel() >= numel:
+                return free.pop(place)
+        self.reserved_bytes -= _bytes(free.pop())
         return None
 
     def give(self, lent: torch.Tensor) -> None:
-        """Take a tensor back that `take` lent."""
+        """Take back a tensor that `take` lent."""
         flat, num_bytes = self._lent.pop(id(lent))
         self.live_bytes -= num_bytes
         self._free[flat.dtype, flat.device].append(flat)
@@ -62,3 +60,7 @@ class BufferPool:
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin again from what is live now."""
         self.peak_bytes = self.live_bytes
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -26,8 +26,8 @@ def guard_plain_attention() -> Iterator[None]:
     """While in it, plain self-attention on a slice that is not the whole sequence raises PlainAttentionError.
 
     Guards `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward` (that is
-    `nn.MultiheadAttention`, whose shortcut around them in evaluation is switched off meanwhile). Cross-attention to a memory
-    of another length passes. May be nested; what was there before comes back on exit.
+    `nn.MultiheadAttention`, whose shortcut around them in evaluation is switched off meanwhile). Cross-attention to a
+    memory of another length passes. May be nested; what was there before comes back on exit.
     """
     attention, multi_head, fast_path = (
         F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
@@ -57,8 +57,8 @@ def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]
 def _check(active: ActiveSlice, query_tokens: int, key_tokens: int) -> None:
     if query_tokens == key_tokens == active.num_tokens:
         raise PlainAttentionError(
-            f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of {active.sequence_length} "
-            f"tokens: it would see only the slice's own {active.num_tokens} tokens. Call "
+            f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
+            f"{active.sequence_length} tokens: it would see only the slice's own {active.num_tokens} tokens. Call "
             f"terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. (Attention that is not causal cannot be "
-            f"sliced at all: train such a model with \"slices\": 1.)"
+            f"sliced at all: train such a model with 'slices': 1.)"
         )

@@ -1,15 +1,15 @@
 """What later slices need of earlier ones, and the gradients that flow back.
 
 Kind "append", the only one so far: a layer appends the keys and values of each slice to one buffer of the whole
-sequence; later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the gradients
-of the prefix, so that the gradient of a slice is complete when its own backward runs. Two frontiers per layer and
-micro-batch prove that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Anything else is
-an error at once, never a wrong gradient.
+sequence, and later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the
+gradients of the prefix, so that those of a slice are complete when its own backward has run. Two frontiers per layer
+and micro-batch prove that order: `filled` grows with the forwards, `frontier` shrinks with the backwards. Anything else
+is an error at once, never a wrong gradient.
 
-Memory per layer (B batch, L sequence, H_kv key/value heads, D head dim):
-  keys and values    2 * B * L * H_kv * D * itemsize           from the first forward to `release`
-  their gradients    2 * B * L * H_kv * D * max(4, itemsize)   from the first to the last backward of a micro-batch
-Both come from a pool and return to it, so that a batch after the first one allocates nothing.
+Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
+  keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
+  their gradients   2 * B * L * H_kv * D * max(4, itemsize)   from its last slice's backward to its first slice's
+Both come from a pool and return to it: a batch after the first one allocates nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.attention.buffer_pool import BufferPool
 
-READ_ONLY_MODES = ("weight",)
 TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -32,7 +31,7 @@ class SliceStoreError(RuntimeError):
 class SliceEntry:
     """Keys, values and their gradients of one layer and micro-batch.
 
-    `kv` is [2, B, H_kv, L, D]; `grads` has the same shape (None outside of the backward phase).
+    `kv` is [2, B, H_kv, L, D]; so is `grads`, which is None outside of the micro-batch's backward.
     """
 
     def __init__(self, active: ActiveSlice, layer: Hashable, kv: torch.Tensor) -> None:
@@ -47,7 +46,7 @@ class SliceEntry:
         self.frontier = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
         self.kv_needs_grad = False
-        self.has_later = False  # the accumulators hold the share of slices after the one in backward
+        self.has_later = False  # `grads` hold the share of slices after the one whose backward runs
         self.closed = False
 
     def __str__(self) -> str:
@@ -65,8 +64,8 @@ class SliceEntry:
     def add_grads(self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False) -> None:
         """Add what the slice in backward gives to the keys and values of the tokens from `offset` on.
 
-        dk, dv: [B, H_kv, n, D]. A backward covers [0, stop) in pieces of any size; `again` says that the same backward has
-        given to these tokens before. The first piece of the first backward is copied: nothing has to be zeroed.
+        dk, dv: [B, H_kv, n, D]. A backward covers [0, stop) in pieces of any size; `again` says that it has given to
+        these tokens before. The pieces of the first backward are copied, so that nothing has to be zeroed.
         """
         if self.grads is None:  # nobody asked for gradients of keys and values
             return
@@ -85,17 +84,17 @@ class SliceStore:
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
 
-    # -- forward ------------------------------------------------------------------------------------------------------
+    # -- forward --------------------------------------------------------------------------------------------------
 
     def write(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor) -> SliceEntry:
         """Keep the keys and values ([B, H_kv, T, D]) of the active slice; returns the entry to read the prefix from.
 
-        Raises SliceStoreError where the slice does not continue the forward frontier (modes train and eval), was never
-        written (recompute, weight), or has another shape or dtype than the slices before it.
+        Mode "weight" only reads. Raises SliceStoreError where the slice does not continue the forward frontier (modes
+        train and eval), has not run yet (recompute, weight), or has another shape or dtype than those before it.
         """
         entry = self._lookup(active, layer, k)
-        self._check_forward(entry, active)
-        if active.mode not in READ_ONLY_MODES:
+        self._advance(entry, active)
+        if active.mode != "weight":
             keys, values = entry.keys_values(active.start, active.stop)
             keys.copy_(k)
             values.copy_(v)
@@ -104,41 +103,44 @@ class SliceStore:
     def _lookup(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor) -> SliceEntry:
         batch, heads, _, dim = k.shape
         shape = (2, batch, heads, active.sequence_length, dim)
-        layers = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
-        entry = layers.get(layer)
+        entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
         if entry is None:
-            kv = self._pool.take(shape, k.dtype, k.device)
-            if active.mode == "probe":  # the prefix never ran: numbers that are finite and cost what real ones cost
-                kv.fill_(0.5)
-            entry = layers[layer] = SliceEntry(active, layer, kv)
-        elif tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
+            return self._open(active, layer, self._pool.take(shape, k.dtype, k.device))
+        if tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
+            _, *first = entry.kv.shape
             raise SliceStoreError(
-                f"{entry}: slice [{active.start}, {active.stop}) brings keys for a store of shape {shape}, {k.dtype} on "
-                f"{k.device}, but the micro-batch began with {tuple(entry.kv.shape)}, {entry.kv.dtype} on "
-                f"{entry.kv.device}; all slices of a micro-batch need the same batch, heads, head dim, dtype and device"
+                f"{entry}: slice [{active.start}, {active.stop}) brings keys for [B, H_kv, L, D] = {list(shape[1:])}, "
+                f"{k.dtype} on {k.device}, but the micro-batch began with {first}, {entry.kv.dtype} on "
+                f"{entry.kv.device}; all slices of a micro-batch need the same batch, heads, length, dtype and device"
             )
         return entry
 
+    def _open(self, active: ActiveSlice, layer: Hashable, kv: torch.Tensor) -> SliceEntry:
+        if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
+            kv.fill_(0.5)
+        entry = SliceEntry(active, layer, kv)
+        self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
+        return entry
+
     @staticmethod
-    def _check_forward(entry: SliceEntry, active: ActiveSlice) -> None:
+    def _advance(entry: SliceEntry, active: ActiveSlice) -> None:
         start, stop = active.start, active.stop
         if active.mode == "probe":
-            entry.filled = stop
-            entry.frontier = stop
+            entry.filled = entry.frontier = stop
         elif active.mode in ("train", "eval"):
             if start != entry.filled:
                 raise SliceStoreError(_forward_order_message(entry, start, stop))
             entry.filled = stop
         elif stop > entry.filled:
             raise SliceStoreError(
-                f"{entry}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {entry.filled}) has run; "
-                f"give its first forward mode 'train'"
+                f"{entry}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {entry.filled}) has "
+                f"run; the first forward of a slice needs mode 'train'"
             )
 
-    # -- backward -----------------------------------------------------------------------------------------------------
+    # -- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self, entry: SliceEntry, start: int, stop: int) -> None:
-        """Move the backward frontier over [start, stop) and have the accumulators ready for `SliceEntry.add_grads`.
+        """Move the backward frontier over [start, stop) and have `grads` ready for `SliceEntry.add_grads`.
 
         Raises SliceStoreError unless [start, stop) is the next slice of the reverse order.
         """
@@ -146,50 +148,46 @@ class SliceStore:
         entry.frontier = start
         entry.has_later = entry.grads is not None
         if entry.kv_needs_grad and entry.grads is None:
-            entry.grads = self._take_grads(entry)
-
-    def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
-        """The complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
-
-        None where keys and values need no gradients. The backward of the first slice gives the accumulators back.
-        """
-        if entry.grads is None:
-            return None
-        dk, dv = (_copy_tokens_first(total[:, :, start:stop], entry.kv.dtype) for total in entry.grads)
-        if start == 0:
-            self._pool.give(entry.grads)
-            entry.grads = None
-        return dk, dv
+            dtype = torch.float32 if entry.kv.element_size() < 4 else entry.kv.dtype
+            entry.grads = self._pool.take(tuple(entry.kv.shape), dtype, entry.kv.device)
 
     @staticmethod
     def _check_backward(entry: SliceEntry, start: int, stop: int) -> None:
         if entry.closed:
             raise SliceStoreError(
-                f"{entry}: backward of slice [{start}, {stop}) after the micro-batch was released; release it after its "
-                f"last backward"
+                f"{entry}: backward of slice [{start}, {stop}) after the micro-batch was released; release it after "
+                f"its last backward"
             )
         if stop != entry.frontier:
             raise SliceStoreError(
-                f"{entry}: backward of slice [{start}, {stop}) out of order: the next one must end at token "
-                f"{entry.frontier}. Run the backwards in reverse slice order, each slice once"
+                f"{entry}: backward of slice [{start}, {stop}) out of order, the next one must end at token "
+                f"{entry.frontier}; run the backwards in reverse slice order, each slice once"
             )
-        if entry.kv_needs_grad and entry.grads is None and stop < entry.sequence_length and entry.mode != "probe":
+        is_last = stop == entry.sequence_length or entry.mode == "probe"
+        if entry.kv_needs_grad and entry.grads is None and not is_last:
             raise SliceStoreError(
-                f"{entry}: keys or values need gradients in slice [{start}, {stop}) but did not in the slices after it, "
-                f"whose share is lost; let k and v require gradients in all slices of a micro-batch or in none"
+                f"{entry}: keys or values need gradients in slice [{start}, {stop}) but did not in those after it, so "
+                f"that their share is lost; let k and v require gradients in all slices of a micro-batch or in none"
             )
 
-    def _take_grads(self, entry: SliceEntry) -> torch.Tensor:
-        """Accumulators without a zero fill: the first backward writes all that later ones add to."""
-        dtype = torch.float32 if entry.kv.element_size() < 4 else entry.kv.dtype
-        return self._pool.take(tuple(entry.kv.shape), dtype, entry.kv.device)
+    def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
+        """The complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
 
-    # -- end of life --------------------------------------------------------------------------------------------------
+        None where keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
+        """
+        if entry.grads is None:
+            return None
+        dk, dv = (_copy_tokens_first(total[:, :, start:stop], entry.kv.dtype) for total in entry.grads)
+        if start == 0:
+            self._give_grads(entry)
+        return dk, dv
+
+    # -- end of life ----------------------------------------------------------------------------------------------
 
     def release(self, part_id: int, micro_batch_id: int) -> None:
-        """Give the buffers of a micro-batch back: after its last backward (training) or its last forward (evaluation).
+        """Give back the buffers of a micro-batch, after its last backward (training) or last forward (evaluation).
 
-        Raises SliceStoreError where a layer is only partly drained, or was recorded for a backward that never came.
+        Raises SliceStoreError where a layer is only partly drained, or waits for a backward that never came.
         """
         layers = self._entries.get((part_id, micro_batch_id), {})
         for entry in layers.values():
@@ -200,7 +198,7 @@ class SliceStore:
         self._entries.pop((part_id, micro_batch_id), None)
 
     def reset(self) -> None:
-        """Drop all entries, whatever their state (after an exception); the buffers go back to the pool."""
+        """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
             self._close(entry)
         self._entries.clear()
@@ -209,9 +207,10 @@ class SliceStore:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
         left = [str(entry) for entry in self._all()]
         if left:
+            more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
-                f"the slice store is not drained at the end of the batch: {', '.join(left[:4])}"
-                f"{f' and {len(left) - 4} more' if len(left) > 4 else ''}; release() every micro-batch of every part"
+                f"the slice store is not drained at the end of the batch: {', '.join(left[:4])}{more}; release() every "
+                f"micro-batch of every part"
             )
 
     def live_bytes(self) -> int:
@@ -219,33 +218,34 @@ class SliceStore:
         return self._pool.live_bytes
 
     def peak_bytes(self) -> int:
-        """The largest `live_bytes` so far."""
+        """The largest `live_bytes` since the start or the last `reset_peak`."""
         return self._pool.peak_bytes
-
-    def reserved_bytes(self) -> int:
-        """Bytes held, in use or waiting in the pool."""
-        return self._pool.reserved_bytes
 
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin again from what is live now."""
         self._pool.reset_peak()
+
+    def reserved_bytes(self) -> int:
+        """Bytes held, in use or waiting in the pool."""
+        return self._pool.reserved_bytes
 
     def _all(self) -> Iterator[SliceEntry]:
         for layers in self._entries.values():
             yield from layers.values()
 
     def _close(self, entry: SliceEntry) -> None:
-        if entry.closed:
-            return
         entry.closed = True
         self._pool.give(entry.kv)
+        self._give_grads(entry)
+
+    def _give_grads(self, entry: SliceEntry) -> None:
         if entry.grads is not None:
             self._pool.give(entry.grads)
             entry.grads = None
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of [B, H, T, D] in the memory order [B, T, H, D], which is what the projections' backward reads."""
+    """A copy of [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
     batch, heads, tokens, dim = x.shape
     return torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2).copy_(x)
 
@@ -253,30 +253,29 @@ def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _forward_order_message(entry: SliceEntry, start: int, stop: int) -> str:
     if stop <= entry.filled:
         return (
-            f"{entry}: slice [{start}, {stop}) comes a second time ([0, {entry.filled}) is filled). Either two attention "
-            f"layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a backward "
-            f"runs in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
+            f"{entry}: slice [{start}, {stop}) comes a second time, [0, {entry.filled}) is filled. Either two "
+            f"attention layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a "
+            f"backward runs in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
         )
     return (
-        f"{entry}: slice [{start}, {stop}) out of order: the next one must start at token {entry.filled}. "
-        f"Run the forwards in slice order, without gaps"
+        f"{entry}: slice [{start}, {stop}) out of order, the next one must start at token {entry.filled}; run the "
+        f"forwards in slice order, without gaps"
     )
 
 
 def _check_drained(entry: SliceEntry) -> None:
-    if entry.frontier == 0:
-        return
-    if entry.frontier < entry.sequence_length:
+    if 0 < entry.frontier < entry.sequence_length:
         raise SliceStoreError(
             f"{entry}: released with the gradients of [0, {entry.frontier}) still waiting; run the backward of every "
             f"slice first"
         )
-    if entry.recorded:
+    if entry.frontier and entry.recorded:
         raise SliceStoreError(
             f"{entry}: released before any backward although its output needs gradients; run the backward of every "
-            f"slice first (or the layer's output is not used by the loss: freeze the layer)"
+            f"slice first, or freeze the layer if the loss does not use it"
         )
     if entry.filled < entry.sequence_length:
         raise SliceStoreError(
-            f"{entry}: released after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all slices"
+            f"{entry}: released after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all "
+            f"slices first"
         )

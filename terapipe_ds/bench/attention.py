@@ -90,7 +90,8 @@ def _run_sliced(
     slices = [ActiveSlice(start, stop, spans[-1][1], slice_id=i, store=store) for i, (start, stop) in enumerate(spans)]
     for active, inputs in zip(slices, parts, strict=True):
         with push_slice(active):
-            out = sliced_attention(*(_heads(x, head_dim) for x in inputs), layer=0)
+            q, k, v = (_heads(x, head_dim) for x in inputs)
+            out = sliced_attention(q, k, v, layer=0)
         outs.append(out.transpose(1, 2).flatten(2))
     for active, inputs, grad in reversed(list(zip(slices, parts, grads, strict=True))):
         with push_slice(active.replace(mode="recompute")):
@@ -119,7 +120,8 @@ def _cpu_name() -> str:
             names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     except OSError:
         names = []
-    return f"{names[0] if names else platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def print_table(shape: Shape, rows: Sequence[Row], device: str) -> None:

@@ -1,8 +1,9 @@
 """Step time of DeepSpeed's stock engine and of token slices, side by side.
 
-``python -m terapipe_ds.bench.step`` starts one process per stage, each pinned to its own core, builds every system with the
-same model, data and partition in the same processes, and runs their steps in turns (A B C A B C ...), so that whatever else
-the machine does meets all of them alike. Printed: the median step, its spread, and the median of the ratios of each turn.
+``python -m terapipe_ds.bench.step`` starts one process per stage, each pinned to its own core, builds every system with
+the same model, data and partition in the same processes, and runs their steps in turns (A B C A B C ...), so that
+whatever else the machine does meets all of them alike. Printed: the median step, its spread, and the median of the
+ratios of each turn.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Workload:
 
 
 def bubble_bound(stages: int, accumulation: int, slices: int) -> float:
-    """The best ratio that slices can give with equal stages and no overhead: both bubbles by the formula of the paper."""
+    """The best ratio that slices can give with equal stages and no overhead: both bubbles by the formula of the
+    paper."""
     return (accumulation + stages - 1) / accumulation * (accumulation * slices) / (accumulation * slices + stages - 1)
 
 
@@ -65,7 +67,7 @@ def _section(schedule: str, slices: int) -> dict[str, Any]:
     return {"enabled": True, "schedule": schedule, "slices": slices, "granularity_tokens": 1}
 
 
-# -- in each rank ---------------------------------------------------------------------------------------------------------
+# -- in each rank ----------------------------------------------------------------------------------------------------
 
 
 def _rank_main(rank: int, rendezvous: str, work: Workload, systems: list[System], out: str) -> None:
@@ -145,7 +147,7 @@ def _batches(work: Workload) -> Iterator[Any]:
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-# -- in the parent --------------------------------------------------------------------------------------------------------
+# -- in the parent ---------------------------------------------------------------------------------------------------
 
 
 def measure(work: Workload, systems: list[System]) -> dict[str, Any]:
@@ -179,21 +181,27 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     print(f"{'system':<34}{'step':>9}{'spread':>17}{'stock/this':>12}{'bound':>8}{'loss':>11}")
     for row in rows:
         spread = f"{min(row['step_s_all']):.3f}-{max(row['step_s_all']):.3f} s"
-        print(
-            f"{row['system']:<34}{row['step_s']:>7.3f} s{spread:>17}{row['ratio']:>12.3f}{row['bound']:>8.3f}{row['loss']:>11.6f}"
-        )
+        figures = f"{row['ratio']:>12.3f}{row['bound']:>8.3f}{row['loss']:>11.6f}"
+        print(f"{row['system']:<34}{row['step_s']:>7.3f} s{spread:>17}{figures}")
 
 
 def _machine() -> dict[str, Any]:
-    import platform
-    from importlib.metadata import version
+    from terapipe_ds.compat import installed_versions
 
     return {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "load_before": os.getloadavg()[0],
-        "versions": {name: version(name) for name in ("torch", "deepspeed")},
+        "versions": installed_versions(),
+        "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -209,7 +217,8 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     for name, default, what in (
         ("stages", 2, "pipeline stages, one process each"), ("accumulation", 1, "micro-batches per step"),
-        ("sequence-length", 2048, "tokens"), ("micro-batch", 1, "sequences per micro-batch"), ("hidden", 512, "hidden size"),
+        ("sequence-length", 2048, "tokens"), ("micro-batch", 1, "sequences per micro-batch"),
+        ("hidden", 512, "hidden size"),
         ("layers", 8, "decoder layers"), ("heads", 8, "attention heads"), ("steps", 11, "timed turns"),
         ("warmup", 2, "turns before"),
     ):  # fmt: skip

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
 
-# What decides the order and the size of collectives and messages. Paths, monitors and printing may differ between ranks.
+# What decides the order and the size of collectives and messages. Paths, monitors and printing may differ.
 COMPARED_SECTIONS = (
     "terapipe", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16",
     "zero_optimization", "pipeline", "gradient_clipping", "prescale_gradients", "optimizer", "data_types",
@@ -42,7 +42,8 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
     differences = list(_differences(everyone))
     if differences:
         raise TeraPipeConfigError(
-            "the ranks have different DeepSpeed configs; every rank must be given the same one:\n  " + "\n  ".join(differences)
+            "the ranks have different DeepSpeed configs; every rank must be given the same one:\n  "
+            + "\n  ".join(differences)
         )
 
 

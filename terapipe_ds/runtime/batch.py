@@ -44,8 +44,8 @@ def sequence_length(labels: Sequence[torch.Tensor], dim: int) -> int:
         if -tensor.dim() <= dim < tensor.dim():
             return int(tensor.size(dim))
     raise BatchError(
-        f"no label tensor has dimension {dim} (terapipe.sequence_dim), so the sequence length is unknown; label shapes: "
-        f"{shapes(labels)}. Give labels of shape [batch, sequence] or set terapipe.sequence_dim."
+        f"no label tensor has dimension {dim} (terapipe.sequence_dim), so the sequence length is unknown; label "
+        f"shapes: {shapes(labels)}. Give labels of shape [batch, sequence] or set terapipe.sequence_dim."
     )
 
 
@@ -74,8 +74,8 @@ class SliceableTensors:
         if not any(sliced):
             raise BatchError(
                 f"no input tensor has the sequence: the labels have length {length} in dimension {dim} "
-                f"(terapipe.sequence_dim), the inputs have shapes {shapes(tensors)}. Labels and inputs must have the same "
-                f"length; set terapipe.sequence_dim or name the tensors in terapipe.sliced_inputs."
+                f"(terapipe.sequence_dim), the inputs have shapes {shapes(tensors)}. Labels and inputs must have the "
+                f"same length; set terapipe.sequence_dim or name the tensors in terapipe.sliced_inputs."
             )
         return cls(tensors, sliced, dim, not torch.is_tensor(inputs))
 
@@ -94,7 +94,8 @@ class SliceableTensors:
     def span(self, start: int, stop: int) -> Tensors:
         """Tokens [start, stop): views of the sliced tensors, the others whole."""
         return tuple(
-            t.narrow(self.dim, start, stop - start) if cut else t for t, cut in zip(self.tensors, self.sliced, strict=True)
+            t.narrow(self.dim, start, stop - start) if cut else t
+            for t, cut in zip(self.tensors, self.sliced, strict=True)
         )
 
     def packed(self, tensors: Tensors) -> Any:
@@ -105,10 +106,12 @@ class SliceableTensors:
 def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim: int) -> tuple[bool, ...]:
     for index in indices:
         if not 0 <= index < len(tensors):
-            raise BatchError(f"terapipe.sliced_inputs names input {index}, but the batch has {len(tensors)} input tensors")
+            raise BatchError(
+                f"terapipe.sliced_inputs names input {index}, but the batch has {len(tensors)} input tensors"
+            )
         if not has_length(tensors[index], dim, length):
             raise BatchError(
-                f"terapipe.sliced_inputs names input {index} of shape {list(tensors[index].shape)}, which does not have the "
-                f"labels' length {length} in dimension {dim} (terapipe.sequence_dim)"
+                f"terapipe.sliced_inputs names input {index} of shape {list(tensors[index].shape)}, which does not "
+                f"have the labels' length {length} in dimension {dim} (terapipe.sequence_dim)"
             )
     return tuple(i in set(indices) for i in range(len(tensors)))

@@ -12,8 +12,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     """``checkpoint``, but non-reentrant for ranges none of whose inputs requires a gradient.
 
-    A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids) never
-    get a gradient; stock DeepSpeed fails there. The non-reentrant kind saves the same memory and has no such limit.
+    A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids)
+    never get a gradient; stock DeepSpeed fails there. The non-reentrant kind saves the same memory and has no such
+    limit.
     """
     if checkpoint is ds_checkpointing.non_reentrant_checkpoint:
         return checkpoint

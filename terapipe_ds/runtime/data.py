@@ -15,7 +15,8 @@ from terapipe_ds.runtime.header import MicroBatchShape, StageReport, exchange
 
 @dataclass
 class DrawnMicroBatch:
-    """As the data iterator gave it: the inputs on the first stage, the labels on the last (and wherever there are any)."""
+    """As the data iterator gave it: the inputs on the first stage, the labels on the last (and wherever there are
+    any)."""
 
     inputs: Any = None
     labels: SliceableTensors | None = None
@@ -49,7 +50,12 @@ class BatchSource:
     """
 
     def __init__(
-        self, config: TeraPipeConfig, next_batch: Callable[[], Any], stage_id: int, num_stages: int, group: Any
+        self,
+        config: TeraPipeConfig,
+        next_batch: Callable[[], Any],
+        stage_id: int,
+        num_stages: int,
+        group: Any,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
@@ -59,19 +65,17 @@ class BatchSource:
         self._group = group
         self._fingerprint = int(config.fingerprint(), 16) & (2**62 - 1)
 
-    def draw(
-        self, num_micro_batches: int, training: bool
-    ) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
+    def draw(self, num_micro_batches: int, training: bool) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
         """All micro-batches of a batch, and their shapes as all stages know them. A collective over the pipeline."""
         drawn: list[DrawnMicroBatch] = []
+        shapes: tuple[MicroBatchShape, ...] | None = None
         error: BaseException | None = None
         try:
             drawn = [self._draw_one() for _ in range(num_micro_batches)]
+            if self._is_last:
+                shapes = tuple(self._shape(d) for d in drawn)
         except Exception as caught:
             error = caught
-        shapes = None
-        if self._is_last and error is None:
-            shapes = tuple(self._shape(d) for d in drawn)
         report = StageReport(training, num_micro_batches, self._fingerprint, shapes, error)
         return drawn, exchange(report, self._group, self._num_stages)
 
@@ -80,7 +84,9 @@ class BatchSource:
             return DrawnMicroBatch()
         batch = self._next_batch()
         if batch is None:
-            raise BatchError("there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data")
+            raise BatchError(
+                "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
+            )
         inputs, labels = _split(batch)
         drawn = DrawnMicroBatch()
         if self._is_last:

@@ -1,8 +1,8 @@
 """TeraPipeEngine: DeepSpeed's pipeline engine, whose unit of work is a slice of tokens.
 
-DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and timers;
-this engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more
-micro-batch that is accumulated: one ``forward``, one ``backward``. Reduction and step come once per batch.
+DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and
+timers; this engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
+more micro-batch that is accumulated: one ``forward``, one ``backward``. Reduction and step come once per batch.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class TeraPipeEngine(PipelineEngine):
     Everything that DeepSpeed's ``PipelineEngine`` offers is here with the same arguments and results: ``train_batch``,
     ``eval_batch``, ``save_checkpoint``, ``load_checkpoint``, ``set_train_batch_size`` and the rest.
     """
+
+    total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
+    total_additional_losses: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
@@ -107,7 +110,7 @@ class TeraPipeEngine(PipelineEngine):
             watchdog.close()
         super().destroy()
 
-    # -- a batch ------------------------------------------------------------------------------------------------------
+    # -- a batch -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -118,6 +121,10 @@ class TeraPipeEngine(PipelineEngine):
         except BaseException:
             self._batch = None
             self._store.reset()
+            self.eval_return_logits = False
+            for timer in self.timers.get_timers().values():
+                if timer.started_:  # a caller who goes on (the data was at its end) starts it again
+                    timer.stop()
             raise
 
     def _failed_alike(self, error: BaseException) -> bool:
@@ -161,7 +168,11 @@ class TeraPipeEngine(PipelineEngine):
         key = (training, num_slices)
         if key not in self._schedules:
             schedule = build(
-                self.terapipe_config.schedule, self.num_stages, len(num_slices), num_slices, forward_only=not training
+                self.terapipe_config.schedule,
+                self.num_stages,
+                len(num_slices),
+                num_slices,
+                forward_only=not training,
             )
             validate(schedule)
             self._schedules[key] = schedule
@@ -182,7 +193,7 @@ class TeraPipeEngine(PipelineEngine):
         assert self._batch is not None, "no batch is open"
         return self._batch
 
-    # -- actions ------------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------------------------
 
     def _exec_action(self, action: Action) -> None:
         """Execute one action of the schedule."""
@@ -273,7 +284,9 @@ class TeraPipeEngine(PipelineEngine):
             return
         self._store.release(action.part_id, action.micro_batch_id)
         if micro_batch.outputs:
-            outputs = _joined(micro_batch.outputs, micro_batch.plan, self.terapipe_config.sequence_dim)
+            outputs = _joined(
+                micro_batch.outputs, micro_batch.plan, micro_batch.weights, self.terapipe_config.sequence_dim
+            )
             micro_batch.outputs = []
             if self.eval_return_logits:
                 self.outputs = outputs
@@ -314,8 +327,8 @@ class TeraPipeEngine(PipelineEngine):
     def _backward_from(self, outputs: Any, gradients: Tensors) -> None:
         """What ``DeepSpeedEngine.backward`` does around a loss, around gradients that came from the next stage.
 
-        Its prologue runs from hooks on the outputs; the flag keeps the ZeRO optimizers from taking this for a user's own
-        ``tensor.backward()``.
+        Its prologue runs from hooks on the outputs; the flag keeps the ZeRO optimizers from taking this for a user's
+        own ``tensor.backward()``.
         """
         tensors = [t for t in _floating(outputs) if t.requires_grad]
         if not tensors:
@@ -331,7 +344,9 @@ class TeraPipeEngine(PipelineEngine):
         """Send the gradients of what this slice received; zeros where the layers did not use it."""
         batch = self._open()
         leaves = batch.get(action.unit).inputs
-        gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad]
+        gradients = [
+            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
+        ]
         self._links.send_gradients(action, gradients)
         batch.drop(action.unit)
 
@@ -371,12 +386,18 @@ def _sum_of_slices(losses: list[Any]) -> Any:
     return [functools.reduce(torch.add, parts) for parts in zip(*losses, strict=True)]
 
 
-def _joined(outputs: list[Any], plan: SlicePlan, sequence_dim: int) -> Any:
-    """The outputs of a micro-batch's slices put together along the dimension that has the slice's tokens."""
+def _joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], sequence_dim: int) -> Any:
+    """The outputs of a micro-batch's slices put together along the dimension that has the slice's tokens.
+
+    Scalars are losses (the model returns them itself): their weighted sum.
+    """
     if len(outputs) == 1:
         return outputs[0]
     if not torch.is_tensor(outputs[0]):
-        return tuple(_joined(list(parts), plan, sequence_dim) for parts in zip(*outputs, strict=True))
+        return tuple(_joined(list(parts), plan, weights, sequence_dim) for parts in zip(*outputs, strict=True))
+    if outputs[0].dim() == 0:
+        shares = [output * weight for output, weight in zip(outputs, weights, strict=True) if weight != 0.0]
+        return functools.reduce(torch.add, shares, torch.zeros_like(outputs[0]))
     dims = [sequence_dim, *range(outputs[0].dim())]
     for dim in dims:
         if all(-o.dim() <= dim < o.dim() and o.size(dim) == n for o, n in zip(outputs, plan.lengths, strict=True)):
@@ -387,8 +408,8 @@ def _joined(outputs: list[Any], plan: SlicePlan, sequence_dim: int) -> Any:
 def _check_module(module: Any) -> None:
     if getattr(module, "dynamic_shape", False):
         raise TeraPipeConfigError(
-            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, and "
-            "sequence lengths may change from batch to batch without it. Remove dynamic_shape."
+            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, "
+            "and sequence lengths may change from batch to batch without it. Remove dynamic_shape."
         )
 
 
@@ -396,5 +417,6 @@ def _check_checkpointing(engine: PipelineEngine) -> None:
     if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
         raise TeraPipeConfigError(
             "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
-            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to false."
+            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
+            "false."
         )

@@ -36,8 +36,8 @@ class PipelineGroups:
     def connect(self, stage_id: int, device: torch.device) -> None:
         """Send one number over each link, in an order that cannot deadlock.
 
-        NCCL connects two ranks when they first meet and blocks until both are there; in the middle of a batch one could wait
-        on the activations and the other on the gradients.
+        NCCL connects two ranks when they first meet and blocks until both are there; in the middle of a batch one could
+        wait on the activations and the other on the gradients.
         """
         for first in (0, 1):  # links 0-1, 2-3, ... and then 1-2, 3-4, ...: a stage has one of each
             upper = stage_id if stage_id % 2 == first else stage_id - 1
@@ -52,7 +52,8 @@ class PipelineGroups:
 
 
 def make_pipeline_groups(grid: Any) -> PipelineGroups:
-    """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one order."""
+    """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one
+    order."""
     mine = PipelineGroups(ranks=(torch_dist.get_rank(),))
     if grid.pipe_parallel_size == 1:
         return mine

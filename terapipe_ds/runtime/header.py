@@ -1,8 +1,8 @@
 """What the stages of a pipeline tell each other once per batch, before its first action.
 
-DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then one fixed-size header
-of every stage goes round on the CPU: all learn whether this is training or evaluation, how many micro-batches there are and
-how long each is, and whether some stage could not draw its data. A problem is raised on *every* stage.
+DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then one fixed-size
+header of every stage goes round on the CPU: all learn whether this is training or evaluation, how many micro-batches
+there are and how long each is, and whether some stage could not draw its data. A problem is raised on *every* stage.
 """
 
 from __future__ import annotations
@@ -52,7 +52,15 @@ class StageReport:
     def encode(self) -> torch.Tensor:
         first = self.shapes[0] if self.shapes else MicroBatchShape(0, 0)
         uniform = self.shapes is not None and all(shape == first for shape in self.shapes)
-        ints = [self.status, self.training, self.num_micro_batches, self.config_fingerprint, uniform, first.rows, first.length]
+        ints = [
+            self.status,
+            self.training,
+            self.num_micro_batches,
+            self.config_fingerprint,
+            uniform,
+            first.rows,
+            first.length,
+        ]
         return torch.tensor([int(i) for i in ints], dtype=torch.int64)
 
 
@@ -97,22 +105,40 @@ def _raise_everywhere(report: StageReport, group: Any, num_stages: int) -> None:
     texts: list[Any] = [None] * num_stages
     mine = None if report.error is None else (report.status, f"{type(report.error).__name__}: {report.error}")
     torch_dist.all_gather_object(texts, mine, group=group)
-    if report.error is not None:
-        raise on_every_rank(report.error)
     failed = {stage: text for stage, text in enumerate(texts) if text is not None}
-    if all(status == Status.EXHAUSTED for status, _ in failed.values()):
-        raise on_every_rank(StopIteration())
-    raise on_every_rank(BatchError("; ".join(f"stage {stage} failed: {text}" for stage, (_, text) in failed.items())))
+    exhausted = [stage for stage, (status, _) in failed.items() if status == Status.EXHAUSTED]
+    if exhausted == [0, num_stages - 1]:  # all who draw: the ordinary end of the data
+        raise on_every_rank(report.error or StopIteration())
+    if report.status is Status.FAILED:
+        assert report.error is not None
+        raise on_every_rank(report.error)
+    problems = [_failure_text(stage, status, error) for stage, (status, error) in failed.items()]
+    raise on_every_rank(BatchError("; ".join(problems))) from report.error
+
+
+def _failure_text(stage: int, status: Status, error: str) -> str:
+    if status == Status.EXHAUSTED:
+        return (
+            f"the data iterator of stage {stage} is at its end, but not that of the others: give the first and the "
+            "last stage iterators over the same micro-batches"
+        )
+    return f"stage {stage} failed to draw its data: {error}"
 
 
 def _require_agreement(rows: list[list[int]]) -> None:
-    names = {1: "training (1) or evaluation (0)", 2: "the number of micro-batches", 3: "the fingerprint of the terapipe section"}
+    names = {
+        1: "training (1) or evaluation (0)",
+        2: "the number of micro-batches",
+        3: "the fingerprint of the terapipe section",
+    }
     for index, name in names.items():
         values = [row[index] for row in rows]
         if len(set(values)) > 1:
             sides = ", ".join(f"stage {stage}: {value}" for stage, value in enumerate(values))
             raise on_every_rank(
-                BatchError(f"the stages disagree on {name}: {sides}. Every rank must make the same calls with the same config.")
+                BatchError(
+                    f"the stages disagree on {name}: {sides}. Every rank must make the same calls with the same config."
+                )
             )
 
 

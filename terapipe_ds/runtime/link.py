@@ -1,7 +1,7 @@
 """Links: the wires from one part to the next, one per direction.
 
-A link is two channels, a :class:`SendChannel` on one stage and a :class:`ReceiveChannel` on the other, on a process group
-that carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
+A link is two channels, a :class:`SendChannel` on one stage and a :class:`ReceiveChannel` on the other, on a process
+group that carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
 :meth:`ReceiveChannel.wait`. Messages travel in the order of the schedule, which is proved to be the same on both sides,
 and each is asked for by its unit ``(micro_batch_id, slice_id)``.
 
@@ -66,7 +66,9 @@ class MessageSpec:
         for spec in self.tensors:
             ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
         if len(ints) > _ANNOUNCEMENT_INTS:
-            raise LinkError(f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them")
+            raise LinkError(
+                f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them"
+            )
         return torch.tensor(ints + [0] * (_ANNOUNCEMENT_INTS - len(ints)), dtype=torch.int64)
 
     @classmethod
@@ -82,7 +84,8 @@ class MessageSpec:
 
 @dataclass(frozen=True)
 class Wire:
-    """Where the messages of one channel go: a peer rank, the group of this direction and the control group (gloo, CPU)."""
+    """Where the messages of one channel go: a peer rank, the group of this direction and the control group (gloo,
+    CPU)."""
 
     peer: int
     group: Any
@@ -115,8 +118,8 @@ class SendChannel:
             self._in_flight.append((consumed_at, [work], [announcement]))
         elif known != spec:
             raise LinkError(
-                f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {known} before; what a stage "
-                "hands on may depend on the batch size, the sequence length and the slice length only"
+                f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {known} before; what a "
+                "stage hands on may depend on the batch size, the sequence length and the slice length only"
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
@@ -131,7 +134,8 @@ class SendChannel:
             self._wait_oldest()  # done already; waiting is how gloo gives the memory back
 
     def keep_at_most(self, count: int) -> None:
-        """Wait for the oldest sends until no more than ``count`` are on their way. Only where the peer never waits for us."""
+        """Wait for the oldest sends until no more than ``count`` are on their way. Only where the peer never waits for
+        us."""
         while len(self._in_flight) > count:
             self._wait_oldest()
 
@@ -161,14 +165,17 @@ class ReceiveChannel:
         learn: called at the latest moment for a unit whose spec is not known; must make it known (may block).
     """
 
-    def __init__(self, wire: Wire, spec_of: Callable[[Unit], MessageSpec | None], learn: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, wire: Wire, spec_of: Callable[[Unit], MessageSpec | None], learn: Callable[[Unit], None]
+    ) -> None:
         self.wire = wire
         self._spec_of = spec_of
         self._learn = learn
         self._posted: deque[_Posted] = deque()
 
     def post(self, unit: Unit) -> None:
-        """Ask for the message of ``unit`` as soon as its shape is known. Units are posted in the order of the schedule."""
+        """Ask for the message of ``unit`` as soon as its shape is known. Units are posted in the order of the
+        schedule."""
         self._posted.append(_Posted(unit))
         self._start_posted()
 

@@ -35,8 +35,9 @@ def slice_weights(
     Args:
         labels: of the whole micro-batch; the first label tensor decides which labels are valid.
         loss_reduction: how ``loss_fn`` reduces: ``mean_valid`` | ``mean`` | ``sum``.
-        slice_weight: ``loss_fn.slice_weight``, called with the labels of one slice; replaces ``loss_reduction``. A slice's
-            factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that weight.
+        slice_weight: ``loss_fn.slice_weight``, called with the labels of one slice; replaces ``loss_reduction``. A
+            slice's factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that
+            weight.
     """
     if slice_weight is not None:
         return _shares([float(slice_weight(labels.packed(labels.span(*plan.span(i))))) for i in range(plan.num_slices)])
@@ -54,8 +55,8 @@ def _shares(counts: Sequence[float]) -> tuple[float, ...]:
     total = sum(counts)
     if total == 0.0:
         logger.warning(
-            "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels has no "
-            "value; stock loss functions give NaN here)"
+            "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
+            "has no value; stock loss functions give NaN here)"
         )
         return (0.0,) * len(counts)
     return tuple(count / total for count in counts)
@@ -84,23 +85,24 @@ def exact_zero(outputs: Any) -> torch.Tensor:
 
 
 def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
-    """The share of one slice in the loss of its micro-batch: a scalar tensor, or a list of them where ``loss_fn`` gives one.
+    """The share of one slice in the loss of its micro-batch: a scalar tensor, or a list of them where ``loss_fn`` gives
+    one.
 
     ``loss_fn`` None: the model returns the loss itself.
     """
     if weight == 0.0:
         if loss_fn is None:
             raise SliceLossError(
-                "a slice has no valid label, and the model computes the loss itself (PipelineModule has no loss_fn): its "
-                "mean over no labels is NaN. Give PipelineModule a loss_fn, so that such a slice can be left out."
+                "a slice has no valid label, and the model computes the loss itself (PipelineModule has no loss_fn): "
+                "its mean over no labels is NaN. Give PipelineModule a loss_fn, so that such a slice can be left out."
             )
         return exact_zero(outputs)
     loss = outputs if loss_fn is None else loss_fn(outputs, labels)
     if torch.is_tensor(loss):
         if loss.numel() != 1:
             raise SliceLossError(
-                f"the loss of a slice must be a scalar, got shape {list(loss.shape)}: reduce it in loss_fn and say how in "
-                "terapipe.loss_reduction"
+                f"the loss of a slice must be a scalar, got shape {list(loss.shape)}: reduce it in loss_fn and say how "
+                "in terapipe.loss_reduction"
             )
         return loss if weight == 1.0 else loss * weight
     return [part * weight for part in loss]

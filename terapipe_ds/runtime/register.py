@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
@@ -34,7 +33,9 @@ def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
     return TeraPipeConfig.from_deepspeed(dict(raw))
 
 
-def _build_pipeline_engine(*args: Any, **kwargs: Any) -> PipelineEngine:
+def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
     if _section(_raw_config(kwargs)).enabled:
         from terapipe_ds.runtime.engine import TeraPipeEngine
 
@@ -42,11 +43,13 @@ def _build_pipeline_engine(*args: Any, **kwargs: Any) -> PipelineEngine:
     return PipelineEngine(*args, **kwargs)
 
 
-def _build_dualpipev_engine(*args: Any, **kwargs: Any) -> DualPipeVEngine:
+def _build_dualpipev_engine(*args: Any, **kwargs: Any) -> Any:
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+
     if _section(_raw_config(kwargs)).enabled:
         raise TeraPipeConfigError(
-            "terapipe.enabled: true cannot be combined with a DualPipeVModule: DualPipeV brings its own schedule and runs "
-            "two stages on each rank. Build the model as a PipelineModule, or set terapipe.enabled to false."
+            "terapipe.enabled: true cannot be combined with a DualPipeVModule: DualPipeV brings its own schedule and "
+            "runs two stages on each rank. Build the model as a PipelineModule, or set terapipe.enabled to false."
         )
     return DualPipeVEngine(*args, **kwargs)
 
@@ -70,11 +73,16 @@ def _stand_in(stock: type, build: Any) -> type:
     return stand_in
 
 
-_STAND_INS: dict[str, type] = {
-    "PipelineEngine": _stand_in(PipelineEngine, _build_pipeline_engine),
-    "DualPipeVEngine": _stand_in(DualPipeVEngine, _build_dualpipev_engine),
-}
-_STOCK: dict[str, type] = {"PipelineEngine": PipelineEngine, "DualPipeVEngine": DualPipeVEngine}
+@functools.cache
+def _names() -> dict[str, tuple[type, type]]:
+    """Name in the package ``deepspeed`` -> (DeepSpeed's class, its stand-in). Only after ``compat.require_hooks()``."""
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return {
+        "PipelineEngine": (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine)),
+        "DualPipeVEngine": (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine)),
+    }
 
 
 def register() -> None:
@@ -91,9 +99,8 @@ def register() -> None:
         return
     compat.require_hooks()
     compat.warn_about_versions()
-    for name, stand_in in _STAND_INS.items():
-        if hasattr(deepspeed, name):
-            setattr(deepspeed, name, stand_in)
+    for name, (_, stand_in) in _names().items():
+        setattr(deepspeed, name, stand_in)
     _registered = True
 
 
@@ -102,9 +109,8 @@ def unregister() -> None:
     global _registered
     if not _registered:
         return
-    for name, stock in _STOCK.items():
-        if hasattr(deepspeed, name):
-            setattr(deepspeed, name, stock)
+    for name, (stock, _) in _names().items():
+        setattr(deepspeed, name, stock)
     _registered = False
 
 

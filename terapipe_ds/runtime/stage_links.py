@@ -12,7 +12,6 @@ from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Unit
 from terapipe_ds.schedule.action import Action, Kind
 
-
 _EVALUATION_SENDS = 8  # on their way at once; the next stage waits for nothing but these, so this cannot deadlock
 
 
@@ -40,7 +39,7 @@ class StageLinks:
             wire = groups.wire("gradients", stage_id + 1, towards=False, device=device)
             self._gradients_in = ReceiveChannel(wire, self._gradient_spec, _never_learned)
 
-    # -- a batch --------------------------------------------------------------------------------------------------------
+    # -- a batch -----------------------------------------------------------------------------------------------------
 
     def open_batch(self, batch: BatchInFlight) -> None:
         """Messages are those of ``batch`` from now on."""
@@ -69,7 +68,7 @@ class StageLinks:
         sent = self._activations_out.announced.get(self._signature(unit))
         return None if sent is None else sent.gradient()
 
-    # -- activations ------------------------------------------------------------------------------------------------------
+    # -- activations -------------------------------------------------------------------------------------------------
 
     def post_activation(self, action: Action) -> None:
         assert self._activations_in is not None
@@ -91,7 +90,7 @@ class StageLinks:
         if not self._open().training:  # no gradient will tell that these have arrived
             self._activations_out.keep_at_most(_EVALUATION_SENDS)
 
-    # -- gradients --------------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------------------------
 
     def post_gradients(self, action: Action) -> None:
         assert self._gradients_in is not None

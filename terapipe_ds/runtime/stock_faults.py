@@ -12,8 +12,9 @@ from torch import nn
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 ``clip_grad_norm_`` count the parameters of every stage, and tied ones once.
 
-    It takes parameters that are not marked as model parallel to be replicated over the whole model-parallel group, stages
-    included, and leaves those of later stages out of the norm. The other optimizers count right with and without the mark.
+    It takes parameters that are not marked as model parallel to be replicated over the whole model-parallel group,
+    stages included, and leaves those of later stages out of the norm. The other optimizers count right with and without
+    the mark.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return
@@ -23,8 +24,8 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
 
 
 def missing_loss_scale(optimizer: Any) -> float:
-    """The factor that ``DeepSpeedEngine.backward`` leaves out: with fp16 and ZeRO-0 it does not scale the loss, while the
-    optimizer divides the gradients by the loss scale all the same. 1.0 for every other optimizer."""
+    """The factor that ``DeepSpeedEngine.backward`` leaves out: with fp16 and ZeRO-0 it does not scale the loss, while
+    the optimizer divides the gradients by the loss scale all the same. 1.0 for every other optimizer."""
     if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return 1.0
     if optimizer.custom_loss_scaler:

@@ -1,32 +1,39 @@
 """A thread per rank that ends the job instead of letting it hang.
 
-A rank that raises in the middle of a batch leaves its neighbours waiting for messages that never come; gloo has no way to
-give up such a wait without closing the connection for good. So each rank runs one daemon thread with a store of its own
-(the default store's client may be busy in the main thread):
+A rank that raises in the middle of a batch leaves its neighbours waiting for messages that never come; gloo has no
+way to give up such a wait without closing the connection for good. So each rank runs one daemon thread with a store
+of its own (the default store's client may be busy in the main thread):
 
-- a rank that fails publishes why, before it raises;
-- the thread of every other rank sees it, prints it, and ends the process with exit code 1 if that is inside a batch;
-- a rank that waits longer than ``stall_timeout_s`` for one message does the same, with what every rank did last.
+- a rank that fails says so, publishes why and waits a moment until the others have read it, before it raises;
+- the thread of every other rank that is inside a batch sees it, prints it, and ends the process with exit code 1;
+- a rank whose batch makes no progress for ``stall_timeout_s`` does the same, with what every rank does;
+- a rank that the launcher ends (SIGTERM), because another one died without a word, says what it was doing.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as torch_dist
 
 POLL_S = 0.25
-GRACE_S = 1.0  # a rank that is about to raise by itself (its neighbour closed the connection) may do so first
+ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
+LOST_STORE_S = 5.0  # at the end of a good run, too, rank 0 may be gone a little before the others
 _ABORT = "abort"
+_WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
 
 
 class PipelineAborted(RuntimeError):
@@ -53,6 +60,77 @@ def _single_host() -> bool:
     return local in (0, torch_dist.get_world_size())
 
 
+class _Sigterm:
+    """Lets a thread notice SIGTERM, which launchers send to every rank when one has ended.
+
+    A Python handler alone would not do: it runs in the main thread, which may wait in a call that cannot be
+    interrupted. The wake-up descriptor is written at once. A signal that somebody else handles is left alone.
+    """
+
+    installed: _Sigterm | None = None
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.settimeout(POLL_S)
+
+    def install(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        if others != -1:
+            signal.set_wakeup_fd(others)
+            return
+        signal.signal(signal.SIGTERM, self._handle)
+        _Sigterm.installed = self
+
+    def wait(self) -> bool:
+        """True when the signal comes within the next ``POLL_S``. Called by the thread."""
+        try:
+            return signal.SIGTERM in self._receiver.recv(64) and signal.getsignal(signal.SIGTERM) == self._handle
+        except TimeoutError:
+            return False
+
+    def wake(self) -> None:
+        """Let a thread in :meth:`wait` go on."""
+        self._sender.send(bytes(1))
+
+    def remove(self) -> None:
+        """Give the signal back; only the main thread can."""
+        if _Sigterm.installed is self and threading.current_thread() is threading.main_thread():
+            _Sigterm.installed = None
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.set_wakeup_fd(-1)
+
+    def _handle(self, *_: Any) -> None:
+        time.sleep(2 * POLL_S)  # the thread ends the process meanwhile; if it cannot, end it here
+        self._end()
+
+
+def _leave_sigterm_to_the_parent() -> None:
+    """In a forked child (a data loader's worker): it shares the wake-up descriptor, and must die of its own signals."""
+    if _Sigterm.installed is not None:
+        _Sigterm.installed.remove()
+
+
+os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)
+
+
+@dataclass(frozen=True)
+class _Doing:
+    """What the main thread does inside a batch. Replaced as a whole, because the watching thread reads it."""
+
+    action: str
+    waits_for: str = ""
+    since_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"at {self.action}, waiting for {self.waits_for}" if self.waits_for else f"running {self.action}"
+
+
 class Watchdog:
     """Watches the main thread of this rank and the other ranks. One per engine; a collective to build."""
 
@@ -60,17 +138,23 @@ class Watchdog:
         self._rank = rank
         self._stage_id = stage_id
         self._stall_timeout_s = stall_timeout_s
-        self._in_batch = False
-        self._last = "no action yet"
-        self._waiting: tuple[str, float] | None = None
+        self._doing: _Doing | None = None  # None: outside a batch
+        self._thread_of_batch = threading.get_ident()
         self._published = ""
+        self._failure: dict[str, Any] | None = None  # the first one of the job, once it is known here
+        self._lost_store_at: float | None = None
+        self._said = threading.Lock()  # taken for good by who says why this rank ends
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._world_size = torch_dist.get_world_size()
         self._store = store
-        if torch_dist.get_world_size() > 1:
+        if self._world_size > 1:
             self._store = store if store is not None else _make_store(max(60.0, stall_timeout_s))
+            self._sigterm = _Sigterm(self._terminated)
+            self._sigterm.install()
             self._thread = threading.Thread(target=self._watch, name="terapipe-watchdog", daemon=True)
             self._thread.start()
+            atexit.register(self.close)  # a thread inside the store's client must not meet the end of the interpreter
 
     # -- called by the engine, in the main thread ----------------------------------------------------------------
 
@@ -80,122 +164,184 @@ class Watchdog:
 
         ``forgive``: True for errors that leave no other rank waiting, which are nobody's business but the caller's.
         """
-        self._in_batch = True
+        if self._failure is not None:
+            raise PipelineAborted(_failure_text(self._failure))
+        self._thread_of_batch = threading.get_ident()
+        self._doing = _Doing("the drawing of data and the agreement of the stages on it")
         try:
             yield
         except BaseException as error:
             if forgive(error):
                 raise
-            first = self._first_failure() if isinstance(error, RuntimeError) else None  # backends raise RuntimeError
-            if first is not None and first["rank"] != self._rank:
-                raise PipelineAborted(_failure_text(first)) from error
-            self._publish_failure(error)
-            raise
+            aborted = self._caused_by_others(error)
+            self._fail(error if aborted is None else aborted)
+            if aborted is None:
+                raise
+            raise aborted from error
         finally:
-            self._in_batch = False
-            self._waiting = None
+            self._doing = None
 
     def note(self, action: object) -> None:
         """Remember what this rank does now; cheap, called for each action."""
-        self._last = str(action)
+        self._doing = _Doing(str(action))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around a blocking wait; ``what`` says for what and from whom."""
-        self._waiting = (what, time.monotonic())
+        """Around a blocking wait; ``what`` says for what and from whom. After an exception it stays noted."""
+        action = self._doing.action if self._doing is not None else "no action"
+        self._doing = _Doing(action, what)
         yield
-        self._waiting = None
+        self._doing = _Doing(action)
 
     def close(self) -> None:
         """Stop the thread. The engine is done."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
-        self._store = None
-
-    # -- the store ------------------------------------------------------------------------------------------------
-
-    def _publish_failure(self, error: BaseException) -> None:
-        if self._store is None:
+        if self._thread is None:
             return
-        report = {"rank": self._rank, "stage": self._stage_id, "action": self._last, "error": _one_line(error)}
-        try:  # compare_set: the first failure stays
-            self._store.compare_set(_ABORT, "", json.dumps(report))
-        except Exception as store_error:
-            print(f"terapipe_ds: rank {self._rank} cannot publish its failure: {store_error}", file=sys.stderr, flush=True)
+        atexit.unregister(self.close)
+        self._stop.set()
+        self._sigterm.remove()
+        self._sigterm.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
 
-    def _first_failure(self) -> dict[str, Any] | None:
-        store = self._store
-        if store is None:
+    # -- a failure of this rank, in the main thread -----------------------------------------------------------------
+
+    def _caused_by_others(self, error: BaseException) -> PipelineAborted | None:
+        """``error`` as the consequence of another rank's end, or None where it is this rank's own."""
+        if not isinstance(error, RuntimeError):  # all that backends raise
             return None
+        first = self._learn_failure()
+        if first is not None and first["rank"] != self._rank:
+            return PipelineAborted(_failure_text(first))
+        if not _is_lost_connection(error):
+            return None
+        doing = self._doing
+        whose = f" while waiting for {doing.waits_for}" if doing is not None and doing.waits_for else ""
+        return PipelineAborted(
+            f"lost the connection to another rank{whose}: its process has ended without saying why. Its own output "
+            "and exit code tell more (killed for want of memory?)"
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        if self._thread is None:  # alone: whoever called may go on
+            return
+        text = str(error) if isinstance(error, PipelineAborted) else f"{type(error).__name__}: {error}"
+        action = self._doing.action if self._doing is not None else "no action"
+        if self._say(text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"):
+            self._publish_failure(action, text)
+
+    # -- what this rank tells the others, and they it -----------------------------------------------------------------
+
+    def _say(self, text: str) -> bool:
+        """Print why this rank ends, once. False where that was said before."""
+        if not self._said.acquire(blocking=False):
+            return False
+        who = f"rank {self._rank} (stage {self._stage_id})"
+        print(f"\nterapipe_ds: {who} ends: {text}\n{_WHAT_NOW}", file=sys.stderr, flush=True)
+        return True
+
+    def _publish_failure(self, action: str, text: str) -> None:
+        """Tell the others, unless one of them was first, and wait until all have read it."""
+        report = {"rank": self._rank, "stage": self._stage_id, "action": action, "error": text}
+        if self._failure is None:
+            self._failure = report
+        if self._store is None or self._lost_store_at is not None:
+            return
         try:
-            if store.check([_ABORT]):
-                report: dict[str, Any] = json.loads(store.get(_ABORT))
-                return report
+            self._store.compare_set(_ABORT, "", json.dumps(report))  # the first failure stays
+            self._store.set(f"read/{self._rank}", "")
+            deadline = time.monotonic() + ACKNOWLEDGE_S
+            everyone = [f"read/{rank}" for rank in range(self._world_size)]
+            while not self._store.check(everyone) and time.monotonic() < deadline:
+                time.sleep(0.02)
         except Exception:
-            return {"rank": 0, "stage": "?", "action": "?", "error": "rank 0, which serves the watch-dog's store, is gone"}
-        return None
+            self._lost_store_at = time.monotonic()
 
-    def _state(self) -> str:
-        waiting = self._waiting
-        if not self._in_batch:
-            return "outside a batch"
-        if waiting is None:
-            return f"runs {self._last}"
-        return f"at {self._last}, waits for {waiting[0]}"
-
-    # -- the thread -----------------------------------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        while not self._stop.wait(POLL_S):
-            self._publish_state()
-            waiting = self._waiting
-            if waiting is not None and time.monotonic() - waiting[1] > self._stall_timeout_s:
-                self._end(self._stall_text(waiting))
-            if not self._in_batch:
-                continue
-            failure = self._first_failure()
-            if failure is not None and failure["rank"] != self._rank:
-                self._stop.wait(GRACE_S)
-                if self._in_batch and not self._stop.is_set():
-                    self._end(_failure_text(failure))
+    def _learn_failure(self) -> dict[str, Any] | None:
+        """The first failure of the job, if there is one."""
+        if self._failure is None and self._store is not None and self._lost_store_at is None:
+            try:
+                if self._store.check([_ABORT]):
+                    self._failure = json.loads(self._store.get(_ABORT))
+            except Exception:  # rank 0 is gone
+                self._lost_store_at = time.monotonic()
+        return self._failure
 
     def _publish_state(self) -> None:
-        state = self._state()
-        if state == self._published or self._store is None:
+        state = "outside a batch" if self._doing is None else str(self._doing)
+        if state == self._published or self._store is None or self._lost_store_at is not None:
             return
         try:
             self._store.set(f"state/{self._rank}", state)
             self._published = state
         except Exception:
-            self._published = ""  # rank 0 is gone; _first_failure says so where it matters
+            self._lost_store_at = time.monotonic()
 
-    def _stall_text(self, waiting: tuple[str, float]) -> str:
-        lines = [f"no message for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s) while waiting for {waiting[0]}"]
-        lines += [f"  rank {rank}: {state}" for rank, state in self._all_states()]
+    def _all_states(self) -> Iterator[str]:
+        for rank in range(self._world_size):
+            key, state = f"state/{rank}", "not known"
+            try:
+                if self._store is not None and self._lost_store_at is None and self._store.check([key]):
+                    state = self._store.get(key).decode()
+            except Exception:
+                self._lost_store_at = time.monotonic()
+            yield f"  rank {rank}: {state}"
+
+    # -- the thread -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            if self._sigterm.wait():
+                self._terminated()
+            self._publish_state()
+            doing = self._doing
+            if doing is None:
+                continue
+            failure = self._learn_failure()
+            if failure is not None and failure["rank"] != self._rank:
+                self._end(_failure_text(failure), doing)
+            elif time.monotonic() - doing.since_s > self._stall_timeout_s:
+                self._end(self._stall_text(), doing)
+            elif self._waits_without_store(doing):
+                self._end("rank 0, which serves the watch-dog's store, is gone", doing)
+
+    def _waits_without_store(self, doing: _Doing) -> bool:
+        if self._lost_store_at is None or not doing.waits_for:
+            return False
+        return time.monotonic() - max(doing.since_s, self._lost_store_at) > LOST_STORE_S
+
+    def _stall_text(self) -> str:
+        lines = [f"no progress for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s):", *self._all_states()]
+        lines.append("A rank that runs something and does not wait is stuck; if it is only slow, raise the limit.")
         return "\n".join(lines)
 
-    def _all_states(self) -> list[tuple[int, str]]:
-        states = []
-        for rank in range(torch_dist.get_world_size()):
-            key = f"state/{rank}"
-            try:
-                known = self._store is not None and self._store.check([key])
-                states.append((rank, self._store.get(key).decode() if known and self._store else "nothing known"))
-            except Exception:
-                states.append((rank, "cannot be asked: rank 0 is gone"))
-        return states
-
-    def _end(self, text: str) -> None:
+    def _end(self, text: str, doing: _Doing) -> None:
         """End this process from the watch-dog's thread: the main thread waits in a call that cannot be interrupted."""
-        print(f"\nterapipe_ds: rank {self._rank} (stage {self._stage_id}) ends: {text}", file=sys.stderr, flush=True)
-        self._publish_failure(RuntimeError(text.splitlines()[0]))
+        where = "" if doing.waits_for else f"\nIt stands here:\n{self._stack()}"
+        if not self._say(f"{text}\nThis rank was {doing}.{where}"):
+            return  # the main thread raises by itself
+        self._publish_failure(doing.action, text)
         sys.stdout.flush()
         os._exit(1)
 
+    def _stack(self) -> str:
+        """Where the main thread stands, innermost call last."""
+        frame = sys._current_frames().get(self._thread_of_batch)
+        return "".join(traceback.format_stack(frame)[-5:]) if frame is not None else "  nowhere\n"
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    def _terminated(self) -> None:
+        """On SIGTERM, in either thread."""
+        doing, failure = self._doing, self._failure
+        known = f"\n{_failure_text(failure)}" if failure is not None else ""
+        self._say(
+            "it was sent SIGTERM; launchers do so when another rank has ended, whose output and exit code say why."
+            f"{known}\nThis rank was {'outside a batch' if doing is None else doing}."
+        )
+        os._exit(128 + 15)
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    return isinstance(error, torch_dist.DistError) or "gloo" in str(error)
 
 
 def _failure_text(report: dict[str, Any]) -> str:

@@ -45,6 +45,8 @@ class Kind(enum.Enum):
     REDUCE_GRADS = "RD"
     OPTIMIZER_STEP = "ST"
 
+    __hash__ = object.__hash__  # Enum's own goes through Python, and kinds are in every key of every table
+
 
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT})
 SEND_KINDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRAD})

@@ -34,6 +34,7 @@ Link = tuple[Kind, int, int, int, int]
 """A wire in one direction: (F or B, source stage, source part, destination stage, destination part)."""
 
 _CLOSING = (Action(Kind.REDUCE_TIED_GRADS), Action(Kind.REDUCE_GRADS), Action(Kind.OPTIMIZER_STEP))
+_CLOSING_KINDS = frozenset(action.kind for action in _CLOSING)
 _RECEIVE = {Kind.FORWARD: Kind.RECV_ACTIVATION, Kind.BACKWARD: Kind.RECV_GRAD}
 _SEND = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRAD}
 _COMPUTE_OF = {message: kind for table in (_RECEIVE, _SEND) for kind, message in table.items()}
@@ -101,13 +102,11 @@ class _Wiring:
         return action.kind is Kind.FORWARD and action.part_id in (0, self.last_part_id)
 
     def receive(self, action: Action, stage_id: int) -> tuple[Action, ...]:
-        """The receive that feeds a computation; () at an end of the pipeline, or from a part of the same
-        stage."""
+        """The receive that feeds a computation; () at an end of the pipeline or within one stage."""
         return self._message(action, stage_id, _RECEIVE, -_DIRECTION.get(action.kind, 0))
 
     def send(self, action: Action, stage_id: int) -> tuple[Action, ...]:
-        """The send of what a computation gives; () at an end of the pipeline, or to a part of the same
-        stage."""
+        """The send of what a computation gives; () at an end of the pipeline or within one stage."""
         return self._message(action, stage_id, _SEND, _DIRECTION.get(action.kind, 0))
 
     def _message(
@@ -145,10 +144,17 @@ def _lower_stage(wiring: _Wiring, stage_id: int, receive_ahead: int) -> Iterator
 
 def _check_stage(wiring: _Wiring, stage: StageSchedule) -> None:
     order, stage_id = wiring.schedule.orders[stage.stage_id], stage.stage_id
+    ends = (index for index, action in enumerate(stage.actions) if action.kind in _CLOSING_KINDS)
+    end = next(ends, len(stage.actions))
     closing = () if wiring.schedule.forward_only else _CLOSING
+    if stage.actions[end:] != closing:
+        reason = (
+            f"the lowered list must end with {' '.join(map(str, closing)) or 'no reduce and no step'}, once"
+        )
+        fail_at(wiring.schedule, reason, stage_id, len(order))
     seen: set[Action] = set()
     computed = 0
-    for action in stage.actions[: len(stage.actions) - len(closing)]:
+    for action in stage.actions[:end]:
         problem = f"{action} stands twice in the lowered list" if action in seen else ""
         if action.kind in COMPUTE_KINDS and computed < len(order) and action == order[computed]:
             problem = problem or _missing_input(wiring, stage_id, action, seen)
@@ -165,9 +171,6 @@ def _check_stage(wiring: _Wiring, stage: StageSchedule) -> None:
             if needed not in seen:
                 reason = f"{needed} is missing from the lowered list: add it"
                 fail_at(wiring.schedule, reason, stage_id, index)
-    if stage.actions[len(stage.actions) - len(closing) :] != closing:
-        reason = f"the lowered list must end with {' '.join(map(str, closing))}, once"
-        fail_at(wiring.schedule, reason, stage_id, len(order))
 
 
 def _loaded(action: Action) -> Action:

@@ -10,6 +10,7 @@ from typing import Any
 
 BATCH_SIZE = 2
 SEQUENCE_LENGTH = 24
+MIXED_LENGTHS = (24, 16, 21, 5)  # tokens of the micro-batches that follow one another
 NUM_STEPS = 5
 LEARNING_RATE = 1e-3
 ADAM_EPS = 1e-8
@@ -34,6 +35,8 @@ class Case:
     precision: str = "fp64"  # fp64 | fp32 | bf16, with "_zero1" for ZeRO-1
     clipping: bool = False
     gqa: bool = False
+    learned: bool = False  # positions
+    mixed: bool = False  # sequence lengths differ between the micro-batches and the steps
 
     @property
     def world_size(self) -> int:
@@ -55,21 +58,22 @@ class Case:
         words += ["masked"] * self.masked
         words += [self.precision] * (self.precision != "fp64")
         words += ["clip"] * self.clipping + ["gqa"] * self.gqa
+        words += ["learned"] * self.learned + ["mixed"] * self.mixed
         return "-".join(words)
 
     def stock(self) -> Case:
         """The run of DeepSpeed's own engine that this one must equal: it knows neither plan nor schedule.
 
-        Two bugs of the stock engine are stepped around. With several stages its fp32 clip norm leaves out
-        replicated parameters, so clipping is compared with one stage. With reentrant checkpointing the
-        embedding must stay outside.
+        What the stock engine gets wrong is stepped around. With several stages its fp32 clip norm leaves out
+        replicated parameters, and lengths may not change: both are compared with one stage. With reentrant
+        checkpointing the embedding must stay outside.
         """
         reentrant = self.checkpointing.startswith("reentrant")
         return replace(
             self,
             plan="whole",
             schedule="stock",
-            stages=1 if self.clipping else self.stages,
+            stages=1 if self.clipping or self.mixed else self.stages,
             checkpointing="reentrant" if reentrant else self.checkpointing,
         )
 
@@ -92,8 +96,10 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "precision": ("fp64", "fp32", "fp32_zero1", "bf16", "bf16_zero1"),
     "clipping": (False, True),
     "gqa": (False, True),
+    "learned": (False, True),
+    "mixed": (False, True),
 }
-# The whole product is taken of these, in fp64; the others only scale what is computed.
+# What a slice engine can get wrong: in fp64 every triple of these by default, in the full run their product.
 PRODUCT = ("parallel", "micro_batches", "plan", "schedule", "tied", "checkpointing", "masked")
 
 Assignment = Mapping[str, Any]
@@ -101,8 +107,14 @@ Tuple = frozenset[tuple[str, Any]]  # values of a few dimensions: {("plan", "equ
 
 
 def is_valid(assignment: Assignment) -> bool:
-    """Clipping is compared with a single stage, and that has the same data on one pipeline only."""
-    return not (assignment.get("clipping") and assignment.get("parallel", (1, 1))[1] > 1)
+    """Clipping and mixed lengths are compared with one stage, which has the same data on one pipeline only; a
+    list of slice lengths fits one sequence length only. (All conditions are on pairs: `covering_set` needs
+    that.)
+    """
+    one_pipeline = assignment.get("parallel", (1, 1))[1] == 1
+    any_length = assignment.get("plan", "equal") == "equal"
+    mixed = assignment.get("mixed", False)
+    return (one_pipeline or not assignment.get("clipping")) and (not mixed or (one_pipeline and any_length))
 
 
 def to_case(assignment: Assignment) -> Case:
@@ -179,9 +191,7 @@ def _filled(
 def default_assignments() -> list[dict[str, Any]]:
     """In fp64 every triple of values of the dimensions in PRODUCT; every pair of values of all dimensions."""
     triples = covering_set({name: DIMENSIONS[name] for name in PRODUCT}, 3)
-    return covering_set(
-        DIMENSIONS, 2, start=[{**triple, "precision": "fp64", "clipping": False} for triple in triples]
-    )
+    return covering_set(DIMENSIONS, 2, start=[{**triple, "precision": "fp64", "clipping": False} for triple in triples])
 
 
 def default_cases() -> list[Case]:
@@ -189,9 +199,10 @@ def default_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """The whole product of PRODUCT in fp64, grouped queries in every other case, and the default cases."""
+    """The default cases and, in fp64, the whole product of PRODUCT; queries and positions take turns there."""
     everything = product({name: DIMENSIONS[name] for name in PRODUCT})
-    exact = [{**assignment, "gqa": bool(index % 2)} for index, assignment in enumerate(everything)]
+    turns = itertools.cycle(product({name: DIMENSIONS[name] for name in ("gqa", "learned")}))
+    exact = [{**assignment, **turn} for assignment, turn in zip(everything, turns, strict=False)]
     return sorted({*_cases(exact), *default_cases()}, key=case_key)
 
 

@@ -35,12 +35,15 @@ JOB_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # after the first failure: time for the other ranks to say why they fail too
 LOG_TAIL_CHARS = 4000
 
+# The first engine, and the first one with ZeRO, would import torch's compiler: seconds in each rank.
+PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.module_inject"]
 # Inherited by the server, thus by every rank. One thread each: a fork with OpenMP threads alive would hang.
 SERVER_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # and no compile workers
     "LOCAL_RANK": "0",
 }
 
@@ -93,9 +96,7 @@ class RankPool:
     def pids(self) -> list[int | None]:
         return [process.pid for process in self._processes]
 
-    def run(
-        self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `function(**kwargs)` on every rank; results in the order of ranks. Raises `RankFailure`."""
         self.start()
         message = pickle.dumps((function, kwargs))
@@ -252,7 +253,7 @@ def rank_pool(world_size: int) -> RankPool:
 
 def _ensure_server() -> None:
     """Start the fork server, with torch and DeepSpeed imported. A second call does nothing."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "numpy", "deepspeed"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with _environment(SERVER_ENVIRONMENT):
         forkserver.ensure_running()
 

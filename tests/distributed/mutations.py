@@ -59,10 +59,12 @@ def _slices_ascending(order: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def backward_in_forward_order_unnoticed() -> Iterator[None]:
-    """The same without the slice store's checks; micro-batches are released at the end of the batch."""
+    """The same without the slice store's checks: accumulators start at zero, as is usual where nothing guards
+    the order, and micro-batches are released at the end of the batch.
+    """
     from terapipe_ds.attention.slice_store import SliceStore
 
-    release = SliceStore.release
+    release, take_grads = SliceStore.release, SliceStore._take_grads
 
     def release_in_evaluation(self: Any, part_id: int, micro_batch_id: int) -> None:
         if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):
@@ -71,6 +73,7 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
     with (
         backward_in_forward_order(),
         mock.patch.object(SliceStore, "_check_backward"),
+        mock.patch.object(SliceStore, "_take_grads", lambda self, entry: take_grads(self, entry).zero_()),
         mock.patch.object(SliceStore, "release", release_in_evaluation),
         mock.patch.object(SliceStore, "assert_drained", SliceStore.reset),
     ):
@@ -88,17 +91,18 @@ def missing_position_offset() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dropped_kv_gradient() -> Iterator[None]:
-    """What later slices give to the gradients of a slice's keys and values gets lost."""
-    from terapipe_ds.attention.slice_store import SliceStore
+    """What a slice gives to the gradients of its prefix's keys and values gets lost."""
+    from terapipe_ds.attention.slice_store import SliceEntry
 
-    end_backward = SliceStore.end_backward
+    add_grads = SliceEntry.add_grads
 
-    def end_with_own_share(self: Any, entry: Any, start: int, stop: int, own: Any) -> Any:
-        kept = tuple(tensor.clone() for tensor in own)
-        end_backward(self, entry, start, stop, own)
-        return kept
+    def add_own_grads(self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
+        dk, dv = dk.clone(), dv.clone()
+        for tensor in (dk, dv):
+            tensor[:, :, : max(0, self.frontier - offset)] = 0  # the slice in backward begins at the frontier
+        add_grads(self, offset, dk, dv, *args, **kwargs)
 
-    with mock.patch.object(SliceStore, "end_backward", end_with_own_share):
+    with mock.patch.object(SliceEntry, "add_grads", add_own_grads):
         yield
 
 

@@ -44,30 +44,25 @@ class TestCoveringSet:
         assert cases.default_cases() == cases.default_cases()
         assert len(cases.default_cases()) < 150, "the default run should stay short"
 
-    def test_clipping_with_data_parallelism_is_left_out(self) -> None:
-        assert not any(case.clipping and case.data_parallel > 1 for case in cases.all_cases())
+    def test_what_has_no_reference_is_left_out(self) -> None:
+        for case in cases.all_cases():
+            assert case.data_parallel == 1 or not (case.clipping or case.mixed)
+            assert case.plan == "equal" or not case.mixed
 
     def test_the_full_run_has_the_whole_product(self) -> None:
         size = math.prod(len(DIMENSIONS[name]) for name in cases.PRODUCT)
         full = cases.all_cases()
         assert len(full) >= size
         assert set(cases.default_cases()) <= set(full)
-        assert (
-            len({replace(case, gqa=False) for case in full if case.precision == "fp64" and not case.clipping})
-            == size
-        )
+        plain = {"gqa": False, "learned": False, "mixed": False}
+        assert len({replace(case, **plain) for case in full if case.precision == "fp64" and not case.mixed}) >= size
 
 
 class TestCase:
     def test_ids_are_readable_and_unique(self) -> None:
-        case = Case(
-            stages=2, micro_batches=4, plan="uneven", tied=True, checkpointing="reentrant", masked=True
-        )
+        case = Case(stages=2, micro_batches=4, plan="uneven", tied=True, checkpointing="reentrant", masked=True)
         assert str(case) == "K2-m4-uneven-seq1f1b-tied-ckpt_reentrant-masked"
-        assert (
-            str(Case(stages=2, data_parallel=2, precision="fp32_zero1"))
-            == "K2xDP2-m1-equal-seq1f1b-fp32_zero1"
-        )
+        assert str(Case(stages=2, data_parallel=2, precision="fp32_zero1")) == "K2xDP2-m1-equal-seq1f1b-fp32_zero1"
         assert len({str(case) for case in cases.all_cases()}) == len(cases.all_cases())
 
     def test_one_stock_run_serves_all_plans_and_schedules(self) -> None:
@@ -78,8 +73,9 @@ class TestCase:
         }
         assert len(runs) == 1
 
-    def test_clipping_is_compared_with_one_stage(self) -> None:
+    def test_clipping_and_mixed_lengths_are_compared_with_one_stage(self) -> None:
         assert Case(stages=3, clipping=True).stock().stages == 1
+        assert Case(stages=3, mixed=True).stock().stages == 1
         assert Case(stages=3).stock().stages == 3
 
     def test_plans_fill_the_sequence(self) -> None:

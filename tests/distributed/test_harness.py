@@ -122,9 +122,7 @@ class TestRunningJobs:
         before = pool.run(open_handles)
         counts = [pool.run(make_groups, count=10) for _ in range(3)]
         assert counts[0] == counts[1] == counts[2]
-        for (threads, files), (threads_before, files_before) in zip(
-            pool.run(open_handles), before, strict=True
-        ):
+        for (threads, files), (threads_before, files_before) in zip(pool.run(open_handles), before, strict=True):
             assert threads <= threads_before + 1
             assert files <= files_before + 2
 

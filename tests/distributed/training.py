@@ -23,6 +23,7 @@ from tests.distributed.cases import (
     CLIP_NORM,
     LEARNING_RATE,
     LOSS_SCALE,
+    MIXED_LENGTHS,
     NUM_STEPS,
     PLANS,
     SEQUENCE_LENGTH,
@@ -54,9 +55,8 @@ def _train(engine: PipelineEngine, case: Case) -> RankRecord:
     snapshots = _record_gradients(engine)
     for step in range(1, NUM_STEPS + 1):
         returned = engine.train_batch(batches(case, pipeline_id, step))
-        record.returned.append(
-            float(np.float32(float(returned)))
-        )  # the last stage gives fp64, the others what they were sent
+        # the last stage returns fp64, the others what they were sent
+        record.returned.append(float(np.float32(float(returned))))
         assert len(snapshots) == step, f"{len(snapshots)} optimizer steps in {step} batches"
         if case.clipping and engine.get_global_grad_norm() is not None:
             record.norms.append(float(engine.get_global_grad_norm()))
@@ -103,8 +103,8 @@ def build_engine(case: Case, system: System) -> PipelineEngine:
 def small_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The model's own loss times a power of two, which rounds nothing.
 
-    It makes the gradients of this tiny model as small as those of a real one. Unscaled, their rounding noise in fp32
-    reaches Adam's eps, and Adam turns noise of that size in a gradient near zero into a visible step.
+    It makes the gradients of this tiny model as small as those of a real one. Unscaled, their rounding noise
+    in fp32 reaches Adam's eps, and Adam turns noise of that size in a gradient near zero into a visible step.
     """
     return LOSS_SCALE * gpt.gpt_loss(logits, labels)
 
@@ -119,6 +119,7 @@ def gpt_config(case: Case) -> gpt.GPTConfig:
         ffn_size=48,
         max_sequence_length=SEQUENCE_LENGTH,
         tied_embedding=case.tied,
+        positions="learned" if case.learned else "rope",
         dtype="float64" if case.dtype == "fp64" else "float32",
     )
 
@@ -146,10 +147,8 @@ def terapipe_section(case: Case) -> dict[str, Any]:
 
 
 def _initialize_weights(model: torch.nn.Module) -> None:
-    """Weights that depend on the parameter's name alone, and large enough that every token matters to later
-    ones.
-
-    They are numbers that bf16 can hold, so that runs in all precisions start from the very same model.
+    """Weights that depend on the parameter's name alone: large enough that tokens matter to later ones, and
+    numbers that bf16 can hold, so that runs in all precisions start from the very same model.
     """
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -160,9 +159,8 @@ def _initialize_weights(model: torch.nn.Module) -> None:
 
 
 def _reduce_in_fp64(engine: PipelineEngine) -> None:
-    """DeepSpeed refuses gradients in a dtype that the accelerator does not list, and rounds those that it
-    reduces to fp32, also where there is nobody to reduce with. That would hide small errors and make others
-    of a rounding.
+    """DeepSpeed refuses gradients in a dtype that the accelerator does not list, and rounds what it reduces to
+    fp32, even on one rank. That would hide most errors and make large ones of the others.
     """
     accelerator = get_accelerator()
     listed = accelerator.supported_dtypes()
@@ -194,30 +192,29 @@ def batches(case: Case, pipeline_id: int, step: int) -> Iterator[tuple[torch.Ten
     return iter([_micro_batch(case, pipeline_id, step, index) for index in range(case.micro_batches)])
 
 
-def _micro_batch(
-    case: Case, pipeline_id: int, step: int, micro_batch_id: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _micro_batch(case: Case, pipeline_id: int, step: int, micro_batch_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(10_000 * pipeline_id + 10 * step + micro_batch_id)
-    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, SEQUENCE_LENGTH + 1), generator=generator)
+    length = MIXED_LENGTHS[(step + micro_batch_id) % len(MIXED_LENGTHS)] if case.mixed else SEQUENCE_LENGTH
+    tokens = torch.randint(VOCAB_SIZE, (BATCH_SIZE, length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     if case.masked:
-        labels[_masked_out((step + micro_batch_id) % 3, generator)] = IGNORE_INDEX
+        labels[_masked_out((step + micro_batch_id) % 3, length, generator)] = IGNORE_INDEX
     return tokens[:, :-1].contiguous(), labels
 
 
-def _masked_out(pattern: int, generator: torch.Generator) -> torch.Tensor:
+def _masked_out(pattern: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """True where a label does not count, [B, L]. Rows differ much, and two patterns empty whole slices."""
-    masked = torch.zeros(BATCH_SIZE, SEQUENCE_LENGTH, dtype=torch.bool)
+    masked = torch.zeros(BATCH_SIZE, length, dtype=torch.bool)
     if pattern == 0:  # the first tokens only: one of one row, two thirds of the other
         masked[0] = True
         masked[0, 1] = False
-        masked[1, 2 * SEQUENCE_LENGTH // 3 :] = True
+        masked[1, 2 * length // 3 :] = True
     elif pattern == 1:  # none of one row, the last label of the other
         masked[0] = True
         masked[1, :-1] = True
     else:  # some here and there, and all of the other row
-        masked[0] = torch.rand(SEQUENCE_LENGTH, generator=generator) < 0.7
-        masked[0, SEQUENCE_LENGTH // 2] = False
+        masked[0] = torch.rand(length, generator=generator) < 0.7
+        masked[0, length // 2] = False
     return masked
 
 

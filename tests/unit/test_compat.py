@@ -51,9 +51,7 @@ def test_another_version_gives_one_warning_with_the_tested_one() -> None:
 
 
 def test_a_missing_package() -> None:
-    assert compat.check_versions({"torch": "2.13.0"}) == [
-        "deepspeed is not installed: pip install deepspeed==0.19.8"
-    ]
+    assert compat.check_versions({"torch": "2.13.0"}) == ["deepspeed is not installed: pip install deepspeed==0.19.8"]
     assert len(compat.check_versions({})) == 2  # megatron-core is optional
 
 
@@ -84,18 +82,14 @@ def test_warnings_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 class FakeDeepSpeedEngine:
     """As much of DeepSpeed's engine as the hooks ask for."""
 
-    forward = backward = _backward_prologue = _backward_epilogue = _take_model_step = _scale_loss_by_gas = (
-        None
-    )
+    forward = backward = _backward_prologue = _backward_epilogue = _take_model_step = _scale_loss_by_gas = None
 
 
 class FakePipelineEngine(FakeDeepSpeedEngine):
     """As much of DeepSpeed's pipeline engine as the hooks ask for."""
 
     _INSTRUCTION_MAP: dict[type, object] = {}
-    _train_schedule = _inference_schedule = _exec_schedule = _exec_reduce_tied_grads = _exec_reduce_grads = (
-        None
-    )
+    _train_schedule = _inference_schedule = _exec_schedule = _exec_reduce_tied_grads = _exec_reduce_grads = None
     _exec_optimizer_step = _aggregate_total_loss = _reduce_outputs = _next_batch = None
 
 
@@ -109,7 +103,11 @@ def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     base = type("DeepSpeedEngine", (), dict(vars(FakeDeepSpeedEngine)))
     pipeline = type("PipelineEngine", (base,), dict(vars(FakePipelineEngine)))
     contents = {
-        "deepspeed": {"PipelineEngine": pipeline, "initialize": fake_initialize},
+        "deepspeed": {
+            "PipelineEngine": pipeline,
+            "DualPipeVEngine": type("DualPipeVEngine", (), {}),
+            "initialize": fake_initialize,
+        },
         "deepspeed.runtime": {},
         "deepspeed.runtime.pipe": {},
         "deepspeed.runtime.pipe.engine": {"PipelineEngine": pipeline},
@@ -217,9 +215,7 @@ def test_an_optional_package_without_what_is_needed(site: Path, package: str) ->
 
 
 @pytest.mark.parametrize("package", OPTIONAL)
-@pytest.mark.parametrize(
-    "failure", ["raise OSError('undefined symbol')", "raise ImportError('no CUDA')", "1/0"]
-)
+@pytest.mark.parametrize("failure", ["raise OSError('undefined symbol')", "raise ImportError('no CUDA')", "1/0"])
 def test_an_optional_package_that_breaks_on_import(site: Path, package: str, failure: str) -> None:
     has, module, text = OPTIONAL[package]
     write(site, f"{package}.__init__")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -40,6 +40,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied learned grouped": {"tied_embedding": True, "positions": "learned", "num_kv_heads": 2},
     "gpt3-like": {"gated_mlp": False, "bias": True, "positions": "learned", "tied_embedding": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, and on busy cores the threads wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
@@ -178,9 +187,7 @@ def naive_logits(model: Model, config: GPTConfig, tokens: Tensor) -> Tensor:
             x = x + learned[: len(row)]
         for layer in (m for m in modules if isinstance(m, gpt.DecoderLayer)):
             x = x + naive_attention(naive_norm(x, layer.attention_norm, config), layer.attention, config)
-            x = x + naive_feed_forward(
-                naive_norm(x, layer.feed_forward_norm, config), layer.feed_forward, config
-            )
+            x = x + naive_feed_forward(naive_norm(x, layer.feed_forward_norm, config), layer.feed_forward, config)
         rows.append(naive_norm(x, final.norm, config) @ output.T)
     return torch.stack(rows)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import pickle
 
 import pytest
@@ -41,7 +42,22 @@ def test_actions_print_short(action: Action, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "F", "F0", "F0.", "f0.0", "F0.0c", "F-1.0", "F01.0", "F0.0 ", "X0.0", "SA0.3>1", "F0.0\n", "F٣.0", "F1e3.0"],
+    [
+        "",
+        "F",
+        "F0",
+        "F0.",
+        "f0.0",
+        "F0.0c",
+        "F-1.0",
+        "F01.0",
+        "F0.0 ",
+        "X0.0",
+        "SA0.3>1",
+        "F0.0\n",
+        "F٣.0",
+        "F1e3.0",
+    ],
 )
 def test_other_text_does_not_parse(text: str) -> None:
     with pytest.raises(ScheduleError, match="cannot read"):
@@ -51,10 +67,8 @@ def test_other_text_does_not_parse(text: str) -> None:
 @given(st.text(max_size=12))
 @example("F" + "9" * 5000 + ".0")
 def test_parsing_raises_nothing_but_its_own_error(text: str) -> None:
-    try:
-        assert str(Action.parse(text))
-    except ScheduleError:
-        pass
+    with contextlib.suppress(ScheduleError):
+        assert str(Action.parse(text)) == text.removesuffix("c0")
 
 
 def test_deepspeed_finds_what_it_needs() -> None:

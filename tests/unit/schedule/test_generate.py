@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from schedule_cases import GOLDEN, even_shapes, golden_order, names, ragged_shapes
+from schedule_cases import GOLDEN, by_hand, even_shapes, golden_order, names, ragged_shapes, zero_bubble
 
 from terapipe_ds.schedule import SCHEDULE_NAMES, Kind, ScheduleError, build, generate, render, validate
 from terapipe_ds.schedule.show import count_slots
@@ -32,7 +32,14 @@ def test_orders_equal_the_published_ones(golden: str, name: str, shape: tuple[in
 
 def test_gpipe_runs_micro_batches_ascending_and_slices_descending() -> None:
     forwards = ["F0.0", "F0.1", "F1.0", "F1.1", "F1.2"]
-    assert build("gpipe", 2, 2, [2, 3]).compute_order(1) == [*forwards, "B0.1", "B0.0", "B1.2", "B1.1", "B1.0"]
+    assert build("gpipe", 2, 2, [2, 3]).compute_order(1) == [
+        *forwards,
+        "B0.1",
+        "B0.0",
+        "B1.2",
+        "B1.1",
+        "B1.0",
+    ]
 
 
 def deepspeed_order(num_micro_batches: int, num_stages: int, stage_id: int) -> list[str]:
@@ -88,6 +95,15 @@ def test_peaks_of_live_slices(shape: tuple[int, int, int]) -> None:
     assert build("terapipe", *shape).peak_live_slices() == (m * s,) * num_stages
     assert build("1f1b", *shape).peak_live_slices() == tuple(min(num_stages - i, m) * s for i in stages)
     assert build("seq1f1b", *shape).peak_live_slices() == tuple(min(num_stages - i + s - 1, m * s) for i in stages)
+
+
+def test_a_slice_is_live_until_the_last_of_its_b_and_w() -> None:
+    assert zero_bubble().peak_live_slices() == (7, 7, 7, 7), "the published rule allows stages + slices - 1"
+    # The unit of part 0 has a W, that of part 1 on the same stage has none and ends with its B.
+    order = "F0.0c0 F0.0c1 B0.0c1 F1.0c0 F1.0c1 B1.0c1 B0.0c0 W0.0c0 B1.0c0"
+    schedule = by_hand([order.split()], {(0, 0): 0, (0, 1): 1})
+    validate(schedule)
+    assert schedule.peak_live_slices() == (3,)
 
 
 @given(even_shapes)

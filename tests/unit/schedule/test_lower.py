@@ -19,8 +19,8 @@ Wire = tuple[bool, int, int, int, int]
 def run_as_an_engine(schedule: Schedule, receive_ahead: int) -> int:
     """Run the lowered lists over wires that keep order, as an engine would; returns how many messages went.
 
-    Every message is the unit it carries. A posted receive takes the next message of its wire, whichever that is; the
-    computation checks that it got its own.
+    Every message is the unit it carries. A posted receive takes the next message of its wire, whichever that
+    is; the computation checks that it got its own.
     """
     lists = [deque(stage.actions) for stage in lower(schedule, receive_ahead)]
     wires: dict[Wire, list[tuple[int, int]]] = defaultdict(list)
@@ -55,9 +55,7 @@ def run_as_an_engine(schedule: Schedule, receive_ahead: int) -> int:
 
 
 @given(names, ragged_shapes, st.integers(0, 5), st.booleans())
-def test_lowered_schedules_run(
-    name: str, shape: tuple[int, list[int]], receive_ahead: int, forward_only: bool
-) -> None:
+def test_lowered_schedules_run(name: str, shape: tuple[int, list[int]], receive_ahead: int, forward_only: bool) -> None:
     num_stages, num_slices = shape
     schedule = build(name, num_stages, len(num_slices), num_slices, forward_only=forward_only)
     messages = run_as_an_engine(schedule, receive_ahead)
@@ -106,7 +104,7 @@ def test_a_small_schedule_in_full() -> None:
     schedule = build("seq1f1b", 3, 1, 2)
     lowered = [" ".join(map(str, schedule.for_stage(k).actions)) for k in range(3)]
     assert lowered == [
-        "L0 F0.0 SA0.0>1 RG0.1<1 F0.1 SA0.1>1 RG0.0<1 B0.1 B0.0 RT RD ST",
+        "RG0.1<1 L0 F0.0 SA0.0>1 RG0.0<1 F0.1 SA0.1>1 B0.1 B0.0 RT RD ST",
         "RA0.0<0 RA0.1<0 RG0.1<2 F0.0 SA0.0>2 RG0.0<2 F0.1 SA0.1>2 B0.1 SG0.1>0 B0.0 SG0.0>0 RT RD ST",
         "RA0.0<1 RA0.1<1 L0 F0.0 F0.1 B0.1 SG0.1>1 B0.0 SG0.0>1 RT RD ST",
     ]

@@ -1,0 +1,158 @@
+"""The fused kernels: torch's on CPU and CUDA, and the flash-attn package.
+
+None of them takes attention dropout here: several calls make up one slice, and a kernel draws its random numbers anew
+in each.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from terapipe_ds import compat
+from terapipe_ds.attention.backends.base import AddGrads, State, Tensor
+from terapipe_ds.attention.backends.blocks import BlockKernel
+
+_aten = torch.ops.aten
+_NO_DROPOUT = "it cannot replay dropout"
+
+
+class CpuFlash(BlockKernel):
+    """torch's fused CPU kernel: fp64, fp32, bf16 and fp16, any head dim, no dropout."""
+
+    name = "cpu_flash"
+    # The kernel computes 512 keys at a time and masks afterwards, so that a causal block of up to 512 tokens costs as
+    # much as a full one: two smaller ones with a dense block beside them save a quarter of it.
+    causal_tokens = 256
+    # The gradients of a block are fresh memory. A few MiB come from the heap again and again, still warm; those of a
+    # long prefix would be mapped and zeroed page by page on every call.
+    prefix_bytes = 2 * 2**20
+
+    def is_available(self) -> bool:
+        """Whether this torch has the kernel."""
+        return hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu")
+
+    def refusal(self, q: Tensor, dropout_p: float) -> str | None:
+        """Why it does not take such queries."""
+        if q.device.type != "cpu":
+            return f"it runs on cpu, not on {q.device.type}"
+        if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"it does not take {q.dtype}"
+        return _NO_DROPOUT if dropout_p > 0 else None
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
+        """The kernel's forward."""
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+        return out, lse, ()
+
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        is_causal: bool, scale: float, state: State,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The kernel's backward."""
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+class CudaFlash(BlockKernel):
+    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256."""
+
+    name = "cuda_flash"
+
+    def is_available(self) -> bool:
+        """Whether there is an NVIDIA device of compute capability 8.0 or newer."""
+        return _cuda_capability() >= (8, 0)
+
+    def refusal(self, q: Tensor, dropout_p: float) -> str | None:
+        """Why it does not take such queries."""
+        return _cuda_refusal(q, dropout_p)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
+        """The kernel's forward. The state is what torch's backward asks for even without dropout."""
+        out, lse, cum_q, cum_k, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, is_causal, False, scale=scale
+        )
+        return out, lse, (cum_q, cum_k, seed, offset)
+
+    def run_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        is_causal: bool, scale: float, state: State,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The kernel's backward."""
+        cum_q, cum_k, seed, offset = state
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), cum_q, cum_k, q.shape[2], k.shape[2], 0.0, is_causal, seed, offset,
+            scale=scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+class FlashAttn:
+    """The flash-attn package (2.7 or newer of version 2), found at run time.
+
+    Its causal mask is aligned bottom-right and it knows grouped heads: one call does a slice.
+    """
+
+    name = "flash_attn"
+
+    def is_available(self) -> bool:
+        """Whether the package can be imported and there is a device for it."""
+        return _cuda_capability() >= (8, 0) and _has_flash_attn()
+
+    def refusal(self, q: Tensor, dropout_p: float) -> str | None:
+        """Why it does not take such queries."""
+        return _cuda_refusal(q, dropout_p)
+
+    def forward(
+        self, q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, dropout_p: float
+    ) -> tuple[Tensor, Tensor, State]:
+        """See `Backend.forward`. The package takes [B, tokens, heads, D]."""
+        from flash_attn.flash_attn_interface import _flash_attn_forward
+
+        out, lse, _, rng_state = _flash_attn_forward(
+            *(x.transpose(1, 2) for x in (q, keys, values)), 0.0, scale, causal=True,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out.transpose(1, 2), lse, (rng_state,)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
+        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
+    ) -> Tensor:  # fmt: skip
+        """See `Backend.backward`."""
+        from flash_attn.flash_attn_interface import _flash_attn_backward
+
+        inputs = [x.transpose(1, 2) for x in (grad, q, keys, values, out)]
+        dq, dk, dv = (x.new_empty(x.shape) for x in inputs[1:4])
+        _flash_attn_backward(
+            *inputs, lse, dq, dk, dv, 0.0, scale, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None, deterministic=False, rng_state=state[0],
+        )  # fmt: skip
+        add_grads(0, dk.transpose(1, 2), dv.transpose(1, 2))
+        return dq.transpose(1, 2)
+
+
+@functools.cache
+def _cuda_capability() -> tuple[int, int]:
+    """The compute capability of the current NVIDIA device, (0, 0) without one."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability()
+
+
+@functools.cache
+def _has_flash_attn() -> bool:
+    return compat.has_flash_attn()
+
+
+def _cuda_refusal(q: Tensor, dropout_p: float) -> str | None:
+    if q.device.type != "cuda":
+        return f"it runs on cuda, not on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {q.dtype}"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"it takes head dims that are multiples of 8 up to 256, not {q.shape[-1]}"
+    return _NO_DROPOUT if dropout_p > 0 else None

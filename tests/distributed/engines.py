@@ -1,0 +1,234 @@
+"""Small engines of both kinds, their data, and what a short training with them gave. Runs inside the ranks.
+
+Every model starts from the same weights whatever the number of stages. A stock engine with one stage on two
+ranks is data parallel; as both ranks are fed the same data, it trains as if it were alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+import terapipe_ds
+from terapipe_ds.models import gpt
+
+VOCAB_SIZE = 31
+LENGTH = 23
+LEARNING_RATE = 1e-2
+IGNORE_INDEX = -100
+EXACT = 1e-10  # fp64
+
+MicroBatch = tuple[Any, Any]
+Batch = list[MicroBatch]
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def micro_batch(seed: int, length: int = LENGTH, rows: int = 2, masked: bool = True) -> MicroBatch:
+    """Token ids and labels, [rows, length] each. Rows differ in how many of their labels count."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(VOCAB_SIZE, (rows, length + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    if masked:
+        labels[0, : length // 2] = IGNORE_INDEX
+    return text[:, :-1].contiguous(), labels
+
+
+def batches(num_batches: int, num_micro_batches: int = 2, first_seed: int = 0, **shape: Any) -> list[Batch]:
+    return [
+        [micro_batch(first_seed + 100 * step + index, **shape) for index in range(num_micro_batches)]
+        for step in range(num_batches)
+    ]
+
+
+# -- engines -------------------------------------------------------------------------------------------------
+
+
+def gpt_layers(dtype: str = "float64", **changes: Any) -> list[Any]:
+    """A decoder whose tokens matter to each other (large weights), four layers of hidden size 16."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2,
+        "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "dtype": dtype,
+    }  # fmt: skip
+    return gpt.gpt_layers(gpt.GPTConfig(**{**fields, **changes}))
+
+
+def section(**changes: Any) -> dict[str, Any]:
+    """A `terapipe` section: seq1f1b with three slices that may be cut anywhere."""
+    return {"enabled": True, "schedule": "seq1f1b", "slices": 3, "granularity_tokens": 1, **changes}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A DeepSpeed config: two micro-batches of two rows, Adam."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "gradient_clipping": 0.0,  # on by default, and wrong in the stock engine with several stages
+        "steps_per_print": 10**9,
+        **changes,
+    }
+
+
+def build(
+    layers: Sequence[Any],
+    terapipe: dict[str, Any] | None,
+    *,
+    stages: int = 2,
+    loss_fn: Any = gpt.gpt_loss,
+    module_class: type[PipelineModule] = PipelineModule,
+    module: dict[str, Any] | None = None,
+    initialize: dict[str, Any] | None = None,
+    **changes: Any,
+) -> PipelineEngine:
+    """An engine of DeepSpeed's own where `terapipe` is None, else ours. `changes` go into DeepSpeed's
+    config."""
+    options = {"partition_method": "uniform", **(module or {})}
+    model = module_class(layers=layers, num_stages=stages, loss_fn=loss_fn, **options)
+    ds_config = config(**changes)
+    start = deepspeed.initialize
+    if terapipe is not None:
+        ds_config["terapipe"] = terapipe
+        start = terapipe_ds.initialize
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = start(model=model, model_parameters=trained, config=ds_config, **(initialize or {}))[0]
+    assert (type(engine) is PipelineEngine) == (terapipe is None)
+    if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
+        _reduce_in_fp64(engine)
+    return engine
+
+
+def _reduce_in_fp64(engine: PipelineEngine) -> None:
+    """DeepSpeed refuses to reduce gradients in a dtype that the accelerator does not list."""
+    accelerator = get_accelerator()
+    listed = accelerator.supported_dtypes()
+    if torch.float64 not in listed:
+        accelerator.supported_dtypes = lambda: [*listed, torch.float64]
+    engine.communication_data_type = torch.float64
+
+
+@contextlib.contextmanager
+def torch_attention() -> Iterator[None]:
+    """Models run torch's own attention for as long as this lasts: nothing of ours is in a stock run."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        dropout_p = options.get("dropout_p", 0.0)
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    ours = gpt.sliced_attention
+    gpt.sliced_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        gpt.sliced_attention = ours
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What a training gave on this rank."""
+
+    losses: list[float] = field(default_factory=list)  # where the last stage is
+    returned: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)  # of each step, by parameter
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(engine: PipelineEngine, data: Sequence[Batch], before_step: Callable[[int], None] | None = None) -> Run:
+    """One optimizer step for each batch."""
+    run = Run()
+    forget = _record_gradients(engine, run)
+    for step, batch in enumerate(data):
+        if before_step is not None:
+            before_step(step)
+        run.returned.append(float(engine.train_batch(iter(batch))))
+        if engine.is_last_stage():
+            run.losses.append(float(engine.total_loss) / len(batch))
+    forget()
+    run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return run
+
+
+def run_training(
+    layers: Callable[[], Sequence[Any]],
+    terapipe: dict[str, Any] | None,
+    data: Sequence[Batch],
+    *,
+    before_step: Callable[[PipelineEngine, int], None] | None = None,
+    **options: Any,
+) -> Run:
+    """Build an engine, train with it, and take it down."""
+    with torch_attention() if terapipe is None else contextlib.nullcontext():
+        engine = build(layers(), terapipe, **options)
+        try:
+            return train(engine, data, None if before_step is None else lambda step: before_step(engine, step))
+        finally:
+            engine.destroy()
+
+
+def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
+    """Keep each gradient as the optimizer meets it. Returns what ends this."""
+    optimizer_step = engine.optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        run.gradients.append({
+            name: p.grad.detach().clone() for name, p in engine.module.named_parameters() if p.grad is not None
+        })  # fmt: skip
+        return optimizer_step(*args, **kwargs)
+
+    engine.optimizer.step = step
+
+    def forget() -> None:
+        engine.optimizer.step = optimizer_step
+
+    return forget
+
+
+# -- comparison ----------------------------------------------------------------------------------------------
+
+
+def relative_error(value: Any, expected: Any, floor: float = 0.0) -> float:
+    """||a - b|| / max(||b||, floor); infinite where shapes differ or a number is not finite."""
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, expected))
+    if a.shape != b.shape or not torch.isfinite(a).all():
+        return float("inf")
+    difference = float((a - b).norm())
+    return difference / max(float(b.norm()), floor, 1e-300) if difference else 0.0
+
+
+def differences(ours: Run, stock: Run) -> dict[str, float]:
+    """The largest relative error of each kind on this rank. What one of them lacks is an infinite error."""
+    errors = {"loss": _worst_number(ours.losses, stock.losses) if ours.losses else 0.0}
+    errors["returned"] = _worst_number(ours.returned, stock.returned)
+    pairs = list(zip(ours.gradients, stock.gradients, strict=True))
+    errors["gradient"] = max((_worst_tensor(a, b) for a, b in pairs), default=float("inf"))
+    errors["parameter"] = _worst_tensor(ours.parameters, stock.parameters)
+    return errors
+
+
+def _worst_number(ours: list[float], stock: list[float]) -> float:
+    assert len(ours) == len(stock)
+    return max(relative_error(a, b) for a, b in zip(ours, stock, strict=True))
+
+
+def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
+    """Ours may have fewer: those of one stage, where the stock engine has one stage only."""
+    if not ours or not set(ours) <= set(stock):
+        return float("inf")
+    largest = max(float(value.norm()) for value in stock.values())
+    return max(relative_error(value, stock[name], 1e-3 * largest) for name, value in ours.items())

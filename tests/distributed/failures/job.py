@@ -1,0 +1,250 @@
+"""A small training job, and the faults that strike one of its ranks in the middle of a batch.
+
+It is run by the ranks of `harness.RankPool` and, with `train.py`, by DeepSpeed's own launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+import terapipe_ds
+from terapipe_ds.attention import active_slice
+from terapipe_ds.models import gpt
+
+SEQUENCE_LENGTH = 16
+PLAN = [4, 4, 4, 4]
+MICRO_BATCHES = 2
+VOCAB_SIZE = 17
+STRUCK = (1, 2)  # micro-batch and slice in which a fault strikes
+FAULT_MARK = "the fault strikes at"
+ENVIRONMENT = "TERAPIPE_TEST_JOB"
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong (a key of `FAULTS`, or "loss"), on which stage of which pipeline, in which step (from 1)."""
+
+    kind: str
+    stage: int = 0
+    pipeline: int = 0
+    step: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.kind}-stage{self.stage}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Train `steps` steps; save a checkpoint after step `save_after`, or start from the one in `folder`."""
+
+    stages: int = 2
+    steps: int = 3
+    fault: Fault | None = None
+    recompute: bool = False
+    stall_timeout_s: float = 60.0
+    folder: str = ""
+    save_after: int = 0
+    resume: bool = False
+    section: dict[str, Any] = field(default_factory=dict)  # on top of the usual `terapipe` section
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        fault = fields.pop("fault")
+        return replace(cls(**fields), fault=None if fault is None else Fault(**fault))
+
+
+def run(job: Job) -> list[float]:
+    """The losses of the steps. Called on every rank."""
+    engine = build_engine(job)
+    try:
+        return list(_train(engine, job))
+    finally:
+        arm(None)
+        engine.destroy()
+
+
+def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
+    pipeline_id = engine.grid.get_data_parallel_id()
+    if job.resume:
+        path, _ = engine.load_checkpoint(job.folder)
+        assert path is not None, f"no checkpoint in {job.folder}"
+    for step in range(engine.global_steps + 1, job.steps + 1):
+        fault = job.fault
+        struck = fault is not None and (fault.step, fault.stage, fault.pipeline) == (step, engine.stage_id, pipeline_id)
+        arm(fault if struck else None)
+        yield float(engine.train_batch(batches(step, pipeline_id)))
+        if step == job.save_after:
+            engine.save_checkpoint(job.folder)
+
+
+def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
+    """The micro-batches of one step: token ids and labels, both [B, L]."""
+    generator = torch.Generator().manual_seed(100 * step + pipeline_id)
+    tokens = torch.randint(VOCAB_SIZE, (MICRO_BATCHES, 2, length + 1), generator=generator)
+    return iter([(sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()) for sequence in tokens])
+
+
+# -- the engine ----------------------------------------------------------------------------------------------
+
+
+def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEngine:
+    """An engine whose stages have one decoder layer each. `changes`: to the DeepSpeed config; None removes a key."""
+    config = gpt.GPTConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=job.stages, num_heads=2, ffn_size=16)
+    model = PipelineModule(
+        layers=[
+            LayerSpec(gpt.TokenEmbedding, config),
+            *[LayerSpec(StruckLayer, config, index) for index in range(job.stages)],
+            LayerSpec(gpt.FinalNorm, config),
+            LayerSpec(gpt.LMHead, config),
+        ],
+        num_stages=job.stages,
+        loss_fn=struck_loss,
+        partition_method="type:StruckLayer",
+    )
+    values = {**deepspeed_config(job), **(changes or {})}
+    return terapipe_ds.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={key: value for key, value in values.items() if value is not None},
+    )[0]
+
+
+def deepspeed_config(job: Job) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "steps_per_print": 10**9,
+        "terapipe": {"enabled": True, "slices": PLAN, "stall_timeout_s": job.stall_timeout_s, **job.section},
+    }
+    if job.recompute:
+        config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+    return config
+
+
+class StruckLayer(gpt.DecoderLayer):
+    """A decoder layer in which the fault strikes that is armed on this rank."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden)
+        active = active_slice()
+        if _armed is None or active is None or (active.micro_batch_id, active.slice_id) != STRUCK:
+            return hidden
+        strike = FAULTS.get(_armed.kind)
+        return hidden if strike is None else strike(hidden, active.mode)
+
+
+def struck_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    active = active_slice()
+    if _armed is not None and _armed.kind == "loss" and active is not None and active.slice_id == STRUCK[1]:
+        _fail("the loss function is broken")
+    return gpt.gpt_loss(logits, labels)
+
+
+# -- the faults ----------------------------------------------------------------------------------------------
+
+_armed: Fault | None = None
+
+
+class BrokenError(Exception):
+    """What a broken layer raises: nothing that the engine could know."""
+
+
+def arm(fault: Fault | None) -> None:
+    """From now on the layers of this rank suffer `fault`."""
+    global _armed
+    _armed = fault
+
+
+def _mark() -> None:
+    print(f"{FAULT_MARK} {time.time():.3f}", file=sys.stderr, flush=True)
+
+
+def _fail(text: str) -> NoReturn:
+    _mark()
+    raise BrokenError(text)
+
+
+def _in_forward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    _fail("the layer is broken")
+
+
+def _in_recompute(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    return _in_forward(hidden, mode) if mode == "recompute" else hidden
+
+
+class _BrokenBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        _fail("the backward is broken")
+
+
+def _in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    return _BrokenBackward.apply(hidden)
+
+
+def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    _mark()
+    os._exit(3)
+
+
+def _kill(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    _mark()
+    os.kill(os.getpid(), signal.SIGKILL)
+    return hidden
+
+
+def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    _mark()
+    wait_for_ever()
+    return hidden
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def _other_shape(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    _mark()
+    return torch.cat([hidden, hidden], dim=-1)
+
+
+def _plain_attention(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    _mark()
+    heads = hidden.unsqueeze(1)
+    return hidden + F.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
+
+
+FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+    "forward": _in_forward,
+    "backward": _in_backward,
+    "recompute": _in_recompute,
+    "exit": _exit,
+    "kill": _kill,
+    "hang": _hang,
+    "other_shape": _other_shape,
+    "plain_attention": _plain_attention,
+}

@@ -1,0 +1,220 @@
+"""Tiny models whose layers hand tuples on, return their own loss, or report further losses. fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import Tensor, nn
+
+from terapipe_ds.models import gpt
+from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
+
+HIDDEN_SIZE = 16
+
+
+def weight(*shape: int, seed: int) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(0.4 * torch.randn(*shape, generator=generator, dtype=torch.float64))
+
+
+def decoder(index: int) -> gpt.DecoderLayer:
+    config = gpt.GPTConfig(
+        hidden_size=HIDDEN_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, init_std=0.3,
+        dtype="float64",
+    )  # fmt: skip
+    return gpt.DecoderLayer(config, index)
+
+
+class Embedding(nn.Module):
+    """(tokens, *passengers) -> (hidden, *passengers)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=1)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tokens, *passengers = inputs
+        return self.weight[tokens], *passengers
+
+
+class Head(nn.Module):
+    """(hidden, *passengers) -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=2)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] @ self.weight.T
+
+
+# -- passengers of all kinds ---------------------------------------------------------------------------------
+
+
+class GuidedDecoder(nn.Module):
+    """A decoder layer that uses every passenger of `guided_micro_batch` and hands all of them on."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.decoder = decoder(index)
+        self.positions = weight(LENGTH, HIDDEN_SIZE, seed=10 + index)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, position_ids, mask, scale, *memory = inputs
+        hidden = hidden + self.positions[position_ids] * scale
+        for each in memory:
+            hidden = hidden + each.mean(dim=1, keepdim=True)
+        hidden = torch.where(mask.squeeze(1), hidden, hidden * 0.5)
+        return self.decoder(hidden), position_ids, mask, scale, *memory
+
+
+def guided_layers() -> list[LayerSpec]:
+    return [LayerSpec(Embedding), LayerSpec(GuidedDecoder, 0), LayerSpec(GuidedDecoder, 1), LayerSpec(Head)]
+
+
+def guided_micro_batch(seed: int, memory: bool = False) -> MicroBatch:
+    """Inputs: token ids [B, L] and position ids [B, L], both cut in slices; a boolean mask [B, 1, 1, hidden] and
+    a float scale [B, 1, 1], handed whole; where asked for, a memory [B, L, hidden], of which layers need all.
+    """
+    tokens, labels = micro_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = tokens.shape[0]
+    inputs = [
+        tokens,
+        torch.stack([torch.randperm(LENGTH, generator=generator) for _ in range(rows)]),
+        torch.rand(rows, 1, 1, HIDDEN_SIZE, generator=generator) < 0.7,
+        torch.rand(rows, 1, 1, generator=generator, dtype=torch.float64) + 0.5,
+    ]
+    if memory:
+        inputs.append(torch.randn(rows, LENGTH, HIDDEN_SIZE, generator=generator, dtype=torch.float64))
+    return tuple(inputs), labels
+
+
+class TrainedScale(nn.Module):
+    """Adds a float that needs a gradient; only the layer after the next one may use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = weight(1, 1, HIDDEN_SIZE, seed=5)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return inputs[0], self.scale.expand(inputs[0].shape[0], -1, -1)
+
+
+class ScaledDecoder(nn.Module):
+    """Uses the scale, or hands it on only."""
+
+    def __init__(self, index: int, use: bool) -> None:
+        super().__init__()
+        self.decoder, self.use = decoder(index), use
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, scale = inputs
+        return self.decoder(hidden * scale if self.use else hidden), scale
+
+
+def scaled_layers(use_at_the_end: bool) -> list[LayerSpec]:
+    """With two stages, the scale crosses between them; the last stage may leave it unused."""
+    return [
+        LayerSpec(Embedding), LayerSpec(TrainedScale), LayerSpec(ScaledDecoder, 0, True),
+        LayerSpec(ScaledDecoder, 1, use_at_the_end), LayerSpec(ScaledDecoder, 2, use_at_the_end), LayerSpec(Head),
+    ]  # fmt: skip
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+class LossHead(Head):
+    """(hidden, labels) -> the mean loss over all tokens: the model needs no loss_fn."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        logits = super().forward(inputs)
+        return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
+
+
+class PassingDecoder(nn.Module):
+    """A decoder layer that hands one passenger on."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.decoder = decoder(index)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.decoder(inputs[0]), *inputs[1:]
+
+
+def own_loss_layers() -> list[LayerSpec]:
+    return [LayerSpec(Embedding), LayerSpec(PassingDecoder, 0), LayerSpec(PassingDecoder, 1), LayerSpec(LossHead)]
+
+
+def own_loss_micro_batch(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    return (tokens, labels), labels
+
+
+class WeightedLoss:
+    """Cross entropy, each label with a weight of its own: sum of weight * loss over the sum of the weights.
+
+    Labels are a tuple: token ids and weights, [B, T] each.
+    """
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        target, weights = labels
+        losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum() / weights.sum()
+
+    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> Tensor:
+        return labels[1].sum()
+
+
+def weighted_micro_batch(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    weights[:, :6] = 0.0  # a slice without any weight
+    weights[0] *= 10.0
+    return tokens, (labels, weights)
+
+
+def mean_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A mean over all tokens, whatever the labels are."""
+    return (outputs - F.one_hot(labels.clamp_min(0), VOCAB_SIZE)).square().mean()
+
+
+def sum_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs - F.one_hot(labels.clamp_min(0), VOCAB_SIZE)).square().sum() / 100
+
+
+class ReportingModule(PipelineModule):
+    """Adds a second loss to the first and reports both, as models with auxiliary losses do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reported = {name: torch.zeros(()) for name in ("language", "size")}
+        self.loss_fn = self.loss
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        valid = labels != IGNORE_INDEX
+        language = gpt.gpt_loss(logits, labels)
+        size = logits[valid].logsumexp(-1).square().mean()
+        self.reported = {"language": language.detach(), "size": size.detach()}
+        return language + 0.1 * size
+
+    def get_additional_losses(self) -> dict[str, Tensor]:
+        return self.reported
+
+
+# -- another layout ------------------------------------------------------------------------------------------
+
+
+class Transposed(nn.Module):
+    """A layer of [B, T, ...] run on [T, B, ...]."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        self.layer = layer.build()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs.transpose(0, 1)).transpose(0, 1)

@@ -1,0 +1,150 @@
+"""What the attention tests share: plain causal attention written out, and a run over slices as an engine does it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
+
+Tensor = torch.Tensor
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+torch.set_num_threads(1)
+
+
+@dataclass
+class Result:
+    """Output and gradients over the whole sequence, [B, H, L, D] and [B, H_kv, L, D]."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        yield from vars(self).items()
+
+
+def random_inputs(
+    shape: tuple[int, int, int, int, int] = (2, 4, 4, 20, 8), dtype: torch.dtype = torch.float64, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v and the gradient of the output, for (B, H, H_kv, L, D)."""
+    batch, heads, kv_heads, length, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, h, length, dim, dtype=torch.float64, generator=generator).to(dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Causal attention as in a textbook: all scores, a mask, a softmax."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v
+
+
+def run_plain(inputs: Sequence[Tensor], scale: float | None = None) -> Result:
+    """Output and gradients without slices, in fp64."""
+    *qkv, grad = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in qkv]
+    out = plain_attention(*leaves, scale=scale)
+    return Result(out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+
+def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+
+
+def slices_of(lengths: Sequence[int], store: SliceStore, **fields: Any) -> list[ActiveSlice]:
+    """The active slices of one micro-batch, in order."""
+    total = sum(lengths)
+    return [
+        ActiveSlice(start, stop, total, slice_id=i, store=store, **fields) for i, (start, stop) in enumerate(spans(lengths))
+    ]
+
+
+class MicroBatch:
+    """One micro-batch, forward and backward slice by slice, as an engine would run it."""
+
+    def __init__(
+        self, inputs: Sequence[Tensor], lengths: Sequence[int], store: SliceStore, attend: Attend | None = None,
+        needs_grad: Sequence[bool] = (True, True, True), release: bool = True, **fields: Any,
+    ) -> None:  # fmt: skip
+        self.slices = slices_of(lengths, store, **fields)
+        self.attend = attend or (lambda q, k, v: sliced_attention(q, k, v, "layer"))
+        self.leaves = [
+            [x[:, :, s.start : s.stop].clone().requires_grad_(needs) for x, needs in zip(inputs, needs_grad, strict=False)]
+            for s in self.slices
+        ]
+        self.grads = [inputs[3][:, :, s.start : s.stop] for s in self.slices]
+        self.outs: list[Tensor | None] = [None] * len(lengths)
+        self.store, self.release = store, release
+
+    def forward(self, i: int) -> Tensor:
+        with push_slice(self.slices[i]):
+            out = self.attend(*self.leaves[i])
+        self.outs[i] = out
+        return out
+
+    def backward(self, i: int) -> None:
+        out = self.outs[i]
+        assert out is not None
+        with push_slice(self.slices[i].replace(mode="recompute")):
+            torch.autograd.backward(out, self.grads[i])
+
+    def forward_all(self) -> None:
+        for i in range(len(self.slices)):
+            self.forward(i)
+
+    def backward_all(self) -> None:
+        for i in reversed(range(len(self.slices))):
+            self.backward(i)
+        if self.release:
+            self.store.release(self.slices[0].part_id, self.slices[0].micro_batch_id)
+
+    def result(self) -> Result:
+        outs = torch.cat([out.detach() for out in self.outs if out is not None], dim=2)
+        grads = [torch.cat([_grad(x) for x in xs], dim=2) for xs in zip(*self.leaves, strict=True)]
+        return Result(outs, *grads)
+
+
+def _grad(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def run_sliced(inputs: Sequence[Tensor], lengths: Sequence[int], store: SliceStore | None = None, **options: Any) -> Result:
+    """Output and gradients of one micro-batch in slices; the store is drained afterwards."""
+    store = store or SliceStore()
+    micro_batch = MicroBatch(inputs, lengths, store, **options)
+    micro_batch.forward_all()
+    micro_batch.backward_all()
+    store.assert_drained()
+    return micro_batch.result()
+
+
+def largest_error(result: Result, expected: Result) -> float:
+    """The largest relative error of the four tensors, ||a - b|| / ||b||."""
+    return max(
+        float((a.double() - b).norm() / b.norm())
+        for (_, a), (_, b) in zip(result.named(), expected.named(), strict=True)
+    )
+
+
+@contextlib.contextmanager
+def forced(backend: str | None) -> Iterator[None]:
+    """Force a backend for the body."""
+    set_backend(backend)
+    try:
+        yield
+    finally:
+        set_backend(None)

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_cases import bidirectional, even_shapes, interleaved, names, ragged_shapes, zero_bubble
+
+from terapipe_ds.schedule import Schedule, ScheduleError, build, from_csv, render, to_csv, validate
+from terapipe_ds.schedule.show import count_slots, to_dict
+
+
+def test_a_grid_in_full() -> None:
+    assert render(build("seq1f1b", 2, 2, 2)) == "\n".join(
+        [
+            "seq1f1b: 2 stages, 2 micro-batches, 4 slices (2 each), 10 slots",
+            "",
+            "slot     0    1    2    3    4    5    6    7    8    9",
+            "stage 0  F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0",
+            "stage 1  .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .",
+            "",
+            "peak live slices  3 2",
+            "bubble            4 of 20 slots idle (20.0 %)",
+        ]
+    )
+
+
+def grid_rows(text: str, label: str) -> list[str]:
+    """The cells of a row, over all blocks."""
+    return [cell for line in text.splitlines() if line.startswith(label) for cell in line[len(label) :].split()]
+
+
+@given(names, ragged_shapes, st.integers(40, 160))
+def test_the_grid_has_every_entry_once_and_nothing_else(name: str, shape: tuple[int, list[int]], width: int) -> None:
+    num_stages, num_slices = shape
+    schedule = build(name, num_stages, len(num_slices), num_slices)
+    text = render(schedule, width=width)
+    count = count_slots(schedule)
+    idle = 0
+    assert grid_rows(text, "slot ") == [str(slot) for slot in range(count.num_slots)]
+    for stage_id in range(num_stages):
+        cells = grid_rows(text, f"stage {stage_id} ")
+        assert [cell for cell in cells if cell != "."] == schedule.compute_order(stage_id)
+        idle += cells.count(".") + count.num_slots - len(cells)
+    assert idle == count.num_idle
+    assert all(len(line) <= width for line in text.splitlines() if line.startswith(("slot ", "stage ")))
+
+
+@given(even_shapes)
+def test_columns_stand_under_their_slots(shape: tuple[int, int, int]) -> None:
+    lines = render(build("gpipe", *shape)).splitlines()
+    for top, line in enumerate(lines):
+        if line.startswith("slot"):
+            columns = {index for index, letter in enumerate(line) if letter != " " and line[index - 1] == " "}
+            for row in lines[top + 1 : top + 1 + shape[0]]:
+                starts = {i for i, letter in enumerate(row) if letter != " " and row[i - 1] == " "} - {6}
+                assert {i for i in starts if i > 7} <= columns
+
+
+def test_long_grids_are_cut_with_a_note() -> None:
+    schedule = build("gpipe", 2, 50, 10)
+    text = render(schedule, max_slots=100)
+    assert f"({count_slots(schedule).num_slots - 100} more slots are not shown" in text
+    assert grid_rows(text, "slot ")[-1] == "99"
+
+
+def test_the_headline_counts() -> None:
+    def first(schedule: Schedule) -> str:
+        return render(schedule).splitlines()[0]
+
+    one = "1f1b: 1 stage, 1 micro-batch, 1 slice (1 each), 2 slots"
+    assert first(build("1f1b", 1, 1, 1)) == one
+    assert "2 micro-batches, 7 slices (4 + 3)" in first(build("1f1b", 2, 2, [4, 3]))
+    assert first(build("1f1b", 2, 2, 1, forward_only=True)).startswith("1f1b, forward only: ")
+
+
+def test_without_a_backward_nothing_is_kept_for_it() -> None:
+    text = render(build("gpipe", 2, 2, 2, forward_only=True))
+    assert "live" not in text
+    assert "2 of 10 slots idle (20.0 %)" in text
+
+
+@given(even_shapes)
+def test_the_bubble_of_unit_slots(shape: tuple[int, int, int]) -> None:
+    num_stages, m, s = shape
+    bubble = count_slots(build("terapipe", *shape)).bubble_fraction
+    assert bubble == pytest.approx((num_stages - 1) / (m * s + num_stages - 1))
+
+
+def test_the_dict_is_json() -> None:
+    data = json.loads(json.dumps(to_dict(build("seq1f1b", 4, 2, 4))))
+    assert data["orders"][3][:5] == ["F0.0", "F0.1", "F0.2", "F0.3", "B0.3"]
+    assert data["peak_live_slices"] == [7, 6, 5, 4]
+    assert (data["num_slots"], data["num_slices"], data["forward_only"]) == (22, [4, 4], False)
+    assert data["bubble_fraction"] == pytest.approx(24 / 88)
+
+
+@given(names, ragged_shapes, st.booleans())
+def test_csv_there_and_back(name: str, shape: tuple[int, list[int]], forward_only: bool) -> None:
+    num_stages, num_slices = shape
+    schedule = build(name, num_stages, len(num_slices), num_slices, forward_only=forward_only)
+    text = to_csv(schedule)
+    assert list(csv.reader(io.StringIO(text))) == [schedule.compute_order(k) for k in range(num_stages)]
+    assert from_csv(text, name=name) == schedule
+
+
+def test_csv_of_other_kinds() -> None:
+    assert from_csv(to_csv(zero_bubble()), name="by hand") == zero_bubble()
+    assert from_csv(to_csv(interleaved()), name="by hand") == interleaved()
+    with pytest.raises(ScheduleError, match="a placement of its own, which CSV cannot hold"):
+        to_csv(bidirectional())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeffF0.0,B0.0\r\nF0.0,B0.0\r\n",  # as a spreadsheet saves it
+        "F0.0,B0.0,,\nF0.0,B0.0\n\n,,\n",
+        ' F0.0 , B0.0\n"F0.0","B0.0"',
+    ],
+)
+def test_csv_as_programs_write_it(text: str) -> None:
+    assert from_csv(text).orders == build("gpipe", 2, 1, 1).orders
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the CSV is empty"),
+        (",,\n", "the CSV is empty"),
+        ("F0.0,B0.0\nF0.0,G0.0\n", "row 2, cell 2: cannot read 'G0.0'"),
+        ("F0.0,,B0.0\n", "row 1, cell 2: cannot read ''"),
+        ("F0.0,B0.0\n\nF0.0,B0.0\n", "row 2 is empty"),
+        ("F0.0;B0.0\n", "row 1, cell 1: .*separate cells by commas"),
+        ("SA0.0>1\n", "row 1, cell 1: cannot read"),
+        ('"F0.0\n', "the CSV cannot be read"),
+        ("F0.0,F2.0\n", "has micro-batch 2 but no micro-batch 1"),
+        ("F0.1\n", "has micro-batch 0 slice 1 but no micro-batch 0 slice 0"),
+        ("F0.0c1\n", "has chunk 1 but no chunk 0"),
+        ("F999999999.0\n", "has micro-batch 999999999 but no micro-batch 0"),
+        ("F0.0,B0.0\nB0.0,F0.0\n", "B0.0 runs before F0.0"),
+        ("F0.0,B0.0\nF0.0\n", "B0.0 of part 1 is missing"),
+    ],
+)
+def test_csv_that_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ScheduleError, match=reason):
+        from_csv(text)
+
+
+cells = st.one_of(
+    st.sampled_from(["F0.0", "F0.1", "B0.0", "B0.1", "F1.0", "B1.0", "W0.0", "F0.0c1", "B0.0c1", "", "ST"]),
+    st.text(max_size=6),
+)
+
+
+@given(st.lists(st.lists(cells, max_size=5), max_size=4), st.sampled_from([",", ";", "\t"]))
+def test_malformed_csv_raises_nothing_but_its_own_error(rows: list[list[str]], separator: str) -> None:
+    read_or_refuse("\n".join(separator.join(row) for row in rows))
+
+
+@given(st.text())
+def test_any_text_raises_nothing_but_its_own_error(text: str) -> None:
+    read_or_refuse(text)
+
+
+@given(names, even_shapes, st.data())
+def test_one_changed_cell(name: str, shape: tuple[int, int, int], data: st.DataObject) -> None:
+    rows = [build(name, *shape).compute_order(stage_id) for stage_id in range(shape[0])]
+    row = data.draw(st.sampled_from(rows))
+    row[data.draw(st.integers(0, len(row) - 1))] = data.draw(cells)
+    read_or_refuse("\n".join(map(",".join, rows)))
+
+
+def read_or_refuse(text: str) -> None:
+    try:
+        schedule = from_csv(text)
+    except ScheduleError:
+        return
+    validate(schedule)
+    assert from_csv(to_csv(schedule)) == schedule

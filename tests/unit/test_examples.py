@@ -1,0 +1,279 @@
+"""The examples: what they do to text, what they write, and that the scripts start."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ("train_gpt.py", "quickstart.py", "demo.py")
+
+
+def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of examples/, whose scripts import each other as neighbours."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def text_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("text_data", monkeypatch)
+
+
+@pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("metrics", monkeypatch)
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.chdir(tmp_path)
+    module = example("demo", monkeypatch)
+    module.OUT.mkdir(parents=True)
+    return module
+
+
+# -- text ------------------------------------------------------------------------------------------------------
+
+TOKENS = torch.arange(200, dtype=torch.uint8)  # a byte says where it stands
+
+
+def starts(batches: Any, count: int) -> list[int]:
+    return [int(row[0]) for inputs, _ in itertools.islice(batches, count) for row in inputs]
+
+
+def test_labels_are_one_byte_ahead(text_data: ModuleType) -> None:
+    for batches in (
+        text_data.training_batches(TOKENS, 16, 3, seed=1),
+        text_data.validation_batches(TOKENS, 16, 3, num_micro_batches=2),
+    ):
+        inputs, labels = next(batches)
+        assert inputs.shape == labels.shape == (3, 16)
+        assert inputs.dtype == labels.dtype == torch.int64
+        assert torch.equal(labels, inputs + 1)
+        assert inputs.is_contiguous()
+        assert labels.is_contiguous()
+
+
+def test_samples_follow_from_seed_and_number(text_data: ModuleType) -> None:
+    def draw(seed: int, first: int = 0) -> list[int]:
+        return starts(text_data.training_batches(TOKENS, 16, 2, seed=seed, first_micro_batch=first), 6)
+
+    assert draw(seed=1) == draw(seed=1)
+    assert draw(seed=1) != draw(seed=2)
+    assert draw(seed=1)[4:] == draw(seed=1, first=2)[:8]  # a resumed run
+    assert max(starts(text_data.training_batches(TOKENS, 16, 2, seed=1), 2000)) == len(TOKENS) - 17
+
+
+def test_replicas_share_out_the_samples(text_data: ModuleType) -> None:
+    def draw(replica: int, replicas: int, rows: int) -> list[int]:
+        batches = text_data.training_batches(TOKENS, 16, rows, seed=1, replica_id=replica, num_replicas=replicas)
+        return starts(batches, 3)
+
+    alone, first, second = draw(0, 1, rows=4), draw(0, 2, rows=2), draw(1, 2, rows=2)
+    assert alone == [*first[:2], *second[:2], *first[2:4], *second[2:4], *first[4:], *second[4:]]
+
+
+def test_validation_is_the_same_text_spread_over_all_of_it(text_data: ModuleType) -> None:
+    def draw(replica: int, replicas: int) -> list[int]:
+        batches = text_data.validation_batches(TOKENS, 16, 1, 4, replica_id=replica, num_replicas=replicas)
+        return starts(batches, 100)
+
+    assert draw(0, 1) == draw(0, 1) == [0, 46, 92, 138]
+    assert sorted(draw(0, 2) + draw(1, 2)) == [23 * i for i in range(8)]
+
+
+def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "numbers.txt"
+    file.write_bytes(bytes(range(200)))
+    corpus = text_data.Corpus.load([str(file)], max_bytes=1000, validation_fraction=0.25)
+    assert corpus.train.tolist() == list(range(150))
+    assert corpus.validation.tolist() == list(range(150, 200))
+
+
+def test_directories_are_read_in_order_without_binaries(text_data: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name, content in {"b.txt": b"bb", "a.md": b"aa", "sub/c.py": b"cc", "image": b"x\0y"}.items():
+        (tmp_path / name).write_bytes(content)
+    corpus = text_data.Corpus.load([str(tmp_path)], max_bytes=5, validation_fraction=0.0)
+    assert bytes(corpus.train.tolist()) == b"aabbc"
+    assert corpus.num_files == 3
+
+
+def test_standard_library_is_the_default(text_data: ModuleType) -> None:
+    corpus = text_data.Corpus.load(max_bytes=300_000)
+    assert len(corpus.train) + len(corpus.validation) == 300_000
+    assert torch.equal(corpus.train, text_data.Corpus.load(max_bytes=300_000).train)
+    assert "import" in bytes(corpus.train.tolist()).decode(errors="replace")
+    files = text_data._standard_library()
+    assert len(files) > 100
+    assert not any({"site-packages", "test"} & set(file.parts[-4:]) for file in files)
+
+
+def test_unusable_text_says_what_to_give(text_data: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="give --data files or directories that do"):
+        text_data.Corpus.load([str(tmp_path / "nothing")], max_bytes=10)
+    with pytest.raises(ValueError, match="give --data text files"):
+        text_data.Corpus.load([str(tmp_path / "empty")], max_bytes=10)
+    with pytest.raises(ValueError, match="200 bytes of text are too few for sequences of 200"):
+        next(text_data.training_batches(TOKENS, 200, 1, seed=0))
+
+
+# -- metrics and pictures --------------------------------------------------------------------------------------
+
+
+def test_metrics_keep_every_digit_and_earlier_entries(metrics: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.jsonl"
+    file = metrics.MetricsFile(path, earlier=[{"step": 1, "loss": 2.5}])
+    file.record(step=2, loss=1 / 3, seconds=math.pi)
+    assert metrics.read_metrics(path) == file.entries
+    assert metrics.read_metrics(path)[-1] == {"step": 2, "loss": 1 / 3, "seconds": math.pi}
+    silent = metrics.MetricsFile(None)  # the ranks that do not write
+    silent.record(step=1, loss=0.0)
+    assert silent.entries == [{"step": 1, "loss": 0.0}]
+
+
+def test_loss_curves_are_a_whole_png(metrics: ModuleType, tmp_path: Path) -> None:
+    entries = [{"step": s, "loss": 1 / s, "seconds": 1.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 0.3}]
+    path = metrics.draw_losses(tmp_path / "plots" / "loss.png", {"a": entries, "b": entries}, "title")
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
+
+
+# -- demo ------------------------------------------------------------------------------------------------------
+
+
+def write_run(demo: ModuleType, name: str, losses: list[float], seconds: float, validation: float) -> Any:
+    run = demo.Run(name, Path("unused.json"))
+    entries = [{"step": i + 1, "loss": x, "seconds": seconds} for i, x in enumerate(losses)]
+    entries.append({"step": len(losses), "validation_loss": validation})
+    run.metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("step", "factor", "agree"),
+    [(3, 1 + 5e-5, True), (3, 1 + 2e-4, False), (10, 1 + 5e-4, True), (10, 1 + 2e-3, False), (7, math.nan, False)],
+)
+def test_demo_compares_losses(demo: ModuleType, step: int, factor: float, agree: bool) -> None:
+    losses = [5.0 - 0.1 * i for i in range(20)]
+    other = [loss * (factor if i == step - 1 else 1) for i, loss in enumerate(losses)]
+    stock = write_run(demo, "stock", losses, 2.0, validation=3.0)
+    assert demo.compare_losses(stock, write_run(demo, "sliced", other, 1.0, validation=3.0)) is agree
+
+
+def test_demo_compares_validation_and_wants_all_steps(demo: ModuleType) -> None:
+    stock = write_run(demo, "stock", [5.0] * 9, 2.0, validation=3.0)
+    assert not demo.compare_losses(stock, write_run(demo, "sliced", [5.0] * 9, 1.0, validation=3.01))
+    assert not demo.compare_losses(stock, write_run(demo, "sliced", [5.0] * 8, 1.0, validation=3.0))
+
+
+def test_demo_tells_speed_and_bound(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    stock = write_run(demo, "stock", [5.0] * 9, 2.0, validation=3.0)
+    demo.compare_speed(stock, write_run(demo, "sliced", [5.0] * 9, 1.25, validation=3.0))
+    printed = capsys.readouterr().out
+    assert "1.60 times as fast" in printed
+    assert "1.78 = 2*8/9" in printed
+
+
+def test_demo_shows_the_output_of_a_run_and_ends_with_it_where_it_fails(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    script = "import sys; print('working'); print('broken', file=sys.stderr); sys.exit(int(sys.argv[1]))"
+    code = "3"
+    monkeypatch.setattr(demo.Run, "command", lambda run: [sys.executable, "-c", script, code])
+    run = demo.Run("sliced", Path("unused.json"))
+    with pytest.raises(SystemExit) as failure:
+        demo.launch(run)
+    assert failure.value.code == 3
+    captured = capfdbinary.readouterr()
+    assert b"working" in captured.out
+    assert b"  | broken" in captured.err
+    code = "0"
+    demo.launch(run)
+
+
+def test_demo_measures_whole_sequences_with_the_sliced_config(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from terapipe_ds.config import TeraPipeConfig
+
+    Path("configs").symlink_to(ROOT / "configs")
+    config = TeraPipeConfig.from_deepspeed(json.loads(demo.unsliced_config().read_text()))
+    assert (config.enabled, config.schedule, config.slices) == (True, "1f1b", 1)
+    sliced = TeraPipeConfig.from_deepspeed(json.loads(Path("configs/demo_sliced.json").read_text()))
+    assert sliced.slices == demo.SLICES
+    assert Path(sliced.trace_dir) == demo.OUT / "sliced"  # main() looks for the timelines there
+
+
+# -- scripts ---------------------------------------------------------------------------------------------------
+
+
+def test_quickstart_is_short() -> None:
+    assert len((EXAMPLES / "quickstart.py").read_text(encoding="utf-8").splitlines()) < 60
+
+
+def test_train_gpt_explains_itself() -> None:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_gpt.py"), "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for option in ("--deepspeed_config", "--sequence-length", "--resume", "--eval-every", "--metrics", "--plot"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_compile(script: str) -> None:
+    path = EXAMPLES / script
+    compile(path.read_text(encoding="utf-8"), str(path), "exec")
+
+
+def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    from terapipe_ds.models.gpt import GPTConfig, gpt_layers
+
+    train_gpt = example("train_gpt", monkeypatch)
+    given = {
+        "num_layers": 3, "hidden_size": 48, "num_heads": 6, "num_kv_heads": 3, "ffn_size": 100,
+        "positions": "learned", "dropout": 0.1, "attention_dropout": 0.2,
+    }  # fmt: skip
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config=x", "--tied-embedding", "--seed=7", *options])
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(train_gpt, "PipelineModule", lambda **kwargs: seen.update(kwargs))
+    train_gpt.build_model(train_gpt.parse_arguments(), num_stages=2)
+    expected = GPTConfig.from_name(
+        "tiny", vocab_size=256, max_sequence_length=1024, tied_embedding=True, seed=7, **given
+    )
+    assert [str(spec) for spec in seen["layers"]] == [str(spec) for spec in gpt_layers(expected)]
+    assert seen["num_stages"] == 2
+
+
+def test_cpu_ranks_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_ranks = example("cpu_ranks", monkeypatch)
+    pinned: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 8}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: pinned.append(list(cores)), raising=False)
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    for rank, threads in ((0, 1), (1, 1), (1, 2), (0, 3)):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        cpu_ranks._pin_to_cores(threads)
+    assert pinned == [[2], [3], [5, 7]]  # six cores are not there

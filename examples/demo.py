@@ -27,7 +27,8 @@ from pathlib import Path
 
 from metrics import draw_losses, read_metrics
 
-from terapipe_ds.timeline import Timeline, draw_many, timeline_file_name
+from terapipe_ds.timeline import Timeline, timeline_file_name
+from terapipe_ds.timeline_picture import draw_many
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("out/demo")  # under ROOT; the runs work there

@@ -266,8 +266,7 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
 
 
 def _merge_replica(files: dict[int, Path]) -> Timeline:
-    """The timeline of one pipeline: of ranks that hold the same stage (data or tensor parallel), the
-    lowest."""
+    """The timeline of one pipeline: of the ranks that hold the same stage, the lowest."""
     from terapipe_ds.timeline import Timeline
 
     chosen: list[Timeline] = []

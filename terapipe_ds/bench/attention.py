@@ -14,7 +14,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -49,58 +49,68 @@ class Row:
     store_bytes: int
 
 
+class Sides:
+    """Both sides with the same numbers: leaves [B, T, H * D] of q, k, v, whole and cut into slices."""
+
+    def __init__(self, shape: Shape, num_slices: int, device: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        columns = [h * shape.head_dim for h in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)]
+        *inputs, self.grad = (
+            torch.randn(shape.batch, shape.sequence_length, n, generator=generator).to(device, _dtype(shape.dtype))
+            for n in columns
+        )
+        plan = SlicePlan.equal(shape.sequence_length, num_slices)
+        self.head_dim, self.store = shape.head_dim, SliceStore()
+        self.slices = [
+            ActiveSlice(*plan.span(i), plan.sequence_length, slice_id=i, store=self.store) for i in range(num_slices)
+        ]
+        self.whole = [x.clone().requires_grad_() for x in inputs]
+        self.parts = [[x[:, s.start : s.stop].clone().requires_grad_() for x in inputs] for s in self.slices]
+        self.part_grads = [self.grad[:, s.start : s.stop].clone() for s in self.slices]
+
+    def run_unsliced(self) -> tuple[Tensor, ...]:
+        """Forward and backward in one fused call; returns the gradients of q, k and v."""
+        q, k, v = (self._heads(x) for x in self.whole)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return torch.autograd.grad(_tokens_first(out), self.whole, self.grad)
+
+    def run_sliced(self) -> list[tuple[Tensor, ...]]:
+        """All forwards, then all backwards in reverse; returns the gradients of each slice."""
+        outs, grads = [], []
+        for active, inputs in zip(self.slices, self.parts, strict=True):
+            q, k, v = (self._heads(x) for x in inputs)
+            with push_slice(active):
+                outs.append(_tokens_first(sliced_attention(q, k, v, layer=0)))
+        for i in reversed(range(len(self.slices))):
+            with push_slice(self.slices[i].replace(mode="recompute")):
+                grads.append(torch.autograd.grad(outs.pop(), self.parts[i], self.part_grads[i]))
+        self.store.release(0, 0)
+        return grads[::-1]
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _tokens_first(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).flatten(2)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu") -> Row:
     """Time forward + backward of both sides in turns, after two turns to warm up."""
-    torch.manual_seed(0)
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
-    dtype = getattr(torch, shape.dtype)
-    *inputs, grad = (
-        torch.randn(shape.batch, shape.sequence_length, h * shape.head_dim, dtype=dtype, device=device) for h in heads
-    )
-    plan = SlicePlan.equal(shape.sequence_length, num_slices)
-    spans = [plan.span(i) for i in range(plan.num_slices)]
-    whole = [x.clone().requires_grad_() for x in inputs]
-    parts = [[x[:, start:stop].clone().requires_grad_() for x in inputs] for start, stop in spans]
-    grads = [grad[:, start:stop].clone() for start, stop in spans]
-    store = SliceStore()
-    pairs = []
-    for _ in range(repeats + 2):
-        unsliced_s = _timed(lambda: _run_unsliced(whole, grad, shape.head_dim), device)
-        sliced_s = _timed(lambda: _run_sliced(parts, grads, spans, shape.head_dim, store), device)
-        pairs.append((unsliced_s, sliced_s))
-    unsliced, sliced = zip(*pairs[2:], strict=True)
-    ratio = statistics.median(s / u for u, s in pairs[2:])
-    return Row(num_slices, statistics.median(unsliced), statistics.median(sliced), ratio, store.reserved_bytes())
+    sides = Sides(shape, num_slices, device)
+    pairs = [(_timed(sides.run_unsliced, device), _timed(sides.run_sliced, device)) for _ in range(repeats + 2)][2:]
+    unsliced, sliced = (statistics.median(times) for times in zip(*pairs, strict=True))
+    ratio = statistics.median(s / u for u, s in pairs)
+    return Row(num_slices, unsliced, sliced, ratio, sides.store.reserved_bytes())
 
 
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    return x.unflatten(2, (-1, head_dim)).transpose(1, 2)
-
-
-def _run_unsliced(inputs: list[Tensor], grad: Tensor, head_dim: int) -> None:
-    q, k, v = (_heads(x, head_dim) for x in inputs)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    torch.autograd.grad(out.transpose(1, 2).flatten(2), inputs, grad)
-
-
-def _run_sliced(
-    parts: list[list[Tensor]], grads: list[Tensor], spans: list[tuple[int, int]], head_dim: int, store: SliceStore
-) -> None:
-    outs = []
-    slices = [ActiveSlice(start, stop, spans[-1][1], slice_id=i, store=store) for i, (start, stop) in enumerate(spans)]
-    for active, inputs in zip(slices, parts, strict=True):
-        with push_slice(active):
-            q, k, v = (_heads(x, head_dim) for x in inputs)
-            out = sliced_attention(q, k, v, layer=0)
-        outs.append(out.transpose(1, 2).flatten(2))
-    for active, inputs, grad in reversed(list(zip(slices, parts, grads, strict=True))):
-        with push_slice(active.replace(mode="recompute")):
-            torch.autograd.grad(outs.pop(), inputs, grad)
-    store.release(0, 0)
-
-
-def _timed(run: object, device: str) -> float:
-    assert callable(run)
+def _timed(run: Callable[[], object], device: str) -> float:
     begin = time.perf_counter()
     run()
     if device != "cpu":

@@ -6,7 +6,6 @@ accelerator every action is synchronised while its step is traced, which costs s
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.schedule.action import Action, Kind
-from terapipe_ds.timeline import Timeline, TimelineEvent
+from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
 _COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _FIRST_STEPS = 5  # traced in any case; later ones each TRACE_EVERY steps
@@ -63,7 +62,5 @@ class Tracer:
         if events is None or self._dir is None:
             return
         self._dir.mkdir(parents=True, exist_ok=True)
-        path = self._dir / f"timeline-step{step:06d}-rank{self._rank:04d}.json"
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(Timeline(num_stages=self._num_stages, events=tuple(events)).to_json())
-        os.replace(temporary, path)
+        timeline = Timeline(num_stages=self._num_stages, events=tuple(events))
+        timeline.save(self._dir / timeline_file_name(step, self._rank))

@@ -74,8 +74,7 @@ class Action:
 
     @property
     def kwargs(self) -> dict[str, Action]:
-        """What DeepSpeed's ``PipelineEngine._exec_schedule`` passes to the method that executes an
-        instruction."""
+        """What DeepSpeed's ``_exec_schedule`` passes to the method that executes an instruction."""
         return {"action": self}
 
     @property
@@ -123,8 +122,7 @@ class Action:
 
 @dataclass(frozen=True)
 class StageSchedule:
-    """What one stage runs in one batch, as DeepSpeed's engine wants it: an iterable of lists of
-    instructions."""
+    """What one stage runs in one batch: an iterable of lists of instructions, as DeepSpeed wants it."""
 
     stage_id: int
     actions: tuple[Action, ...]
@@ -167,8 +165,7 @@ class Schedule:
         return [action.text(with_chunk) for action in self.orders[self._checked(stage_id)]]
 
     def for_stage(self, stage_id: int) -> StageSchedule:
-        """What the engine of this stage runs: computations with loads, sends, receives, reduces and the
-        step."""
+        """What the engine of this stage runs: the computations with loads, messages, reduces and the step."""
         return self._stage_schedules[self._checked(stage_id)]
 
     def peak_live_slices(self) -> tuple[int, ...]:
@@ -207,8 +204,7 @@ _WINDOW_STAGES, _WINDOW_ENTRIES = 4, 8  # how much of a big schedule an error sh
 
 
 def fail_at(schedule: Schedule, reason: str, stage_id: int, index: int) -> NoReturn:
-    """Raise ``ScheduleError`` with entry ``index`` of the order of ``stage_id`` marked (past the end: what is
-    missing)."""
+    """Raise ``ScheduleError`` with an entry of an order marked; past the end stands what is missing."""
     place = f"stage {stage_id}, entry {index}"
     raise ScheduleError(
         f"schedule {schedule.name!r}, {place}: {reason}", _marked_grid(schedule, stage_id, index)

@@ -24,8 +24,7 @@ def forwards(num_slices: tuple[int, ...]) -> list[Unit]:
 
 
 def backwards(num_slices: tuple[int, ...]) -> list[Unit]:
-    """Every backward: micro-batches in order (first in, first out), slices in reverse (last in, first
-    out)."""
+    """Every backward: micro-batches first in first out, slices last in first out."""
     return [(Kind.BACKWARD, m, s) for m, count in enumerate(num_slices) for s in reversed(range(count))]
 
 

@@ -1,5 +1,4 @@
-"""A schedule as text: a grid for people, CSV for spreadsheets and hand-written schedules, a dict for
-programs."""
+"""A schedule as text: a grid for people, CSV for hand-written schedules, a dict for programs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Proof that a schedule can run: every rule of the pipeline, checked on the very lists that the engine
-executes.
+"""Proof that a schedule can run: every rule, checked on the very lists that the engine executes.
 
 ``validate`` checks in this order: the shape of the schedule, that every unit runs exactly once, the order
 within each stage, the lowered lists (loads, sends, receives), and that no stage waits for ever.
@@ -156,8 +155,7 @@ def _check_once(schedule: Schedule) -> None:
 
 
 def _first_in_need(schedule: Schedule, stage_id: int, key: Key) -> int:
-    """Where on a stage the result of a missing computation is first needed; past the end where nothing needs
-    it."""
+    """Where a stage first needs the result of a missing computation; past the end if nowhere."""
     order = schedule.orders[stage_id]
     needs = (set(dependencies(action, schedule.num_parts, schedule.num_slices)) for action in order)
     return next((index for index, keys in enumerate(needs) if key in keys), len(order))

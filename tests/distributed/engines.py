@@ -1,7 +1,7 @@
 """Small engines of both kinds, their data, and what a short training with them gave. Runs inside the ranks.
 
-Every model starts from the same weights whatever the number of stages. A stock engine with one stage on two
-ranks is data parallel; as both ranks are fed the same data, it trains as if it were alone.
+Every model starts from the same weights whatever the number of stages. A stock engine with one stage on several
+ranks is data parallel; as all of them are fed the same data, it trains as if it were alone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LENGTH = 23
 LEARNING_RATE = 1e-2
 IGNORE_INDEX = -100
 EXACT = 1e-10  # fp64
+FP32_SCALAR = 1e-6  # what DeepSpeed hands to other ranks is rounded to fp32
 
 MicroBatch = tuple[Any, Any]
 Batch = list[MicroBatch]
@@ -119,6 +120,31 @@ def _reduce_in_fp64(engine: PipelineEngine) -> None:
 
 
 @contextlib.contextmanager
+def engine_of(layers: Sequence[Any], terapipe: dict[str, Any] | None, **options: Any) -> Iterator[PipelineEngine]:
+    """An engine for the block, built as by `build`. A stock engine runs torch's own attention."""
+    with torch_attention() if terapipe is None else contextlib.nullcontext():
+        engine = build(layers, terapipe, **options)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+
+
+def both(
+    job: Callable[[PipelineEngine], Any],
+    layers: Callable[[], Sequence[Any]] | None = None,
+    terapipe: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """`job(engine)` with the stock engine, then with ours."""
+    results = []
+    for each in (None, terapipe or section()):
+        with engine_of((layers or gpt_layers)(), each, **options) as engine:
+            results.append(job(engine))
+    return results[0], results[1]
+
+
+@contextlib.contextmanager
 def torch_attention() -> Iterator[None]:
     """Models run torch's own attention for as long as this lasts: nothing of ours is in a stock run."""
 
@@ -173,12 +199,8 @@ def run_training(
     **options: Any,
 ) -> Run:
     """Build an engine, train with it, and take it down."""
-    with torch_attention() if terapipe is None else contextlib.nullcontext():
-        engine = build(layers(), terapipe, **options)
-        try:
-            return train(engine, data, None if before_step is None else lambda step: before_step(engine, step))
-        finally:
-            engine.destroy()
+    with engine_of(layers(), terapipe, **options) as engine:
+        return train(engine, data, None if before_step is None else lambda step: before_step(engine, step))
 
 
 def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
@@ -211,14 +233,31 @@ def relative_error(value: Any, expected: Any, floor: float = 0.0) -> float:
     return difference / max(float(b.norm()), floor, 1e-300) if difference else 0.0
 
 
+def error_of(ours: Any, stock: Any) -> float:
+    """The relative error of results of any form; infinite where the form differs."""
+    if torch.is_tensor(ours) and torch.is_tensor(stock):
+        return relative_error(ours, stock) if ours.dtype == stock.dtype else float("inf")
+    if isinstance(ours, (list, tuple)) and isinstance(stock, (list, tuple)) and len(ours) == len(stock):
+        return max((error_of(a, b) for a, b in zip(ours, stock, strict=True)), default=0.0)
+    if isinstance(ours, dict) and isinstance(stock, dict) and ours.keys() == stock.keys():
+        return max((error_of(ours[key], stock[key]) for key in ours), default=0.0)
+    if isinstance(ours, float) and isinstance(stock, float):
+        return relative_error(ours, stock)
+    return 0.0 if ours == stock else float("inf")
+
+
 def differences(ours: Run, stock: Run) -> dict[str, float]:
-    """The largest relative error of each kind on this rank. What one of them lacks is an infinite error."""
-    errors = {"loss": _worst_number(ours.losses, stock.losses) if ours.losses else 0.0}
-    errors["returned"] = _worst_number(ours.returned, stock.returned)
+    """The largest relative error of each kind on this rank. What ours lacks is an infinite error.
+
+    Only the parameters of this rank count: the stock engine may have more of them, with fewer stages.
+    """
     pairs = list(zip(ours.gradients, stock.gradients, strict=True))
-    errors["gradient"] = max((_worst_tensor(a, b) for a, b in pairs), default=float("inf"))
-    errors["parameter"] = _worst_tensor(ours.parameters, stock.parameters)
-    return errors
+    return {
+        "loss": _worst_number(ours.losses, stock.losses) if ours.losses else 0.0,
+        "returned": _worst_number(ours.returned, stock.returned),
+        "gradient": max((_worst_tensor(a, b, set(ours.parameters)) for a, b in pairs), default=float("inf")),
+        "parameter": _worst_tensor(ours.parameters, stock.parameters, set(ours.parameters)),
+    }
 
 
 def _worst_number(ours: list[float], stock: list[float]) -> float:
@@ -226,9 +265,15 @@ def _worst_number(ours: list[float], stock: list[float]) -> float:
     return max(relative_error(a, b) for a, b in zip(ours, stock, strict=True))
 
 
-def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> float:
-    """Ours may have fewer: those of one stage, where the stock engine has one stage only."""
-    if not ours or not set(ours) <= set(stock):
+def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor], names: set[str]) -> float:
+    if not ours or ours.keys() != stock.keys() & names:
         return float("inf")
     largest = max(float(value.norm()) for value in stock.values())
     return max(relative_error(value, stock[name], 1e-3 * largest) for name, value in ours.items())
+
+
+def violations(errors: Sequence[dict[str, float]], limit: float = EXACT) -> dict[str, float]:
+    """What is above its limit on some rank, by kind; empty where two trainings are the same."""
+    found = {kind: max(rank[kind] for rank in errors) for kind in errors[0]}
+    limits = {"returned": max(limit, FP32_SCALAR)}
+    return {kind: error for kind, error in found.items() if not error <= limits.get(kind, limit)}

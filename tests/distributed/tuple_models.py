@@ -29,14 +29,14 @@ def decoder(index: int) -> gpt.DecoderLayer:
 
 
 class Embedding(nn.Module):
-    """(tokens, *passengers) -> (hidden, *passengers)."""
+    """(tokens, *passengers) -> (hidden, *passengers). Bare tokens are taken too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=1)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        tokens, *passengers = inputs
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tokens, *passengers = inputs if isinstance(inputs, tuple) else (inputs,)
         return self.weight[tokens], *passengers
 
 
@@ -122,6 +122,44 @@ def scaled_layers(use_at_the_end: bool) -> list[LayerSpec]:
         LayerSpec(Embedding), LayerSpec(TrainedScale), LayerSpec(ScaledDecoder, 0, True),
         LayerSpec(ScaledDecoder, 1, use_at_the_end), LayerSpec(ScaledDecoder, 2, use_at_the_end), LayerSpec(Head),
     ]  # fmt: skip
+
+
+# -- frozen parameters ---------------------------------------------------------------------------------------
+
+
+class Frozen(nn.Module):
+    """A layer that is not trained."""
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        self.layer = layer.build().requires_grad_(False)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.layer(inputs)
+
+
+class Idle(nn.Module):
+    """Has a parameter that nothing depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(3, seed=6)
+
+    def forward(self, inputs: Any) -> Any:
+        return inputs
+
+
+def frozen_layers(kind: str) -> list[LayerSpec]:
+    """What two stages hand on: something that needs a gradient, a tuple of which only the scale needs one, or
+    nothing that needs one.
+    """
+    embedding, decoders = LayerSpec(Frozen, LayerSpec(Embedding)), [LayerSpec(PassingDecoder, i) for i in (0, 1)]
+    if kind == "embedding":
+        return [embedding, decoders[0], decoders[1], LayerSpec(Head)]
+    if kind == "all but the scale":
+        return [embedding, LayerSpec(TrainedScale), LayerSpec(ScaledDecoder, 0, True), LayerSpec(Head)]
+    assert kind == "whole stage"
+    return [embedding, LayerSpec(Idle), decoders[0], LayerSpec(Head)]
 
 
 # -- losses --------------------------------------------------------------------------------------------------

@@ -54,7 +54,18 @@ def test_show_prints_the_grid(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 def test_show_takes_one_number_of_slices_per_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(
-        capsys, "show", "--schedule", "gpipe", "--stages", "2", "--micro-batches", "2", "--slices", "3,1", "--csv", "-"
+        capsys,
+        "show",
+        "--schedule",
+        "gpipe",
+        "--stages",
+        "2",
+        "--micro-batches",
+        "2",
+        "--slices",
+        "3,1",
+        "--csv",
+        "-",
     )
     assert from_csv(text, name="gpipe") == build("gpipe", 2, 2, [3, 1])
 
@@ -107,11 +118,15 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("timeline", "x"), "required: --out"),
     ],
 )
-def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str) -> None:
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str
+) -> None:
     assert reason in refused(capsys, *arguments)
 
 
-def test_a_csv_that_cannot_run_is_shown_with_the_place(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_csv_that_cannot_run_is_shown_with_the_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.0,B0.1\n")
     assert main(["show", "--from-csv", str(path)]) == 2
@@ -122,7 +137,9 @@ def test_a_csv_that_cannot_run_is_shown_with_the_place(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"F0.0,oops\n", b""])
-def test_a_csv_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes) -> None:
+def test_a_csv_that_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
     assert "error: " in refused(capsys, "show", "--from-csv", str(path))
@@ -139,7 +156,9 @@ def write_traces(directory: Path, step: int, num_stages: int = 2, replicas: int 
         Timeline(num_stages, tuple(events), name="seq1f1b").save(directory / timeline_file_name(step, rank))
 
 
-def test_timeline_draws_the_last_step_that_all_ranks_have(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_timeline_draws_the_last_step_that_all_ranks_have(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for step in (1, 2, 3):
         write_traces(tmp_path, step)
     (tmp_path / timeline_file_name(3, 1)).unlink()
@@ -180,7 +199,9 @@ def test_timeline_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert not Path(out).exists()
 
 
-def test_timeline_draws_one_replica_of_a_data_parallel_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_timeline_draws_one_replica_of_a_data_parallel_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     write_traces(tmp_path, 1, replicas=2)
     text = shown(capsys, "timeline", str(tmp_path), "--out", str(tmp_path / "step.svg"))
     assert "2 stages, makespan 6 s" in text
@@ -235,7 +256,9 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     big = ["show", "--schedule", "gpipe", "--stages", "64", "--micro-batches", "99", "--csv", "-"]
     command = [sys.executable, "-m", "terapipe_ds", *big]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert isinstance(process.stdout, io.BufferedReader)
         process.stdout.read(10)
         process.stdout.close()
@@ -252,5 +275,7 @@ def test_no_command_here_loads_torch() -> None:
         "sys.exit(str(early) if early else bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds import timeline as timeline_module
+from terapipe_ds import timeline_picture
 from terapipe_ds.timeline import (
     Timeline,
     TimelineError,
     TimelineEvent,
-    draw_many,
     parse_file_name,
     timeline_file_name,
     write_atomically,
 )
+from terapipe_ds.timeline_picture import draw_many
 
 
 def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: int = 0) -> TimelineEvent:
@@ -306,7 +306,9 @@ def overlaps(figure: Any) -> list[tuple[str, str]]:
     boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in drawn]
     width, height = canvas.get_width_height()
     for text, box in boxes:
-        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, f"{text} leaves the picture"
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, (
+            f"{text} leaves the picture"
+        )
     ordered = sorted(boxes, key=lambda pair: pair[1].x0)
     found = []
     for index, (text, box) in enumerate(ordered):
@@ -320,14 +322,23 @@ def overlaps(figure: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 16, 4), (8, 64, 4), (8, 64, 16), (16, 200, 2)])
 def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, int]) -> None:
-    figure = timeline_module._figure([("stock", large(*shape)), ("sliced", large(*shape))])
+    figure = timeline_picture._figure([("stock", large(*shape)), ("sliced", large(*shape))])
     assert not overlaps(figure)
 
 
 def test_what_the_picture_says() -> None:
-    figure = timeline_module._figure([("stock", two_stages()), ("sliced", large(2, 4))])
+    figure = timeline_picture._figure([("stock", two_stages()), ("sliced", large(2, 4))])
     texts = texts_of(figure)
-    for expected in ("stock", "makespan 6 s, bubble 41.7 %", "sliced", "stage 0", "stage 1", "idle", "33 %", "50 %"):
+    for expected in (
+        "stock",
+        "makespan 6 s, bubble 41.7 %",
+        "sliced",
+        "stage 0",
+        "stage 1",
+        "idle",
+        "33 %",
+        "50 %",
+    ):
         assert expected in texts
     for legend in ("micro-batch 0", "forward", "backward", "weight gradient", "reduce, optimizer", "waiting"):
         assert legend in texts
@@ -337,18 +348,20 @@ def test_what_the_picture_says() -> None:
 
 
 def test_every_box_that_has_room_has_its_label() -> None:
-    texts = texts_of(timeline_module._figure([("", large(2, 16))]))
+    texts = texts_of(timeline_picture._figure([("", large(2, 16))]))
     for unit in range(16):
         assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
 
 
 def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
-    figure = timeline_module._figure([("", two_stages())])
+    figure = timeline_picture._figure([("", two_stages())])
     boxes = {}
     for collection in figure.axes[0].collections:
         for path, colour in zip(collection.get_paths(), collection.get_facecolor(), strict=False):
             extent = path.get_extents()
-            boxes[round(extent.x0, 6), round(extent.x1, 6), round((extent.y0 + extent.y1) / 2)] = tuple(colour[:3])
+            boxes[round(extent.x0, 6), round(extent.x1, 6), round((extent.y0 + extent.y1) / 2)] = tuple(
+                colour[:3]
+            )
     assert {(0, 6, 0), (0, 6, 1)} <= set(boxes), "the ground that shows where a stage waits"
     forward, backward, weight = boxes[0, 2, 0], boxes[4, 6, 0], boxes[4, 5, 1]
     assert (2, 3, 1) in boxes
@@ -358,10 +371,12 @@ def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
 
 
 def test_colours_tell_micro_batches_apart() -> None:
-    shades = [timeline_module._shade(m, kind) for m in range(10) for kind in ("F", "B", "W")]
+    shades = [timeline_picture._shade(m, kind) for m in range(10) for kind in ("F", "B", "W")]
     distances = [math.dist(a, b) for index, a in enumerate(shades) for b in shades[index + 1 :]]
     assert min(distances) > 0.05
-    neighbours = [math.dist(timeline_module._shade(m, "B"), timeline_module._shade(m + 1, "B")) for m in range(20)]
+    neighbours = [
+        math.dist(timeline_picture._shade(m, "B"), timeline_picture._shade(m + 1, "B")) for m in range(20)
+    ]
     assert min(neighbours) > 0.3
 
 

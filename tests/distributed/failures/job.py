@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import distributed
 
 import terapipe_ds
 from terapipe_ds.attention import active_slice
@@ -56,6 +57,7 @@ class Job:
     steps: int = 3
     fault: Fault | None = None
     recompute: bool = False
+    evaluate: bool = False  # in the step of the fault, instead of training
     stall_timeout_s: float = 60.0
     folder: str = ""
     save_after: int = 0
@@ -84,6 +86,7 @@ def run(job: Job) -> list[float]:
 
 def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
     pipeline_id = engine.grid.get_data_parallel_id()
+    _exchange_pids()
     if job.resume:
         path, _ = engine.load_checkpoint(job.folder)
         assert path is not None, f"no checkpoint in {job.folder}"
@@ -91,7 +94,9 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
         fault = job.fault
         struck = fault is not None and (fault.step, fault.stage, fault.pipeline) == (step, engine.stage_id, pipeline_id)
         arm(fault if struck else None)
-        yield float(engine.train_batch(batches(step, pipeline_id)))
+        evaluates = job.evaluate and fault is not None and fault.step == step
+        run_batch = engine.eval_batch if evaluates else engine.train_batch
+        yield float(run_batch(batches(step, pipeline_id)))
         if step == job.save_after:
             engine.save_checkpoint(job.folder)
 
@@ -163,6 +168,7 @@ def struck_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # -- the faults ----------------------------------------------------------------------------------------------
 
 _armed: Fault | None = None
+_pids: list[int] = []
 
 
 class BrokenError(Exception):
@@ -173,6 +179,12 @@ def arm(fault: Fault | None) -> None:
     """From now on the layers of this rank suffer `fault`."""
     global _armed
     _armed = fault
+
+
+def _exchange_pids() -> None:
+    global _pids
+    _pids = [0] * distributed.get_world_size()
+    distributed.all_gather_object(_pids, os.getpid())
 
 
 def _mark() -> None:
@@ -223,6 +235,15 @@ def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     return hidden
 
 
+def _terminate_others(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    """What a launcher does when a rank has died."""
+    _mark()
+    for pid in _pids:
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGTERM)
+    return _hang(hidden, mode)
+
+
 def wait_for_ever() -> None:
     threading.Event().wait()
 
@@ -245,6 +266,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "exit": _exit,
     "kill": _kill,
     "hang": _hang,
+    "terminate_others": _terminate_others,
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,
 }

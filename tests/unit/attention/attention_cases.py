@@ -55,8 +55,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
 
 def run_plain(inputs: Sequence[Tensor], scale: float | None = None) -> Result:
     """Output and gradients without slices, in fp64."""
-    *qkv, grad = (x.double() for x in inputs)
-    leaves = [x.requires_grad_() for x in qkv]
+    *qkv, grad = (x.detach().double() for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in qkv]
     out = plain_attention(*leaves, scale=scale)
     return Result(out.detach(), *torch.autograd.grad(out, leaves, grad))
 
@@ -69,7 +69,8 @@ def slices_of(lengths: Sequence[int], store: SliceStore, **fields: Any) -> list[
     """The active slices of one micro-batch, in order."""
     total = sum(lengths)
     return [
-        ActiveSlice(start, stop, total, slice_id=i, store=store, **fields) for i, (start, stop) in enumerate(spans(lengths))
+        ActiveSlice(start, stop, total, slice_id=i, store=store, **fields)
+        for i, (start, stop) in enumerate(spans(lengths))
     ]
 
 
@@ -83,7 +84,10 @@ class MicroBatch:
         self.slices = slices_of(lengths, store, **fields)
         self.attend = attend or (lambda q, k, v: sliced_attention(q, k, v, "layer"))
         self.leaves = [
-            [x[:, :, s.start : s.stop].clone().requires_grad_(needs) for x, needs in zip(inputs, needs_grad, strict=False)]
+            [
+                x[:, :, s.start : s.stop].clone().requires_grad_(needs)
+                for x, needs in zip(inputs, needs_grad, strict=False)
+            ]
             for s in self.slices
         ]
         self.grads = [inputs[3][:, :, s.start : s.stop] for s in self.slices]
@@ -122,7 +126,9 @@ def _grad(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def run_sliced(inputs: Sequence[Tensor], lengths: Sequence[int], store: SliceStore | None = None, **options: Any) -> Result:
+def run_sliced(
+    inputs: Sequence[Tensor], lengths: Sequence[int], store: SliceStore | None = None, **options: Any
+) -> Result:
     """Output and gradients of one micro-batch in slices; the store is drained afterwards."""
     store = store or SliceStore()
     micro_batch = MicroBatch(inputs, lengths, store, **options)

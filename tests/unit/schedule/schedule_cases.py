@@ -39,10 +39,13 @@ def by_hand(
         rows.append(tuple(dataclasses.replace(a, part_id=places[stage_id, a.chunk_id]) for a in parsed))
     units = {action.unit for row in rows for action in row}
     num_slices = tuple(
-        1 + max(s for m, s in units if m == micro_batch_id) for micro_batch_id in sorted({m for m, _ in units})
+        1 + max(s for m, s in units if m == micro_batch_id)
+        for micro_batch_id in sorted({m for m, _ in units})
     )
     chunks = 1 + max(chunk for _, chunk in places)
-    return Schedule("by hand", len(rows), len(num_slices), num_slices, chunks, forward_only, tuple(rows), places)
+    return Schedule(
+        "by hand", len(rows), len(num_slices), num_slices, chunks, forward_only, tuple(rows), places
+    )
 
 
 def zero_bubble() -> Schedule:

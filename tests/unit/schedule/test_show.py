@@ -30,11 +30,15 @@ def test_a_grid_in_full() -> None:
 
 def grid_rows(text: str, label: str) -> list[str]:
     """The cells of a row, over all blocks."""
-    return [cell for line in text.splitlines() if line.startswith(label) for cell in line[len(label) :].split()]
+    return [
+        cell for line in text.splitlines() if line.startswith(label) for cell in line[len(label) :].split()
+    ]
 
 
 @given(names, ragged_shapes, st.integers(40, 160))
-def test_the_grid_has_every_entry_once_and_nothing_else(name: str, shape: tuple[int, list[int]], width: int) -> None:
+def test_the_grid_has_every_entry_once_and_nothing_else(
+    name: str, shape: tuple[int, list[int]], width: int
+) -> None:
     num_stages, num_slices = shape
     schedule = build(name, num_stages, len(num_slices), num_slices)
     text = render(schedule, width=width)

@@ -1,0 +1,129 @@
+"""Faults that every rank meets alike: an exception everywhere, nobody is left waiting, and training can go on.
+
+Run by the ranks of `harness.RankPool`; many in one job, because the ranks survive them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Batch, Job, batches, build_engine
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception, and how long it took. `kind` is empty where nothing was raised."""
+
+    kind: str
+    text: str
+    seconds: float
+
+
+def provoke(act: Callable[[], Any]) -> Raised:
+    start = time.monotonic()
+    try:
+        act()
+    except Exception as error:
+        return Raised(type(error).__name__, str(error), time.monotonic() - start)
+    return Raised("", "", time.monotonic() - start)
+
+
+# -- data and calls ------------------------------------------------------------------------------------------
+
+
+def suffer(stages: int, names: list[str]) -> tuple[dict[str, Raised], list[float]]:
+    """What each fault of `names` raises on this rank, and the losses of training before and after all of them."""
+    engine = build_engine(Job(stages=stages))
+    try:
+        losses = [float(engine.train_batch(batches(1)))]
+        raised = {name: provoke(lambda name=name: FAULTS[name](engine)) for name in names}  # type: ignore[misc]
+        losses += [float(engine.train_batch(batches(step))) for step in (2, 3)]
+        losses.append(float(engine.eval_batch(batches(4))))
+        return raised, losses
+    finally:
+        engine.destroy()
+
+
+def _on(engine: PipelineEngine, stage_id: int, there: Iterator[Batch], elsewhere: Iterator[Batch]) -> None:
+    engine.train_batch(there if engine.stage_id == stage_id else elsewhere)
+
+
+def _last(engine: PipelineEngine) -> int:
+    return engine.num_stages - 1
+
+
+def _changed(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Iterator[Any]:
+    """The usual micro-batches, the second one changed."""
+    first, second = batches(2)
+    return iter([first, change(*second)])
+
+
+def _broken_iterator() -> Iterator[Batch]:
+    yield next(batches(2))
+    raise OSError("the disk is gone")
+
+
+def _other_accumulation(engine: PipelineEngine) -> None:
+    usual = engine.train_batch_size()
+    try:
+        if engine.is_last_stage():
+            engine.set_train_batch_size(2 * usual)
+        engine.train_batch(iter([*batches(2), *batches(3)]))
+    finally:
+        engine.set_train_batch_size(usual)
+
+
+def _one_evaluates(engine: PipelineEngine) -> None:
+    run_batch = engine.eval_batch if engine.is_first_stage() else engine.train_batch
+    run_batch(batches(2))
+
+
+FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
+    "no data left": lambda engine: engine.train_batch(iter([])),
+    "data for half a batch": lambda engine: engine.train_batch(iter([next(batches(2))])),
+    "no data left in evaluation": lambda engine: engine.eval_batch(iter([]), return_logits=True),
+    "no data left on the first stage": lambda engine: _on(engine, 0, iter([]), batches(2)),
+    "no data left on the last stage": lambda engine: _on(engine, _last(engine), iter([]), batches(2)),
+    "data raises on the first stage": lambda engine: _on(engine, 0, _broken_iterator(), batches(2)),
+    "data raises on the last stage": lambda engine: _on(engine, _last(engine), _broken_iterator(), batches(2)),
+    "data ends here, raises there": lambda engine: _on(engine, 0, iter([]), _broken_iterator()),
+    "labels without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: (x, y[:, 0]))),
+    "inputs without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: ((x[:, 0], x[:, :3]), y))),
+    "inputs shorter than labels": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :-1], y))),
+    "empty sequences": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :0], y[:, :0]))),
+    "not a pair": lambda engine: engine.train_batch(_changed(lambda x, y: {"input_ids": x, "labels": y})),
+    "another length than the plan": lambda engine: engine.train_batch(batches(2, length=sum(PLAN) - 4)),
+    "one stage evaluates": _one_evaluates,
+    "other number of micro-batches": lambda engine: engine.eval_batch(
+        batches(2), num_micro_batches=1 if engine.is_first_stage() else MICRO_BATCHES
+    ),
+    "one stage accumulates more": _other_accumulation,
+}
+
+
+# -- configs -------------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "other slices": {"terapipe": {"enabled": True, "slices": [8, 8]}},
+    "switched off": {"terapipe": {"enabled": False}},
+    "absent": {"terapipe": None},
+    "other accumulation": {"gradient_accumulation_steps": MICRO_BATCHES + 1},
+    "misspelt": {"terapipe": {"enabled": True, "slice": PLAN}},
+}
+
+
+def disagree(names: list[str]) -> dict[str, Raised]:
+    """What `deepspeed.initialize` raises on this rank when the last rank has another config."""
+    from torch import distributed
+
+    is_last = distributed.get_rank() == distributed.get_world_size() - 1
+    return {
+        name: provoke(lambda name=name: build_engine(Job(), CONFIGS[name] if is_last else None))  # type: ignore[misc]
+        for name in names
+    }

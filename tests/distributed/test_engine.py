@@ -1,0 +1,482 @@
+"""What users of DeepSpeed's pipeline engine rely on, feature by feature, against that engine in the same ranks.
+
+The functions named `job_...` run on all ranks of a pool and return what the tests assert. The stock engine has
+the same stages as ours; where it cannot do what is tested, it runs with one stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import functools
+import io
+import itertools
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import terapipe_ds
+from terapipe_ds.models import gpt
+from tests.distributed import tuple_models
+from tests.distributed.engines import (
+    EXACT,
+    FP32_SCALAR,
+    LENGTH,
+    VOCAB_SIZE,
+    Batch,
+    MicroBatch,
+    Run,
+    batches,
+    both,
+    build,
+    differences,
+    engine_of,
+    error_of,
+    gpt_layers,
+    micro_batch,
+    relative_error,
+    run_training,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b")
+UNEVEN = [5, 17, 1]
+Errors = dict[str, float]
+
+
+def on_ranks(job: Callable[..., Any], num_ranks: int = 2, **kwargs: Any) -> list[Any]:
+    """The results of `job(**kwargs)`, one for each rank."""
+    return rank_pool(num_ranks).run(job, **kwargs)
+
+
+def steps(make: Callable[[int], MicroBatch], num_batches: int = 2) -> list[Batch]:
+    """Batches of two micro-batches `make(seed)`."""
+    return [[make(100 * step + index) for index in range(2)] for step in range(num_batches)]
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------
+
+EVALUATIONS: dict[str, dict[str, Any]] = {
+    "loss on every rank": {},
+    "loss on the last stage": {"bcast_loss": False},
+    "losses of the micro-batches": {"bcast_loss": False, "reduce_output": None},
+    "three micro-batches": {"bcast_loss": False, "num_micro_batches": 3},
+    "one micro-batch": {"bcast_loss": False, "num_micro_batches": 1},
+    "loss and logits": {"bcast_loss": False, "return_logits": True},
+    "mean of the logits": {"compute_loss": False},
+    "logits of the micro-batches": {"compute_loss": False, "reduce_output": None},
+    "mean of the logits and logits": {"compute_loss": False, "return_logits": True},
+}
+
+
+def evaluate_all(engine: PipelineEngine, make: Callable[[int], MicroBatch] = micro_batch) -> dict[str, Any]:
+    results = {}
+    for name, options in EVALUATIONS.items():
+        engine.total_loss = None  # the stock engine adds logits to the last training loss, and fails
+        data = iter([make(5000 + index) for index in range(options.get("num_micro_batches", 2))])
+        results[name] = engine.eval_batch(data, **options)
+    return results
+
+
+def evaluate_in_training(engine: PipelineEngine) -> dict[str, Any]:
+    """Two steps, all evaluations, two steps; one iterator gives the data of all steps."""
+    iterator = iter([micro for batch in batches(4) for micro in batch])
+    engine.set_dataiterator(iterator)
+    losses = [float(engine.train_batch()) for _ in range(2)]
+    results = evaluate_all(engine)
+    restored = engine.data_iterator is iterator
+    losses += [float(engine.train_batch()) for _ in range(2)]
+    parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return {"results": results, "restored": restored, "losses": losses, "parameters": parameters}
+
+
+def job_evaluation() -> dict[str, Any]:
+    stock, ours = both(evaluate_in_training, terapipe=section(slices=[5, 10, 7, 1]))
+    undisturbed = run_training(gpt_layers, section(slices=[5, 10, 7, 1]), batches(4))
+    logits = ours["results"]["loss and logits"][1]
+    return {
+        "errors": {name: error_of(ours["results"][name], stock["results"][name]) for name in EVALUATIONS},
+        "losses": error_of(ours["losses"], stock["losses"]),
+        "parameters": error_of(ours["parameters"], stock["parameters"]),
+        "undisturbed": error_of(ours["parameters"], undisturbed.parameters),
+        "restored": ours["restored"],
+        "shape of the logits": None if logits is None else tuple(logits.shape),
+        "number of losses": len(ours["results"]["losses of the micro-batches"] or []),
+    }
+
+
+@functools.cache
+def evaluation() -> list[dict[str, Any]]:
+    return on_ranks(job_evaluation)
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("name", EVALUATIONS)
+    def test_results_equal_those_of_the_stock_engine(self, name: str) -> None:
+        assert max(rank["errors"][name] for rank in evaluation()) <= EXACT
+
+    def test_the_last_stage_has_whole_logits_and_single_losses(self) -> None:
+        assert [rank["shape of the logits"] for rank in evaluation()] == [None, (2, LENGTH, VOCAB_SIZE)]
+        assert [rank["number of losses"] for rank in evaluation()] == [0, 2]
+
+    def test_training_goes_on_as_if_nothing_had_been_evaluated(self) -> None:
+        for rank in evaluation():
+            assert rank["restored"] is True
+            assert rank["losses"] <= FP32_SCALAR
+            assert rank["parameters"] <= EXACT
+            assert rank["undisturbed"] == 0.0
+
+    def test_a_model_that_gives_its_own_loss(self) -> None:
+        for errors in on_ranks(job_evaluation_of_own_loss):
+            assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+
+    def test_other_lengths_and_rows_than_in_training_and_inference_mode(self) -> None:
+        for in_training, in_evaluation in on_ranks(job_evaluation_of_other_lengths):
+            assert in_training <= FP32_SCALAR
+            assert in_evaluation <= EXACT
+
+
+def job_evaluation_of_own_loss() -> Errors:
+    stock, ours = both(
+        functools.partial(evaluate_all, make=tuple_models.own_loss_micro_batch),
+        tuple_models.own_loss_layers,
+        section(slices=UNEVEN, loss_reduction="mean"),
+        loss_fn=None,
+    )
+    return {name: error_of(ours[name], stock[name]) for name in EVALUATIONS}
+
+
+def job_evaluation_of_other_lengths() -> tuple[float, float]:
+    def alternate(engine: PipelineEngine) -> tuple[list[float], list[Any]]:
+        trained, evaluated = [], []
+        for length, rows in ((LENGTH, 2), (11, 3), (LENGTH, 1)):
+            engine.reset_activation_shape()  # the stock engine must be told
+            trained.append(float(engine.train_batch(iter(batches(1, length=length, rows=rows)[0]))))
+            engine.reset_activation_shape()
+            with torch.inference_mode():
+                data = iter([micro_batch(seed, length + 2, rows + 1) for seed in (7, 8)])
+                evaluated.append(engine.eval_batch(data, bcast_loss=False))
+        return trained, evaluated
+
+    (stock_trained, stock_evaluated), (trained, evaluated) = both(alternate)
+    return error_of(trained, stock_trained), error_of(evaluated, stock_evaluated)
+
+
+# -- shapes that change, accumulation, data ------------------------------------------------------------------
+
+
+def job_lengths_between_batches() -> Errors:
+    data = [batches(1, first_seed=length, length=length)[0] for length in (LENGTH, 12, LENGTH, 40, 12)]
+
+    def reset(engine: PipelineEngine, step: int) -> None:
+        engine.reset_activation_shape()
+
+    stock = run_training(gpt_layers, None, data, before_step=reset)
+    return differences(run_training(gpt_layers, section(), data), stock)
+
+
+MIXED: list[list[dict[str, int]]] = [
+    [{"length": 12}, {"length": LENGTH}, {"length": LENGTH}],
+    [{"length": LENGTH}, {"length": 7, "rows": 3}, {"length": 12, "rows": 1}],
+    [{"length": 12, "rows": 1}, {"length": 12}, {"length": 12, "rows": 1}],
+]
+
+
+def job_mixed_shapes(stages: int) -> dict[str, Errors]:
+    data = [[micro_batch(10 * i + j, **shape) for j, shape in enumerate(b)] for i, b in enumerate(MIXED)]
+    options = {"gradient_accumulation_steps": 3}
+    stock = run_training(gpt_layers, None, data, stages=1, **options)
+    return {
+        schedule: differences(
+            run_training(gpt_layers, section(schedule=schedule), data, stages=stages, **options), stock
+        )
+        for schedule in SCHEDULES
+    }
+
+
+def job_batch_sizes() -> dict[str, Any]:
+    data = [batches(1, count, first_seed=count)[0] for count in (1, 3, 3, 2)]
+
+    def resize(engine: PipelineEngine, step: int) -> None:
+        engine.set_train_batch_size(2 * len(data[step]))
+
+    def run(engine: PipelineEngine) -> tuple[Run, list[Any]]:
+        result = train(engine, data, lambda step: resize(engine, step))
+        return result, [engine.global_samples, engine.global_steps, engine.train_batch_size()]
+
+    (stock, stock_counts), (ours, counts) = both(run, gradient_accumulation_steps=1)
+    return {"errors": differences(ours, stock), "counts": counts, "stock counts": stock_counts}
+
+
+class TestShapes:
+    def test_the_sequence_length_changes_between_batches(self) -> None:
+        assert violations(on_ranks(job_lengths_between_batches)) == {}
+
+    @pytest.mark.parametrize("stages", [2, 3])
+    def test_lengths_and_rows_change_between_micro_batches(self, stages: int) -> None:
+        results = on_ranks(job_mixed_shapes, stages, stages=stages)
+        for schedule in SCHEDULES:
+            assert violations([rank[schedule] for rank in results]) == {}, schedule
+
+    def test_the_batch_size_is_changed_during_training(self) -> None:
+        results = on_ranks(job_batch_sizes)
+        assert violations([rank["errors"] for rank in results]) == {}
+        for rank in results:
+            assert rank["counts"] == rank["stock counts"] == [18, 4, 4]
+
+
+def dataset() -> Dataset[Any]:
+    tokens, labels = zip(*(micro_batch(seed, rows=1) for seed in range(14)), strict=True)
+    return TensorDataset(torch.cat(tokens), torch.cat(labels))
+
+
+def job_training_data() -> Errors:
+    """Data from `deepspeed.initialize(training_data=...)`, for longer than one epoch."""
+
+    def run(engine: PipelineEngine) -> dict[str, Any]:
+        losses = [float(engine.train_batch()) for _ in range(5)]
+        return {"returned": losses, "parameter": dict(engine.module.named_parameters())}
+
+    def loader(*args: Any, **kwargs: Any) -> DataLoader[Any]:
+        return DataLoader(*args, **{**kwargs, "num_workers": 0})  # a rank may not have child processes
+
+    with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader):
+        stock, ours = both(run, initialize={"training_data": dataset()})
+    return {kind: error_of(ours[kind], stock[kind]) for kind in stock}
+
+
+def job_interrupted_training() -> dict[str, Any]:
+    """What a caller meets who goes on after an error in the data; in between the training of two good batches."""
+    too_short = [(torch.zeros(2, 2, dtype=torch.long),) * 2] * 2
+    unequal = [(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long))] * 2
+    no_labels = [(torch.zeros(2, 5, dtype=torch.long), None)] * 2
+    good = batches(2)
+    errors: dict[str, Any] = {}
+
+    def attempt(name: str, action: Callable[[Any], Any], data: Sequence[Any] | None) -> None:
+        try:
+            action(None if data is None else iter(data))
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    with engine_of(gpt_layers(), section()) as engine:
+        first = train(engine, good[:1])
+        attempt("end of the data", engine.train_batch, good[0][:1])
+        attempt("end again", engine.train_batch, None)
+        attempt("too short", engine.train_batch, too_short)
+        attempt("unequal lengths", engine.train_batch, unequal)
+        attempt("no labels", engine.train_batch, no_labels)
+        attempt("evaluation", functools.partial(engine.eval_batch, return_logits=True), unequal)
+        attempt("end in evaluation", engine.eval_batch, good[0][:1])
+        attempt("no iterator in evaluation", engine.eval_batch, None)
+        second = train(engine, good[1:])
+        live_bytes = engine._store.live_bytes()
+    undisturbed = run_training(gpt_layers, section(), good)
+    return {
+        "errors": errors,
+        "live bytes": live_bytes,
+        "same": error_of(second.parameters, undisturbed.parameters),
+        "losses": first.losses + second.losses == undisturbed.losses,
+    }
+
+
+class TestData:
+    def test_training_data_given_to_initialize(self) -> None:
+        assert violations(on_ranks(job_training_data)) == {}
+
+    def test_errors_in_the_data_are_raised_everywhere_and_do_no_harm(self) -> None:
+        expected = {
+            "end of the data": "StopIteration: ",
+            "end again": "StopIteration: ",
+            "too short": r"TeraPipeConfigError: terapipe.slices = 3: 3 slices .* a sequence of 2 tokens",
+            "unequal lengths": r"BatchError: .*the labels have length 7 .* the inputs have shapes \[2, 5\]",
+            "no labels": r"BatchError: .*the labels of a batch must be a tensor",
+            "evaluation": r"BatchError: .*the labels have length 7",
+            "end in evaluation": "StopIteration: ",
+            "no iterator in evaluation": r"BatchError: .*there is no data",
+        }
+        for rank in on_ranks(job_interrupted_training):
+            assert rank["errors"].keys() == expected.keys()
+            for name, pattern in expected.items():
+                assert re.match(pattern, rank["errors"][name]), (name, rank["errors"][name])
+            assert rank["live bytes"] == 0
+            assert rank["same"] == 0.0
+            assert rank["losses"] is True
+
+
+# -- tuples between layers, frozen layers --------------------------------------------------------------------
+
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "off": {},
+    "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
+    "non_reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+}
+
+
+def job_guided(stages: int) -> dict[str, Errors]:
+    data = steps(tuple_models.guided_micro_batch)
+    layers = tuple_models.guided_layers
+    stock = run_training(layers, None, data, stages=1)
+    return {
+        kind: differences(run_training(layers, section(slices=UNEVEN), data, stages=stages, **options), stock)
+        for kind, options in CHECKPOINTING.items()
+    }
+
+
+def job_sliced_inputs(sliced_inputs: list[int] | None) -> Errors:
+    data = steps(functools.partial(tuple_models.guided_micro_batch, memory=True))
+    layers = tuple_models.guided_layers
+    stock = run_training(layers, None, data, stages=1)
+    return differences(run_training(layers, section(sliced_inputs=sliced_inputs), data), stock)
+
+
+def job_scaled(use_at_the_end: bool) -> dict[str, Errors]:
+    data = batches(2)
+    layers = functools.partial(tuple_models.scaled_layers, use_at_the_end)
+    stock = run_training(layers, None, data, stages=1)
+    return {
+        kind: differences(run_training(layers, section(), data, **options), stock)
+        for kind, options in CHECKPOINTING.items()
+    }
+
+
+def job_frozen(kind: str) -> Errors:
+    data = batches(2)
+    layers = functools.partial(tuple_models.frozen_layers, kind)
+    stock = run_training(layers, None, data, stages=1)
+    return differences(run_training(layers, section(), data), stock)
+
+
+class TestTuples:
+    @pytest.mark.parametrize("stages", [2, 3])
+    def test_passengers_of_all_kinds(self, stages: int) -> None:
+        """Integers that are sliced, booleans and floats without a gradient that are handed whole; with three
+        stages they pass through the middle one."""
+        results = on_ranks(job_guided, stages, stages=stages)
+        for kind in CHECKPOINTING:
+            assert violations([rank[kind] for rank in results]) == {}, kind
+
+    def test_sliced_inputs_says_what_is_sliced(self) -> None:
+        assert violations(on_ranks(job_sliced_inputs, sliced_inputs=[0, 1])) == {}
+
+    def test_without_sliced_inputs_the_size_decides(self) -> None:
+        """The memory has the labels' length but no token of it belongs to a slice, which shows."""
+        errors = on_ranks(job_sliced_inputs, sliced_inputs=None)
+        assert min(rank["gradient"] for rank in errors) > 1e-3
+
+    @pytest.mark.parametrize("use_at_the_end", [True, False])
+    def test_a_second_float_with_a_gradient(self, use_at_the_end: bool) -> None:
+        """Where the next stage leaves it unused, its gradient is sent as zeros."""
+        results = on_ranks(job_scaled, use_at_the_end=use_at_the_end)
+        for kind in CHECKPOINTING:
+            assert violations([rank[kind] for rank in results]) == {}, kind
+
+    @pytest.mark.parametrize("kind", ["embedding", "all but the scale", "whole stage"])
+    def test_frozen_layers(self, kind: str) -> None:
+        assert violations(on_ranks(job_frozen, kind=kind)) == {}
+
+    def test_another_sequence_dim(self) -> None:
+        errors, evaluation_error = zip(*on_ranks(job_transposed), strict=True)
+        assert violations(errors) == {}
+        assert max(evaluation_error) <= EXACT
+
+
+def job_transposed() -> tuple[Errors, float]:
+    """Tokens and labels [L, B]; the logits of an evaluation are put together along that dimension as well."""
+
+    def layers() -> list[LayerSpec]:
+        return [LayerSpec(tuple_models.Transposed, layer) for layer in gpt_layers()]
+
+    def make(seed: int) -> MicroBatch:
+        tokens, labels = micro_batch(seed)
+        return tokens.T.contiguous(), labels.T.contiguous()
+
+    def run(engine: PipelineEngine) -> tuple[Run, Any]:
+        return train(engine, steps(make)), engine.eval_batch(iter([make(1), make(2)]), compute_loss=False)
+
+    with engine_of(layers(), None, stages=1) as engine:
+        stock, stock_logits = run(engine)
+    with engine_of(layers(), section(slices=[2, 20, 1], sequence_dim=0)) as engine:
+        ours, logits = run(engine)
+    return differences(ours, stock), 0.0 if logits is None else error_of(logits, stock_logits)
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+def job_reduction(reduction: str) -> Errors:
+    loss_fn = {"mean": tuple_models.mean_square, "sum": tuple_models.sum_square}[reduction]
+    stock = run_training(gpt_layers, None, batches(2), loss_fn=loss_fn)
+    ours = section(slices=UNEVEN, loss_reduction=reduction)
+    return differences(run_training(gpt_layers, ours, batches(2), loss_fn=loss_fn), stock)
+
+
+def job_slice_weight() -> Errors:
+    data = steps(tuple_models.weighted_micro_batch)
+    stock = run_training(gpt_layers, None, data, loss_fn=tuple_models.WeightedLoss())
+    ours = run_training(gpt_layers, section(slices=UNEVEN), data, loss_fn=tuple_models.WeightedLoss())
+    return differences(ours, stock)
+
+
+def job_own_loss() -> Errors:
+    data = steps(tuple_models.own_loss_micro_batch)
+    stock = run_training(tuple_models.own_loss_layers, None, data, loss_fn=None)
+    ours = section(slices=UNEVEN, loss_reduction="mean")
+    return differences(run_training(tuple_models.own_loss_layers, ours, data, loss_fn=None), stock)
+
+
+def job_additional_losses() -> tuple[Errors, float, list[str]]:
+    """On the last stage in fp64, on the others as DeepSpeed hands them on."""
+
+    def run(engine: PipelineEngine) -> tuple[Run, list[dict[str, float]]]:
+        reported, run = [], Run()
+        for batch in batches(2):
+            run = train(engine, [batch])
+            reported.append({name: float(value) for name, value in engine.get_additional_losses().items()})
+        return run, reported
+
+    (stock, stock_reported), (ours, reported) = both(
+        run, terapipe=section(slices=UNEVEN), module_class=tuple_models.ReportingModule
+    )
+    return differences(ours, stock), error_of(reported, stock_reported), list(reported[0])
+
+
+class TestLosses:
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_loss_reduction(self, reduction: str) -> None:
+        assert violations(on_ranks(job_reduction, reduction=reduction)) == {}
+
+    def test_slice_weight_of_the_loss_function_and_labels_in_a_tuple(self) -> None:
+        assert violations(on_ranks(job_slice_weight)) == {}
+
+    def test_a_model_that_gives_its_own_loss(self) -> None:
+        assert violations(on_ranks(job_own_loss)) == {}
+
+    def test_additional_losses_are_reported(self) -> None:
+        errors, reported, names = zip(*on_ranks(job_additional_losses), strict=True)
+        assert violations(errors) == {}
+        assert reported[0] <= FP32_SCALAR
+        assert reported[1] <= EXACT
+        assert names == (["language", "size"],) * 2

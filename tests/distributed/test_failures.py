@@ -1,0 +1,299 @@
+"""What goes wrong on one rank ends the whole job: soon, with the cause on every rank, and never by hanging.
+
+Faults that all ranks meet alike are plain exceptions, after which training can go on. The others end every process:
+most are shown with the ranks of the pool, some with DeepSpeed's own launcher and a training script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import harness
+from tests.distributed.failures.alike import CONFIGS, FAULTS, Raised, disagree, suffer
+from tests.distributed.failures.job import ENVIRONMENT, FAULT_MARK, Fault, Job, run
+from tests.distributed.harness import RankFailure, RankReport, rank_pool
+
+SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
+STALL_TIMEOUT_S = 2.0
+LAUNCH_TIMEOUT_S = 180.0
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: what each rank printed, its exit code (None where it is not known), and how soon."""
+
+    outputs: list[str]
+    exit_codes: list[int | None]
+    seconds_after_fault: float
+
+    def assert_all_told(self, *causes: str, survivors: list[int]) -> None:
+        """Each of these ranks has said that it ends, and why, by causes that the text has to match."""
+        for rank in survivors:
+            found = re.search(rf"terapipe_ds: rank {rank} \(stage \d\) ends: .*", self.outputs[rank], re.DOTALL)
+            assert found, f"rank {rank} does not say that it ends:\n{self.outputs[rank]}"
+            for cause in (*causes, "start the job again from its last checkpoint"):
+                assert re.search(cause, found[0]), f"rank {rank} does not say {cause!r}:\n{found[0]}"
+
+    def assert_soon(self, stall_timeout_s: float = 0.0) -> None:
+        assert 0.0 <= self.seconds_after_fault - stall_timeout_s < SOON_S
+
+
+def _seconds_since_fault(outputs: list[str], end: float) -> float:
+    times = [float(found) for output in outputs for found in re.findall(rf"{FAULT_MARK} ([\d.]+)", output)]
+    assert times, "the fault did not strike:\n" + "\n".join(outputs)
+    return end - min(times)
+
+
+# -- faults that every rank meets alike ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids="K{}".format)
+def suffered(request: pytest.FixtureRequest) -> list[tuple[dict[str, Raised], list[float]]]:
+    """Per rank: what each fault raised, and the losses."""
+    return rank_pool(request.param).run(suffer, stages=request.param, names=list(FAULTS))
+
+
+ALIKE = {
+    "no data left": ("StopIteration", ""),
+    "data for half a batch": ("StopIteration", ""),
+    "no data left in evaluation": ("StopIteration", ""),
+    "no data left on the first stage": ("BatchError", r"iterator of stage 0 is at its end.*the same micro-batches"),
+    "no data left on the last stage": ("BatchError", r"iterator of stage [12] is at its end.*the same micro-batches"),
+    "data raises on the first stage": ("OSError|BatchError", r"the disk is gone"),
+    "data raises on the last stage": ("OSError|BatchError", r"the disk is gone"),
+    "data ends here, raises there": ("OSError|BatchError", r"the disk is gone"),
+    "labels without a sequence": ("BatchError", r"no label tensor has dimension 1.*set terapipe.sequence_dim"),
+    "inputs without a sequence": ("BatchError", r"no input tensor has the sequence.*set terapipe.sequence_dim"),
+    "inputs shorter than labels": ("BatchError", r"\[2, 15\].*must have the same length"),
+    "empty sequences": ("BatchError", r"\[2, 0\] has no tokens"),
+    "not a pair": ("BatchError", r"must give \(inputs, labels\), got dict"),
+    "another length than the plan": ("TeraPipeConfigError", r"adds up to 16 tokens, but a sequence has 12: give"),
+    "one stage evaluates": ("BatchError", r"disagree on training.*stage 0: 0.*stage 1: 1.*the same calls"),
+    "other number of micro-batches": ("BatchError", r"disagree on the number of micro-batches: stage 0: 1, stage 1: 2"),
+    "one stage accumulates more": ("BatchError", r"disagree on the number of micro-batches: stage 0: 2"),
+}
+
+
+class TestFaultsAlike:
+    def test_every_fault_is_expected(self) -> None:
+        assert ALIKE.keys() == FAULTS.keys()
+
+    @pytest.mark.parametrize("name", list(FAULTS))
+    def test_every_rank_raises(self, suffered: list[tuple[dict[str, Raised], list[float]]], name: str) -> None:
+        kind, text = ALIKE[name]
+        for rank, (raised, _) in enumerate(suffered):
+            assert re.fullmatch(kind, raised[name].kind), f"rank {rank}: {raised[name]}"
+            assert re.search(text, raised[name].text, re.DOTALL), f"rank {rank}: {raised[name]}"
+            assert raised[name].seconds < SOON_S
+
+    def test_a_rank_keeps_its_own_exception(self, suffered: list[tuple[dict[str, Raised], list[float]]]) -> None:
+        first, last = suffered[0][0], suffered[-1][0]
+        assert (first["data raises on the first stage"].kind, last["data raises on the last stage"].kind) == (
+            "OSError",
+            "OSError",
+        )
+        assert "stage 0 failed to draw its data: OSError" in last["data raises on the first stage"].text
+        assert "OSError" in first["data raises on the last stage"].text
+
+    def test_training_goes_on_as_if_nothing_had_been(
+        self, suffered: list[tuple[dict[str, Raised], list[float]]]
+    ) -> None:
+        stages = len(suffered)
+        undisturbed = rank_pool(stages).run(suffer, stages=stages, names=[])
+        assert [losses for _, losses in suffered] == [losses for _, losses in undisturbed]
+
+
+class TestDifferentConfigs:
+    def test_every_rank_shows_both_sides(self) -> None:
+        everyone = rank_pool(2).run(disagree, names=list(CONFIGS))
+        for name in CONFIGS:
+            key = "gradient_accumulation_steps" if name == "other accumulation" else "terapipe"
+            for raised in (raised[name] for raised in everyone):
+                assert raised.kind == "TeraPipeConfigError", f"{name}: {raised}"
+                assert re.search(rf"the same one.*{key}: ranks \[0\]: .*; ranks \[1\]: ", raised.text, re.DOTALL)
+                assert raised.seconds < SOON_S
+
+
+# -- faults that end the job, on the ranks of the pool -------------------------------------------------------
+
+
+def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    """Run a job that fails, and take what the ranks of the pool have printed."""
+    monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
+    with pytest.raises(RankFailure) as failure:
+        rank_pool(ranks).run(run, job=job)
+    end = time.time()
+    outputs = [report.output for report in failure.value.reports]
+    return Ended(outputs, [_exit_code(r) for r in failure.value.reports], _seconds_since_fault(outputs, end))
+
+
+def _exit_code(report: RankReport) -> int | None:
+    """None where the pool had to end the rank."""
+    if report.status == "raised":  # where there is no pool to catch it, the interpreter exits with 1
+        return 1
+    return int(report.detail.removeprefix("exit code ")) if report.status == "died" else None
+
+
+BROKEN = {
+    "forward": "BrokenError: the layer is broken",
+    "recompute": "BrokenError: the layer is broken",
+    "backward": "BrokenError: the backward is broken",
+    "loss": "BrokenError: the loss function is broken",
+    "other_shape": r"LinkError: .*\(2, 4, 32\).*\(2, 4, 16\).*may depend on .* only",
+    "plain_attention": r"PlainAttentionError: .*slice \[8, 12\) of a sequence of 16 .*Call .*sliced_attention",
+}
+ACTIONS = {"backward": "B1.2", "recompute": "B1.2", "loss": "F0.2", "other_shape": "SA1.2>1"}
+
+
+class TestJobsEnd:
+    @pytest.mark.parametrize(
+        ("stages", "fault"),
+        [
+            *[(2, Fault(kind, stage)) for kind in ("forward", "backward", "recompute") for stage in (0, 1)],
+            *[(3, Fault(kind, 1)) for kind in ("forward", "backward", "recompute", "plain_attention")],
+            (2, Fault("loss", 1)),
+            (3, Fault("loss", 2)),
+            (2, Fault("other_shape", 0)),
+            (2, Fault("plain_attention", 0)),
+            (2, Fault("forward", 1, step=1)),
+        ],
+        ids=lambda value: f"K{value}" if isinstance(value, int) else str(value),
+    )
+    def test_a_stage_that_raises(self, stages: int, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(stages=stages, fault=fault, recompute=fault.kind == "recompute")
+        ended = end_pool(stages, job, monkeypatch)
+        action = ACTIONS.get(fault.kind, "F1.2")
+        survivors = [rank for rank in range(stages) if rank != fault.stage]
+        where = rf"rank {fault.stage} \(stage {fault.stage}\) failed at {action}: "
+        ended.assert_all_told(where + BROKEN[fault.kind], survivors=survivors)
+        ended.assert_all_told(rf"it failed at {action}: {BROKEN[fault.kind]}", survivors=[fault.stage])
+        assert "Traceback (most recent call last)" in ended.outputs[fault.stage]
+        assert ended.exit_codes == [1] * stages
+        ended.assert_soon()
+
+    @pytest.mark.parametrize("stage", [0, 1])
+    def test_a_stage_that_raises_in_evaluation(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = end_pool(2, Job(fault=Fault("forward", stage), evaluate=True), monkeypatch)
+        ended.assert_all_told("failed at F1.2: BrokenError: the layer is broken", survivors=[0, 1])
+        ended.assert_soon()
+
+    @pytest.mark.parametrize(("stages", "stage"), [(2, 0), (2, 1), (3, 1)])
+    def test_a_stage_that_hangs(self, stages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(stages=stages, fault=Fault("hang", stage), stall_timeout_s=STALL_TIMEOUT_S)
+        ended = end_pool(stages, job, monkeypatch)
+        causes = [r"no progress for 2 s \(terapipe.stall_timeout_s\)", "raise the limit"]
+        for rank in range(stages):
+            state = "running F1.2" if rank == stage else r"at [FB]\d\.\d, waiting for .* stage \d"
+            causes.append(f"rank {rank}: {state}")
+        ended.assert_all_told(*causes, survivors=list(range(stages)))
+        assert "in wait_for_ever" in ended.outputs[stage], "the rank that hangs shows where"
+        assert ended.exit_codes == [1] * stages
+        ended.assert_soon(STALL_TIMEOUT_S)
+
+    def test_a_rank_that_is_told_to_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As by a launcher, while its main thread waits in a call that no handler can interrupt."""
+        ended = end_pool(3, Job(stages=3, fault=Fault("terminate_others", 1)), monkeypatch)
+        ended.assert_all_told("SIGTERM.*another rank has ended", "This rank was (at|running) ", survivors=[0, 2])
+        assert ended.exit_codes == [143, None, 143]
+        ended.assert_soon()
+
+    @pytest.mark.parametrize("kind", ["forward", "hang"])
+    def test_a_fault_in_one_pipeline_ends_the_others(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        stall_timeout_s = STALL_TIMEOUT_S if kind == "hang" else 60.0
+        job = Job(fault=Fault(kind, stage=1, pipeline=1), stall_timeout_s=stall_timeout_s)
+        ended = end_pool(4, job, monkeypatch)
+        cause = "no progress for 2 s" if kind == "hang" else r"rank 3 \(stage 1\) failed at F1.2: BrokenError"
+        ended.assert_all_told(cause, survivors=[0, 1, 2])
+        assert ended.exit_codes == [1] * 4
+        ended.assert_soon(STALL_TIMEOUT_S if kind == "hang" else 0.0)
+
+
+# -- faults that end the job, with the launcher --------------------------------------------------------------
+
+
+def launch(ranks: int, job: Job, logs: Path) -> tuple[int, Ended]:
+    """Start the training script by the `deepspeed` launcher. The launcher's exit code, and how the ranks ended."""
+    command = [
+        *(sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--hostfile="),
+        *("--num_gpus", str(ranks), "--master_port", str(_free_port()), "--enable_each_rank_log", str(logs)),
+        str(Path(__file__).parent / "failures" / "train.py"),
+    ]
+    variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), ENVIRONMENT: job.to_json()}
+    process = subprocess.Popen(
+        command, env={**os.environ, **variables}, cwd=ROOT, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=LAUNCH_TIMEOUT_S)
+        end = time.time()
+        left = _processes_of_session(process.pid)
+    finally:
+        for pid in _processes_of_session(process.pid):
+            os.kill(pid, 9)
+    assert not left, f"the launcher left processes behind: {left}"
+    files = [next(iter(logs.glob(f"*_rank{rank}.log")), None) for rank in range(ranks)]
+    assert all(files), f"the launcher did not start its ranks:\n{said}"
+    outputs = [file.read_text() for file in files if file is not None]
+    return process.returncode, Ended(outputs, [], _seconds_since_fault(outputs, end))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _processes_of_session(session: int) -> list[int]:
+    """Living processes (no zombies), read from /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session_of_process = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # ended meanwhile
+            continue
+        if int(session_of_process) == session and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+class TestLaunchedJobsEnd:
+    def test_a_checkpoint_survives_a_stage_that_raises(self, tmp_path: Path) -> None:
+        job = Job(steps=4, folder=str(tmp_path / "checkpoint"), save_after=2)
+        code, ended = launch(2, replace(job, fault=Fault("backward", 0, step=3)), tmp_path / "logs")
+        ended.assert_all_told("failed at B1.2: BrokenError: the backward is broken", survivors=[0, 1])
+        assert code == 1
+        ended.assert_soon()
+        resumed = rank_pool(2).run(run, job=replace(job, resume=True, save_after=0))
+        uninterrupted = rank_pool(2).run(run, job=replace(job, save_after=0))
+        assert resumed == [losses[2:] for losses in uninterrupted]
+        assert len(resumed[0]) == 2
+
+    def test_a_rank_that_exits(self, tmp_path: Path) -> None:
+        code, ended = launch(3, Job(stages=3, fault=Fault("exit", 1)), tmp_path)
+        ended.assert_all_told(r"lost the connection to another rank|SIGTERM|rank [02] .*failed", survivors=[0, 2])
+        assert code == 3
+        ended.assert_soon()
+
+    def test_a_rank_that_is_killed(self, tmp_path: Path) -> None:
+        """Rank 0, which serves the store by which the ranks tell each other what has gone wrong."""
+        code, ended = launch(2, Job(fault=Fault("kill", 0)), tmp_path)
+        ended.assert_all_told(r"lost the connection to another rank .* stage 0|SIGTERM", survivors=[1])
+        assert code != 0
+        ended.assert_soon()
+
+    def test_a_rank_that_hangs(self, tmp_path: Path) -> None:
+        code, ended = launch(2, Job(fault=Fault("hang", 1), stall_timeout_s=STALL_TIMEOUT_S), tmp_path)
+        ended.assert_all_told("no progress for 2 s", "rank 0: .*waiting", "rank 1: running F1.2", survivors=[0, 1])
+        assert code == 1
+        ended.assert_soon(STALL_TIMEOUT_S)

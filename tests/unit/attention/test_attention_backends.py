@@ -1,0 +1,259 @@
+"""Which backend runs, what each refuses, and the ones that need a device through stand-ins."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+
+from terapipe_ds.attention import (
+    SliceStore,
+    available_backends,
+    backends,
+    set_backend,
+    sliced_attention,
+)
+from terapipe_ds.attention.backends import choose_backend, fused
+from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
+from terapipe_ds.attention.backends.reference import Reference, dropout_factors
+
+
+def test_available_backends() -> None:
+    names = available_backends()
+    assert names[-2:] == ("cpu_flash", "reference")
+    assert ("cuda_flash" in names) <= torch.cuda.is_available()
+
+
+def test_the_automatic_choice() -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert choose_backend(q.to(dtype), 0.0).name == "cpu_flash"
+    assert choose_backend(q, 0.1).name == "reference"
+    assert choose_backend(q.to("meta"), 0.0).name == "reference"
+
+
+def test_a_forced_choice() -> None:
+    q = torch.zeros(1, 1, 4, 8)
+    with forced("reference"):
+        assert choose_backend(q, 0.0).name == "reference"
+    assert choose_backend(q, 0.0).name == "cpu_flash"
+
+
+def test_unknown_and_unavailable_backends() -> None:
+    with pytest.raises(ValueError, match="'flash'.*flash_attn, cuda_flash, cpu_flash, reference"):
+        set_backend("flash")
+    if not torch.cuda.is_available():
+        for name in ("cuda_flash", "flash_attn"):
+            with pytest.raises(ValueError, match=f"'{name}' cannot run on this machine; available here: cpu_flash"):
+                set_backend(name)
+    assert choose_backend(torch.zeros(1, 1, 4, 8), 0.0).name == "cpu_flash"
+
+
+def test_a_forced_backend_refuses_dropout() -> None:
+    inputs = random_inputs()
+    with forced("cpu_flash"), pytest.raises(ValueError, match="'cpu_flash' was forced, but it cannot replay dropout"):
+        run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, dropout_p=0.1))
+
+
+@pytest.mark.parametrize(
+    ("backend", "q", "dropout_p", "reason"),
+    [
+        (CpuFlash(), torch.empty(1, 1, 2, 8, device="meta"), 0.0, "not on meta"),
+        (CpuFlash(), torch.empty(1, 1, 2, 8, dtype=torch.int32), 0.0, "int32"),
+        (CudaFlash(), torch.empty(1, 1, 2, 8), 0.0, "not on cpu"),
+        (FlashAttn(), torch.empty(1, 1, 2, 8), 0.0, "not on cpu"),
+    ],
+)
+def test_refusals(backend: Any, q: Tensor, dropout_p: float, reason: str) -> None:
+    assert reason in backend.refusal(q, dropout_p)
+
+
+@pytest.mark.parametrize("backend", [CudaFlash(), FlashAttn()])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "dropout_p", "reason"),
+    [
+        (torch.float32, 64, 0.0, "bfloat16 and float16, not torch.float32"),
+        (torch.bfloat16, 60, 0.0, "multiples of 8 up to 256, not 60"),
+        (torch.bfloat16, 264, 0.0, "multiples of 8 up to 256, not 264"),
+        (torch.bfloat16, 64, 0.1, "cannot replay dropout"),
+        (torch.float16, 256, 0.0, None),
+    ],
+)
+def test_what_the_cuda_kernels_refuse(
+    backend: Any, dtype: torch.dtype, dim: int, dropout_p: float, reason: str | None
+) -> None:
+    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 2, dim))
+    found = backend.refusal(q, dropout_p)
+    assert found is None if reason is None else reason in found
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_logged", set())
+    inputs = random_inputs()
+    with caplog.at_level(logging.INFO, logger="terapipe_ds"):
+        run_sliced(inputs, (5, 5, 10))
+        run_sliced(inputs, (5, 5, 10))
+        run_sliced([x.float() for x in inputs], (5, 15))
+        with forced("reference"):
+            run_sliced(inputs, (5, 15))
+    assert [record.getMessage() for record in caplog.records if record.name == "terapipe_ds"] == [
+        "sliced attention: automatic backend cpu_flash for cpu, torch.float64",
+        "sliced attention: automatic backend cpu_flash for cpu, torch.float32",
+        "sliced attention: forced backend reference for cpu, torch.float64",
+    ]
+
+
+# -- dropout ------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_masks_are_replayed_drawn_anew_and_of_the_right_mean() -> None:
+    probs = torch.ones(64, 1000, dtype=torch.float64)
+    first, again, other = (dropout_factors(probs, seed, 0.3) for seed in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert set(first.unique().tolist()) == {0.0, 1 / 0.7}
+    assert abs(float((first == 0).double().mean()) - 0.3) < 5 * math.sqrt(0.3 * 0.7 / first.numel())
+
+
+def test_gradients_under_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd through the same masks; every slice has a mask of its own."""
+    masks: list[Tensor] = []
+    original = dropout_factors
+
+    def recording(probs: Tensor, seed: int, dropout_p: float) -> Tensor:
+        masks.append(original(probs, seed, dropout_p))
+        return masks[-1]
+
+    monkeypatch.setattr("terapipe_ds.attention.backends.reference.dropout_factors", recording)
+    inputs = random_inputs((2, 2, 2, 20, 8))
+    result = run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, dropout_p=0.4))
+    assert torch.equal(masks[0], masks[3]) and torch.equal(masks[1], masks[2])  # forwards 0, 1, backwards 1, 0
+    mask = torch.zeros(2, 2, 20, 20, dtype=torch.float64)
+    mask[:, :, :9, :9], mask[:, :, 9:, :] = masks[0], masks[1]
+
+    q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+    hidden = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    probs = torch.softmax((q @ k.mT / math.sqrt(8)).masked_fill(hidden, -math.inf), -1)
+    out = (probs * mask) @ v
+    expected = type(result)(out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]))
+    assert largest_error(result, expected) <= 1e-12
+
+
+def test_dropout_follows_the_generator_of_torch() -> None:
+    inputs = random_inputs()
+
+    def outputs(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, dropout_p=0.4)).out
+
+    assert torch.equal(outputs(1), outputs(1))
+    assert not torch.equal(outputs(1), outputs(2))
+
+
+# -- kernels that need a device, through stand-ins ------------------------------------------------------------------
+
+
+def _bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """flash-attn's forward, [B, tokens, heads, D]: the causal mask is aligned with the last query and the last key."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return Reference().forward(q, k, v, k.shape[2] - q.shape[2], scale, 0.0)[:2]
+
+
+def _fake_flash_attn(calls: list[str]) -> types.ModuleType:
+    """The two functions of the package as of 2.7, keyword for keyword."""
+    module = types.ModuleType("flash_attn.flash_attn_interface")
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
+        window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        assert causal and (window_size_left, window_size_right) == (-1, -1) and dropout_p == softcap == 0.0
+        calls.append("forward")
+        out, lse = _bottom_right(q, k, v, softmax_scale)
+        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
+        dv: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
+        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        assert causal and rng_state is not None
+        calls.append("backward")
+        heads_first = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
+
+        def write(offset: int, d_keys: Tensor, d_values: Tensor) -> None:
+            dk.copy_(d_keys.transpose(1, 2))
+            dv.copy_(d_values.transpose(1, 2))
+
+        start = k.shape[1] - q.shape[1]
+        result = Reference().backward(*heads_first, softmax_lse, start, softmax_scale, 0.0, (0,), write)
+        dq.copy_(result.transpose(1, 2))
+        return softmax_lse
+
+    module._flash_attn_forward = forward  # type: ignore[attr-defined]
+    module._flash_attn_backward = backward  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
+def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    package = types.ModuleType("flash_attn")
+    package.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(calls))
+    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, dropout_p: None)
+    monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
+    inputs = random_inputs((2, *heads, 20, 8))
+    with forced("flash_attn"):
+        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
+    assert calls == ["forward"] * 3 + ["backward"] * 3
+
+
+def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, installed, expected in (((0, 0), True, False), ((8, 0), True, True), ((9, 0), False, False)):
+        monkeypatch.setattr(fused, "_cuda_capability", lambda value=capability: value)
+        monkeypatch.setattr(fused, "_has_flash_attn", lambda value=installed: value)
+        assert FlashAttn().is_available() is expected
+        assert CudaFlash().is_available() is (capability >= (8, 0))
+
+
+def test_the_cuda_kernel_is_called_as_torch_declares_it() -> None:
+    """Arguments and shapes through torch's shape-only implementation of the operator: meta tensors."""
+    kernel = CudaFlash()
+    q = torch.empty(2, 4, 5, 64, dtype=torch.bfloat16, device="meta")
+    keys, values = torch.empty(2, 2, 2, 12, 64, dtype=torch.bfloat16, device="meta")
+    out, lse, state = kernel.forward(q, keys, values, 7, 0.125, 0.0)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
+    pieces: list[tuple[int, int]] = []
+    dq = kernel.backward(
+        out, q, keys, values, out, lse, 7, 0.125, 0.0, state,
+        lambda offset, dk, dv, again=False: pieces.append((offset, dk.shape[2])),
+    )  # fmt: skip
+    assert dq.shape == q.shape
+    assert pieces == [(0, 7), (7, 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [None, *(n for n in ("flash_attn", "cuda_flash") if n in available_backends())])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["all heads", "grouped"])
+def test_on_a_gpu(heads: tuple[int, int], dtype: torch.dtype, backend: str | None) -> None:
+    inputs = random_inputs((2, *heads, 1000, 64), dtype)
+    expected = run_plain(inputs)
+    on_device = [x.cuda() for x in inputs]
+    unsliced = _on_cpu(run_sliced(on_device, (1000,)))
+    with forced(backend):
+        store = SliceStore()
+        error = largest_error(_on_cpu(run_sliced(on_device, (300, 500, 199, 1), store)), expected)
+    assert error <= 2 * largest_error(unsliced, expected)
+    assert store.peak_bytes() == 2 * 2 * 1000 * heads[1] * 64 * (2 + 4)
+
+
+def _on_cpu(result: Any) -> Any:
+    return type(result)(**{name: x.cpu() for name, x in result.named()})

@@ -1,0 +1,112 @@
+"""Activation checkpointing runs a slice's forward again inside its backward: same result, nothing appended twice."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import MicroBatch, Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import SliceStore, sliced_attention
+
+PLAN = (9, 10, 1)
+
+
+def _deepspeed(name: str) -> Callable[..., Any]:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    return getattr(checkpointing, name)
+
+
+KINDS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "reentrant": lambda: functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant": lambda: functools.partial(checkpoint, use_reentrant=False),
+    "non-reentrant, no early stop": lambda: _without_early_stop,
+    "deepspeed": lambda: _deepspeed("checkpoint"),
+    "deepspeed non-reentrant": lambda: _deepspeed("non_reentrant_checkpoint"),
+}
+
+
+def _without_early_stop(function: Callable[..., Any], *inputs: Any) -> Any:
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        return checkpoint(function, *inputs, use_reentrant=False)
+
+
+class Attend:
+    """Attention with something before and after it, as in a layer; counts how often it runs."""
+
+    def __init__(self, dropout_p: float = 0.0) -> None:
+        self.dropout_p, self.runs = dropout_p, 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.runs += 1
+        return sliced_attention(q * 1.0, k * 1.0, v * 1.0, "layer", dropout_p=self.dropout_p) * 1.0
+
+
+def run(kind: str | None, inputs: list[Tensor], attend: Attend, store: SliceStore) -> MicroBatch:
+    wrap = KINDS[kind]() if kind else None
+    micro_batch = MicroBatch(
+        inputs, PLAN, store, attend=attend if wrap is None else lambda *qkv: _single(wrap(attend, *qkv))
+    )
+    micro_batch.forward_all()
+    micro_batch.backward_all()
+    store.assert_drained()
+    return micro_batch
+
+
+def _single(outputs: Tensor | tuple[Tensor]) -> Tensor:
+    return outputs if torch.is_tensor(outputs) else outputs[0]
+
+
+@pytest.mark.parametrize("backend", ["cpu_flash", "reference"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_result_and_same_memory(kind: str, backend: str) -> None:
+    inputs, attend, store = random_inputs((2, 4, 2, 20, 8)), Attend(), SliceStore()
+    with forced(backend):
+        result = run(kind, inputs, attend, store).result()
+    assert attend.runs == 2 * len(PLAN)
+    assert largest_error(result, run_plain(inputs)) <= 1e-12
+    assert store.peak_bytes() == 2 * (2 * 2 * 20 * 2 * 8) * 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recomputed_forward_replays_its_dropout(kind: str) -> None:
+    """Gradients with and without checkpointing are the same to the last bit, and dropout was really on."""
+    inputs = random_inputs((2, 4, 2, 20, 8))
+    results = []
+    for each in (None, kind):
+        torch.manual_seed(5)
+        results.append(run(each, inputs, Attend(dropout_p=0.4), SliceStore()).result())
+    assert largest_error(results[1], results[0]) <= 1e-14
+    assert largest_error(results[0], run_plain(inputs)) > 0.1
+
+
+def test_reentrant_frees_and_recomputes_under_interleaved_micro_batches() -> None:
+    store = SliceStore()
+    inputs = [random_inputs(seed=seed) for seed in (1, 2)]
+    wrap = KINDS["reentrant"]()
+    first, second = (
+        MicroBatch(x, PLAN, store, attend=functools.partial(wrap, Attend()), micro_batch_id=i)
+        for i, x in enumerate(inputs)
+    )
+    first.forward_all()
+    second.forward_all()
+    for i in (2, 1, 0):
+        second.backward(i)
+        first.backward(i)
+    store.release(0, 0)
+    store.release(0, 1)
+    for micro_batch, x in zip((first, second), inputs, strict=True):
+        assert largest_error(micro_batch.result(), run_plain(x)) <= 1e-12
+
+
+def test_offloaded_activations() -> None:
+    """Saved tensors may be packed away and brought back as copies."""
+    inputs = random_inputs()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x.clone()):
+        assert largest_error(run_sliced(inputs, PLAN), run_plain(inputs)) <= 1e-12

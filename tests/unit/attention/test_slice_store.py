@@ -1,0 +1,318 @@
+"""The slice store: order, memory and the end of life of keys, values and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from attention_cases import MicroBatch, largest_error, random_inputs, run_plain, run_sliced, slices_of
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
+
+SHAPE = (2, 4, 2, 20, 8)  # B, H, H_kv, L, D
+NUMEL = 2 * 2 * 20 * 2 * 8  # keys and values of one layer and micro-batch: 2 * B * L * H_kv * D
+
+
+# -- order --------------------------------------------------------------------------------------------------------
+
+
+def three_slices(store: SliceStore | None = None) -> MicroBatch:
+    return MicroBatch(random_inputs(SHAPE), (9, 10, 1), store or SliceStore())
+
+
+def test_a_forward_out_of_order() -> None:
+    micro_batch = three_slices()
+    with pytest.raises(SliceStoreError, match=r"slice \[9, 19\) out of order, the next one must start at token 0"):
+        micro_batch.forward(1)
+    micro_batch = three_slices()
+    micro_batch.forward(0)
+    with pytest.raises(SliceStoreError, match=r"slice \[19, 20\) out of order, the next one must start at token 9"):
+        micro_batch.forward(2)
+
+
+def test_a_layer_name_used_twice_in_one_part() -> None:
+    with pytest.raises(SliceStoreError, match=r"second time.*share the name 'attention' \(give each its own\)"):
+        run_sliced(
+            random_inputs(),
+            (9, 11),
+            attend=lambda q, k, v: sliced_attention(sliced_attention(q, k, v, "attention"), k, v, "attention"),
+        )
+
+
+def test_two_layers_of_one_part() -> None:
+    inputs = random_inputs()
+    two = run_sliced(
+        inputs,
+        (9, 11),
+        attend=lambda q, k, v: sliced_attention(q, k, v, ("block", 0)) + sliced_attention(q, k, v, ("block", 1)),
+    )
+    expected = run_plain(inputs)
+    for name, value in two.named():
+        torch.testing.assert_close(value, 2 * getattr(expected, name))
+
+
+@pytest.mark.parametrize("order", [(0,), (1,), (2, 0), (2, 2), (2, 1, 1), (2, 1, 0, 0)])
+def test_a_backward_out_of_order(order: tuple[int, ...]) -> None:
+    micro_batch = three_slices()
+    micro_batch.forward_all()
+    outs = list(micro_batch.outs)
+    for i in order[:-1]:
+        assert outs[i] is not None
+        outs[i].backward(micro_batch.grads[i], retain_graph=True)  # type: ignore[union-attr]
+    with pytest.raises(SliceStoreError, match="out of order.*reverse slice order"):
+        outs[order[-1]].backward(micro_batch.grads[order[-1]])  # type: ignore[union-attr]
+
+
+def test_a_slice_whose_output_the_loss_does_not_use() -> None:
+    """Its own keys would miss the gradients that later slices gave to them."""
+    micro_batch = three_slices()
+    micro_batch.forward_all()
+    micro_batch.backward(2)
+    with pytest.raises(SliceStoreError, match=r"slice \[0, 9\) out of order, the next one must end at token 19"):
+        micro_batch.backward(0)
+
+
+def test_a_forward_in_a_backward_needs_its_mode() -> None:
+    micro_batch = three_slices()
+    micro_batch.forward_all()
+    with pytest.raises(SliceStoreError, match="mode 'train' \\(use 'recompute'\\)"):
+        micro_batch.forward(1)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "weight"])
+def test_a_slice_cannot_be_rerun_before_it_ran(mode: str) -> None:
+    store = SliceStore()
+    first, second = slices_of((9, 11), store)
+    k = torch.zeros(1, 2, 9, 8)
+    store.write(first, 0, k, k)
+    with pytest.raises(SliceStoreError, match=rf"mode '{mode}' runs slice \[9, 20\) again, but only \[0, 9\) has run"):
+        store.write(second.replace(mode=mode), 0, torch.zeros(1, 2, 11, 8), torch.zeros(1, 2, 11, 8))
+
+
+def test_recompute_rewrites_and_weight_only_reads() -> None:
+    store = SliceStore()
+    (first, _) = slices_of((2, 3), store)
+    ones = torch.ones(1, 1, 2, 4)
+    entry = store.write(first, 0, ones, 2 * ones)
+    store.write(first.replace(mode="weight"), 0, 5 * ones, 5 * ones)
+    assert [x.unique().tolist() for x in entry.keys_values(0, 2)] == [[1.0], [2.0]]
+    assert store.write(first.replace(mode="recompute"), 0, 3 * ones, 4 * ones) is entry
+    assert [x.unique().tolist() for x in entry.keys_values(0, 2)] == [[3.0], [4.0]]
+    assert entry.filled == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x[:1], lambda x: x[:, :1], lambda x: x[..., :4], lambda x: x.float()],
+    ids=["batch", "heads", "head dim", "dtype"],
+)
+def test_a_change_of_shape_within_a_micro_batch(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    store = SliceStore()
+    first, second = slices_of((5, 5), store)
+    k = torch.zeros(2, 2, 5, 8, dtype=torch.float64)
+    store.write(first, "here", k, k)
+    with pytest.raises(
+        SliceStoreError, match=r"layer 'here'.*slice \[5, 10\).*began with \[2, 2, 10, 8\], torch.float64"
+    ):
+        store.write(second, "here", change(k), change(k))
+
+
+def test_keys_that_begin_to_need_gradients_in_the_middle() -> None:
+    store = SliceStore()
+    slices = slices_of((5, 5), store)
+    k = torch.zeros(1, 1, 5, 4)
+    entry, _ = (store.write(active, 0, k, k) for active in slices)
+    entry.record(kv_needs_grad=False)
+    store.begin_backward(entry, 5, 10)
+    assert store.end_backward(entry, 5, 10) is None
+    entry.record(kv_needs_grad=True)
+    with pytest.raises(SliceStoreError, match="their share is lost"):
+        store.begin_backward(entry, 0, 5)
+
+
+def test_later_slices_write_the_buffers_that_earlier_nodes_read() -> None:
+    """No version check trips, and a node sees the keys as they are in the store when its backward runs."""
+    micro_batch = three_slices()
+    micro_batch.forward_all()
+    entry = micro_batch.store._entries[0, 0]["layer"]
+    entry.kv[:, :, :, 19:].zero_()
+    out = micro_batch.outs[1]
+    assert out is not None
+    micro_batch.backward(2)
+    micro_batch.backward(1)
+    expected = run_plain(random_inputs(SHAPE))
+    got = micro_batch.leaves[1][0].grad
+    assert got is not None
+    torch.testing.assert_close(got, expected.dq[:, :, 9:19])
+
+
+# -- end of life --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backwards", "message"),
+    [((), "before any backward"), ((2,), r"gradients of \[0, 19\) still waiting"), ((2, 1), r"\[0, 9\) still waiting")],
+)
+def test_release_of_a_micro_batch_that_is_not_drained(backwards: tuple[int, ...], message: str) -> None:
+    micro_batch = three_slices()
+    micro_batch.forward_all()
+    for i in backwards:
+        micro_batch.backward(i)
+    with pytest.raises(SliceStoreError, match=message):
+        micro_batch.store.release(0, 0)
+
+
+def test_release_before_all_forwards() -> None:
+    micro_batch = MicroBatch(random_inputs(), (9, 11), SliceStore(), needs_grad=(False,) * 3)
+    micro_batch.forward(0)
+    with pytest.raises(SliceStoreError, match=r"after the forward of \[0, 9\) of 20 tokens"):
+        micro_batch.store.release(0, 0)
+
+
+def test_evaluation_may_be_released_at_any_time() -> None:
+    micro_batch = MicroBatch(random_inputs(), (9, 11), SliceStore(), mode="eval")
+    micro_batch.forward(0)
+    micro_batch.store.release(0, 0)
+    assert micro_batch.store.live_bytes() == 0
+
+
+def test_release_of_what_never_ran() -> None:
+    SliceStore().release(0, 0)
+
+
+def test_the_end_of_a_batch_names_what_is_left() -> None:
+    store = SliceStore()
+    MicroBatch(random_inputs(), (9, 11), store, micro_batch_id=3, part_id=2).forward_all()
+    with pytest.raises(SliceStoreError, match=r"layer 'layer' \(part 2, micro-batch 3\)"):
+        store.assert_drained()
+
+
+def test_reset_after_an_exception() -> None:
+    """The next batch runs in the same buffers; what is left of the old graph can no longer touch them."""
+    store = SliceStore()
+    old = three_slices(store)
+    old.forward_all()
+    old.backward(2)
+    reserved = store.reserved_bytes()
+    store.reset()
+    store.assert_drained()
+    assert store.live_bytes() == 0
+    new = three_slices(store)
+    new.forward_all()
+    with pytest.raises(SliceStoreError, match="after the micro-batch was released"):
+        old.backward(1)
+    new.backward_all()
+    assert largest_error(new.result(), run_plain(random_inputs(SHAPE))) <= 1e-12
+    assert store.reserved_bytes() == reserved
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
+)
+def test_memory_of_one_micro_batch(dtype: torch.dtype, itemsize: int) -> None:
+    store = SliceStore()
+    micro_batch = MicroBatch(random_inputs(SHAPE, dtype), (9, 10, 1), store)
+    kv_bytes, grad_bytes = NUMEL * itemsize, NUMEL * max(4, itemsize)
+    micro_batch.forward(0)
+    assert store.live_bytes() == kv_bytes
+    micro_batch.forward(1)
+    micro_batch.forward(2)
+    assert store.live_bytes() == store.peak_bytes() == kv_bytes
+    micro_batch.backward(2)
+    assert store.live_bytes() == kv_bytes + grad_bytes
+    micro_batch.backward(1)
+    micro_batch.backward(0)
+    assert store.live_bytes() == kv_bytes
+    store.release(0, 0)
+    assert store.live_bytes() == 0
+    assert store.peak_bytes() == store.reserved_bytes() == kv_bytes + grad_bytes
+
+
+def test_memory_of_several_layers_and_micro_batches() -> None:
+    """Keys and values for every live micro-batch, gradients for those in backward, times layers."""
+    store = SliceStore()
+    first, second = (
+        MicroBatch(
+            random_inputs(SHAPE, torch.bfloat16),
+            (9, 11),
+            store,
+            attend=lambda q, k, v: sliced_attention(q, k, v, 0) + sliced_attention(q, k, v, 1),
+            micro_batch_id=i,
+        )
+        for i in (0, 1)
+    )
+    first.forward_all()
+    second.forward_all()
+    first.backward_all()
+    second.backward_all()
+    layers = 2
+    assert store.peak_bytes() == store.reserved_bytes() == layers * (2 * NUMEL * 2 + NUMEL * 4)
+    store.reset_peak()
+    assert store.peak_bytes() == 0
+
+
+def test_buffers_are_taken_once() -> None:
+    store = SliceStore()
+    addresses = set()
+    for seed in range(4):
+        micro_batch = MicroBatch(random_inputs(SHAPE, seed=seed), (9, 10, 1), store)
+        micro_batch.forward_all()
+        micro_batch.backward(2)
+        entry = store._entries[0, 0]["layer"]
+        assert entry.grads is not None
+        addresses.add((entry.kv.data_ptr(), entry.grads.data_ptr()))
+        micro_batch.backward(1)
+        micro_batch.backward(0)
+        store.release(0, 0)
+        assert store.reserved_bytes() == 2 * NUMEL * 8
+        assert largest_error(micro_batch.result(), run_plain(random_inputs(SHAPE, seed=seed))) <= 1e-12
+    kv, grads = {kv for kv, _ in addresses}, {grads for _, grads in addresses}
+    assert kv | grads == next(iter(map(set, addresses))) and len(kv | grads) == 2
+
+
+def test_stale_contents_of_a_buffer_do_no_harm() -> None:
+    store = SliceStore()
+    run_sliced([x.fill_(float("nan")) for x in random_inputs(SHAPE)], (9, 10, 1), store)
+    inputs = random_inputs(SHAPE)
+    assert largest_error(run_sliced(inputs, (9, 10, 1), store), run_plain(inputs)) <= 1e-12
+
+
+def test_lengths_that_change_from_batch_to_batch() -> None:
+    """Shorter sequences run in the buffers of the longest; longer ones replace them."""
+    store = SliceStore()
+    for length in (12, 20, 7, 16, 20, 3, 12):
+        inputs = random_inputs((2, 4, 2, length, 8))
+        result = run_sliced(inputs, (length // 2, length - length // 2), store)
+        assert largest_error(result, run_plain(inputs)) <= 1e-12
+    assert store.reserved_bytes() == 2 * NUMEL * 8
+
+
+def test_lengths_that_change_within_a_batch() -> None:
+    store = SliceStore()
+    for _ in range(2):
+        batches = [
+            MicroBatch(random_inputs((2, 4, 2, length, 8)), (length - 2, 2), store, micro_batch_id=i)
+            for i, length in enumerate((8, 20))
+        ]
+        for micro_batch in batches:
+            micro_batch.forward_all()
+        for micro_batch in batches:
+            micro_batch.backward_all()
+        store.assert_drained()
+
+
+def test_a_probe_runs_any_slice_at_any_time() -> None:
+    """Measurements: the prefix never ran, forwards and backwards come in any order, everything stays finite."""
+    store = SliceStore()
+    for start, stop in ((12, 16), (0, 8), (16, 20), (12, 16)):
+        leaves = [x[:, :, start:stop].clone().requires_grad_() for x in random_inputs(SHAPE)[:3]]
+        with push_slice(ActiveSlice(start, stop, 20, store=store, mode="probe")):
+            out = sliced_attention(*leaves, layer=0)
+            out.sum().backward()
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
+    store.release(0, 0)
+    store.assert_drained()

@@ -24,6 +24,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backe
 from terapipe_ds.plan import SlicePlan
 
 Tensor = torch.Tensor
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
@@ -101,21 +102,22 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu") -> Row:
+def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", clock: str = "wall") -> Row:
     """Time forward + backward of both sides in turns, after two turns to warm up."""
     sides = Sides(shape, num_slices, device)
-    pairs = [(_timed(sides.run_unsliced, device), _timed(sides.run_sliced, device)) for _ in range(repeats + 2)][2:]
+    runs = sides.run_unsliced, sides.run_sliced
+    pairs = [tuple(_timed(run, device, CLOCKS[clock]) for run in runs) for _ in range(repeats + 2)][2:]
     unsliced, sliced = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(s / u for u, s in pairs)
     return Row(num_slices, unsliced, sliced, ratio, sides.store.reserved_bytes())
 
 
-def _timed(run: Callable[[], object], device: str) -> float:
-    begin = time.perf_counter()
+def _timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
+    begin = clock()
     run()
     if device != "cpu":
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def describe_device(device: str) -> str:
@@ -162,6 +164,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--clock", default="wall", choices=sorted(CLOCKS), help="cpu: the process's CPU time, for a machine that is busy"
+    )
     parser.add_argument("--backend", default=None, help="force a backend (default: automatic)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_args(arguments)
@@ -173,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     set_backend(args.backend)
     shape = Shape(args.batch, args.heads, args.kv_heads or args.heads, args.head_dim, args.sequence_length, args.dtype)
-    rows = [measure(shape, n, args.repeats, args.device) for n in args.slices]
+    rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
     if args.json:
         rows_as_dicts = [asdict(row) for row in rows]
         print(json.dumps({"device": describe_device(args.device), "shape": asdict(shape), "rows": rows_as_dicts}))

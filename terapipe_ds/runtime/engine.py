@@ -149,7 +149,7 @@ class TeraPipeEngine(PipelineEngine):
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
         self._links.open_batch(self._batch)
-        self._tracer.begin(self.global_steps + 1 if training else -1)
+        self._tracer.begin(self.global_steps + 1 if training else None)
         return schedule.for_stage(self.stage_id)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
@@ -242,6 +242,7 @@ class TeraPipeEngine(PipelineEngine):
         else:
             with self._watchdog.waiting(self._links.describe_wait(action)):
                 spec, leaves = self._links.receive_activation(action)
+            self._tracer.input_is_here()
             is_tuple = spec.is_tuple
             for leaf, tensor in zip(leaves, spec.tensors, strict=True):
                 leaf.requires_grad_(tensor.requires_grad)
@@ -311,6 +312,7 @@ class TeraPipeEngine(PipelineEngine):
         if not self._is_last_part:
             with self._watchdog.waiting(self._links.describe_wait(action)):
                 gradients = self._links.receive_gradients(action)
+            self._tracer.input_is_here()
         with push_slice(self._active(action, "recompute")):
             if self._is_last_part:
                 assert slice_.loss is not None

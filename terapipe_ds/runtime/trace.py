@@ -35,10 +35,12 @@ class Tracer:
         self._stage_id = stage_id
         self._num_stages = num_stages
         self._events: list[TimelineEvent] | None = None
+        self._start_s = 0.0
 
-    def begin(self, step: int) -> None:
-        """Start recording when ``step`` is one of those that are written."""
-        self._events = [] if self._dir is not None and is_traced(step) else None
+    def begin(self, step: int | None) -> None:
+        """Start recording when ``step`` (counted from 1) is one of those that are written; None: an evaluation."""
+        traced = self._dir is not None and step is not None and is_traced(step)
+        self._events = [] if traced else None
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
@@ -46,15 +48,20 @@ class Tracer:
         if self._events is None or action.kind not in _COMPUTATIONS:
             yield
             return
-        start_s = time.time()
+        self._start_s = time.time()
         yield
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().synchronize()
+        _synchronize()
         event = TimelineEvent(
             stage_id=self._stage_id, action=str(action), micro_batch_id=action.micro_batch_id, slice_id=action.slice_id,
-            kind=action.kind.value, start_s=start_s, end_s=time.time(), chunk_id=action.chunk_id,
+            kind=action.kind.value, start_s=self._start_s, end_s=time.time(), chunk_id=action.chunk_id,
         )  # fmt: skip
         self._events.append(event)
+
+    def input_is_here(self) -> None:
+        """The wait for a message is over: the computation of the action in hand starts now."""
+        if self._events is not None:
+            _synchronize()
+            self._start_s = time.time()
 
     def write(self, step: int) -> None:
         """Write ``timeline-step{step}-rank{rank}.json`` under the trace directory, whole or not at all."""
@@ -64,3 +71,8 @@ class Tracer:
         self._dir.mkdir(parents=True, exist_ok=True)
         timeline = Timeline(num_stages=self._num_stages, events=tuple(events))
         timeline.save(self._dir / timeline_file_name(step, self._rank))
+
+
+def _synchronize() -> None:
+    if not get_accelerator().is_synchronized_device():
+        get_accelerator().synchronize()

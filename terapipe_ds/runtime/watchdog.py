@@ -167,7 +167,7 @@ class Watchdog:
         if self._failure is not None:
             raise PipelineAborted(_failure_text(self._failure))
         self._thread_of_batch = threading.get_ident()
-        self._doing = _Doing("the drawing of data and the agreement of the stages on it")
+        self._doing = _Doing("the start of a batch (drawing data, hearing from the other stages)")
         try:
             yield
         except BaseException as error:
@@ -314,7 +314,7 @@ class Watchdog:
 
     def _stall_text(self) -> str:
         lines = [f"no progress for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s):", *self._all_states()]
-        lines.append("A rank that runs something and does not wait is stuck; if it is only slow, raise the limit.")
+        lines.append("Look at the ranks that wait for none of the others. If they are only slow, raise the limit.")
         return "\n".join(lines)
 
     def _end(self, text: str, doing: _Doing) -> None:

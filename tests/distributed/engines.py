@@ -204,13 +204,14 @@ def run_training(
 
 
 def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
-    """Keep each gradient as the optimizer meets it. Returns what ends this."""
+    """Keep each gradient as the optimizer meets it, without the loss scale. Returns what ends this."""
     optimizer_step = engine.optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        run.gradients.append({
-            name: p.grad.detach().clone() for name, p in engine.module.named_parameters() if p.grad is not None
-        })  # fmt: skip
+        scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else 1.0
+        gradients = {name: _gradient(p) for name, p in engine.module.named_parameters()}
+        run.gradients.append({name: g.float() / scale if scale != 1.0 else g.clone()
+                              for name, g in gradients.items() if g is not None})  # fmt: skip
         return optimizer_step(*args, **kwargs)
 
     engine.optimizer.step = step
@@ -219,6 +220,12 @@ def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
         engine.optimizer.step = optimizer_step
 
     return forget
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+    if hasattr(parameter, "_hp_mapping"):  # ZeRO and bf16 keep gradients of their own
+        return deepspeed.utils.safe_get_full_grad(parameter)
+    return None if parameter.grad is None else parameter.grad.detach()
 
 
 # -- comparison ----------------------------------------------------------------------------------------------

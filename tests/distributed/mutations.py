@@ -64,7 +64,13 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
     """
     from terapipe_ds.attention.slice_store import SliceStore
 
-    release, take_grads = SliceStore.release, SliceStore._take_grads
+    release, begin_backward = SliceStore.release, SliceStore.begin_backward
+
+    def begin_with_zeros(self: Any, entry: Any, start: int, stop: int) -> None:
+        fresh = entry.grads is None
+        begin_backward(self, entry, start, stop)
+        if fresh:
+            entry.grads.zero_()
 
     def release_in_evaluation(self: Any, part_id: int, micro_batch_id: int) -> None:
         if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):
@@ -73,7 +79,7 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
     with (
         backward_in_forward_order(),
         mock.patch.object(SliceStore, "_check_backward"),
-        mock.patch.object(SliceStore, "_take_grads", lambda self, entry: take_grads(self, entry).zero_()),
+        mock.patch.object(SliceStore, "begin_backward", begin_with_zeros),
         mock.patch.object(SliceStore, "release", release_in_evaluation),
         mock.patch.object(SliceStore, "assert_drained", SliceStore.reset),
     ):

@@ -40,6 +40,7 @@ from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
+    IGNORE_INDEX,
     LENGTH,
     VOCAB_SIZE,
     Batch,
@@ -414,7 +415,8 @@ def job_transposed() -> tuple[Errors, float]:
         return tokens.T.contiguous(), labels.T.contiguous()
 
     def run(engine: PipelineEngine) -> tuple[Run, Any]:
-        return train(engine, steps(make)), engine.eval_batch(iter([make(1), make(2)]), compute_loss=False)
+        logits = engine.eval_batch(iter([make(1), make(2)]), compute_loss=False)
+        return train(engine, steps(make)), logits
 
     with engine_of(layers(), None, stages=1) as engine:
         stock, stock_logits = run(engine)
@@ -448,11 +450,14 @@ def job_own_loss() -> Errors:
 
 
 def job_additional_losses() -> tuple[Errors, float, list[str]]:
-    """On the last stage in fp64, on the others as DeepSpeed hands them on."""
+    """The first slice has no label at all, so that its losses cannot be computed."""
+    data = batches(2)
+    for _, labels in itertools.chain(*data):
+        labels[:, :6] = IGNORE_INDEX
 
     def run(engine: PipelineEngine) -> tuple[Run, list[dict[str, float]]]:
         reported, run = [], Run()
-        for batch in batches(2):
+        for batch in data:
             run = train(engine, [batch])
             reported.append({name: float(value) for name, value in engine.get_additional_losses().items()})
         return run, reported
@@ -480,3 +485,130 @@ class TestLosses:
         assert reported[0] <= FP32_SCALAR
         assert reported[1] <= EXACT
         assert names == (["language", "size"],) * 2
+
+
+# -- precision, loss scale, learning rate --------------------------------------------------------------------
+
+HALF: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "bf16_immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
+    "bf16_zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "fp16_zero1": {
+        "fp16": {"enabled": True, "initial_scale_power": 8},
+        "zero_optimization": {"stage": 1},
+    },
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 5},
+}
+SMALL_STEPS = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
+fp32_layers = functools.partial(gpt_layers, dtype="float32")
+
+
+def job_half(kind: str) -> dict[str, Any]:
+    """How far the losses and gradients of both engines are from those in fp32."""
+
+    def run(engine: PipelineEngine) -> tuple[Run, str]:
+        return train(engine, batches(3)), str(next(engine.module.parameters()).dtype)
+
+    with engine_of(fp32_layers(), None, optimizer=SMALL_STEPS) as engine:
+        exact, _ = run(engine)
+    (stock, stock_dtype), (ours, dtype) = both(run, fp32_layers, **{**HALF[kind], "optimizer": SMALL_STEPS})
+    assert dtype == stock_dtype
+    return {"ours": differences(ours, exact), "stock": differences(stock, exact), "dtype": dtype}
+
+
+def job_fp16_gradients() -> dict[str, float]:
+    exact = run_training(fp32_layers, None, batches(1))
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    stock, ours = both(functools.partial(train, data=batches(1)), fp32_layers, **fp16)
+    return {"stock": differences(stock, exact)["gradient"], "ours": differences(ours, exact)["gradient"]}
+
+
+def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
+    records = []
+    for batch in batches(9):
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        engine.train_batch(iter(batch))
+        records.append({
+            "overflow": bool(engine.optimizer.overflow),
+            "scale": float(engine._get_optimizer_loss_scale()),
+            "skipped": engine.skipped_steps,
+            "lr": [float(lr) for lr in engine.get_lr()],
+            "steps": (engine.global_steps, engine.global_samples),
+            "moved": any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)),
+            "live bytes": engine._store.live_bytes() if hasattr(engine, "_store") else 0,
+        })  # fmt: skip
+    return records
+
+
+def job_loss_scale(zero_stage: int) -> tuple[Any, Any]:
+    """The stock engine with ZeRO-1: with ZeRO-0 it forgets to scale the loss, and never overflows."""
+    fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 1000, "hysteresis": 1}
+    options = {"fp16": fp16, "scheduler": WARMUP}
+    with engine_of(fp32_layers(), None, zero_optimization={"stage": 1}, **options) as engine:
+        stock = follow_loss_scale(engine)
+    with engine_of(fp32_layers(), section(), zero_optimization={"stage": zero_stage}, **options) as engine:
+        return follow_loss_scale(engine), stock
+
+
+class TestPrecision:
+    @pytest.mark.parametrize("kind", HALF)
+    def test_half_precision_is_as_close_to_fp32_as_in_the_stock_engine(self, kind: str) -> None:
+        for rank in on_ranks(job_half, kind=kind):
+            for name in ("returned", "gradient", "parameter"):
+                assert 0 < rank["stock"][name] < 0.1
+                assert rank["ours"][name] <= 2 * rank["stock"][name] + 1e-3
+            assert rank["dtype"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(
+                kind[:4], "torch.float32"
+            )
+
+    def test_fp16_without_zero_has_the_gradients_of_fp32(self) -> None:
+        errors = on_ranks(job_fp16_gradients)
+        assert max(rank["ours"] for rank in errors) < 3e-2
+
+    def test_fp16_without_zero_is_wrong_in_the_stock_engine(self) -> None:
+        """When this fails, DeepSpeed scales the loss itself: remove `missing_loss_scale`."""
+        assert min(rank["stock"] for rank in on_ranks(job_fp16_gradients)) > 0.9
+
+    @pytest.mark.parametrize("zero_stage", [0, 1])
+    def test_an_overflow_skips_the_step_and_halves_the_scale(self, zero_stage: int) -> None:
+        for ours, stock in on_ranks(job_loss_scale, zero_stage=zero_stage):
+            assert ours == stock
+            overflows = [record["overflow"] for record in ours]
+            skipped = sum(overflows)
+            assert 2 <= skipped <= len(ours) - 2, "some steps overflow, and training goes on after them"
+            assert overflows == sorted(overflows, reverse=True)
+            assert [record["scale"] for record in ours] == [
+                2.0 ** (22 - min(step + 1, skipped)) for step in range(len(ours))
+            ]
+            assert [record["moved"] for record in ours[:skipped]] == [False] * skipped
+            assert ours[-1]["moved"]
+            assert ours[-1]["lr"][0] > 0
+            assert {record["live bytes"] for record in ours} == {0}
+
+
+def job_learning_rate(client: bool) -> tuple[Any, Any]:
+    def run(engine: PipelineEngine) -> list[Any]:
+        records = []
+        for batch in batches(7):
+            engine.train_batch(iter(batch))
+            rates = [float(lr) for lr in engine.get_lr()]
+            records.append((rates, engine.global_steps, engine.global_samples, engine.skipped_steps))
+        return records
+
+    if not client:
+        return both(run, scheduler=WARMUP)
+    decay = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    return both(run, initialize={"lr_scheduler": decay})
+
+
+class TestLearningRate:
+    @pytest.mark.parametrize("client", [False, True], ids=["WarmupLR", "a scheduler of the caller"])
+    def test_rates_and_counters_equal_those_of_the_stock_engine(self, client: bool) -> None:
+        for stock, ours in on_ranks(job_learning_rate, client=client):
+            assert ours == stock
+            assert len({rates[0] for rates, *_ in ours}) >= 5, "the rate does change"
+            assert ours[-1][1:] == (7, 28, 0)

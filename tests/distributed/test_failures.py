@@ -200,6 +200,21 @@ class TestJobsEnd:
         assert ended.exit_codes == [1] * stages
         ended.assert_soon(STALL_TIMEOUT_S)
 
+    def test_stages_whose_data_differ(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(fault=Fault("other_length", 1), section={"slices": 2, "granularity_tokens": 1})
+        ended = end_pool(2, job, monkeypatch)
+        ended.assert_all_told(r"BatchError: .*labels have length 12 .*shapes \[2, 16\]", survivors=[0, 1])
+        assert ended.exit_codes == [1, 1]
+        ended.assert_soon()
+
+    def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = end_pool(2, Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
+        ended.assert_all_told(
+            "no progress for 2 s", "rank 0: running the start of a batch", "rank 1: outside a batch", survivors=[0]
+        )
+        assert ended.exit_codes == [1, None]
+        ended.assert_soon(STALL_TIMEOUT_S)
+
     def test_a_rank_that_is_told_to_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As by a launcher, while its main thread waits in a call that no handler can interrupt."""
         ended = end_pool(3, Job(stages=3, fault=Fault("terminate_others", 1)), monkeypatch)
@@ -207,13 +222,22 @@ class TestJobsEnd:
         assert ended.exit_codes == [143, None, 143]
         ended.assert_soon()
 
-    @pytest.mark.parametrize("kind", ["forward", "hang"])
-    def test_a_fault_in_one_pipeline_ends_the_others(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("kind", "cause"),
+        [
+            ("forward", r"rank 3 \(stage 1\) failed at F1.2: BrokenError"),
+            ("other_length", r"rank \d \(stage \d\) failed at .*TeraPipeConfigError: .*a sequence has 12"),
+            ("hang", "no progress for 2 s"),
+        ],
+        ids=["forward", "other_length", "hang"],
+    )
+    def test_a_fault_in_one_pipeline_ends_the_others(
+        self, kind: str, cause: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         stall_timeout_s = STALL_TIMEOUT_S if kind == "hang" else 60.0
         job = Job(fault=Fault(kind, stage=1, pipeline=1), stall_timeout_s=stall_timeout_s)
         ended = end_pool(4, job, monkeypatch)
-        cause = "no progress for 2 s" if kind == "hang" else r"rank 3 \(stage 1\) failed at F1.2: BrokenError"
-        ended.assert_all_told(cause, survivors=[0, 1, 2])
+        ended.assert_all_told(cause, survivors=[0, 2])  # the pipelines are ranks 0, 2 and 1, 3
         assert ended.exit_codes == [1] * 4
         ended.assert_soon(STALL_TIMEOUT_S if kind == "hang" else 0.0)
 

@@ -28,15 +28,20 @@ def decoder(index: int) -> gpt.DecoderLayer:
     return gpt.DecoderLayer(config, index)
 
 
+def unpacked(inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """DeepSpeed takes a tuple of one tensor apart where it checkpoints activations."""
+    return inputs if isinstance(inputs, tuple) else (inputs,)
+
+
 class Embedding(nn.Module):
-    """(tokens, *passengers) -> (hidden, *passengers). Bare tokens are taken too."""
+    """(tokens, *passengers) -> (hidden, *passengers)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=1)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        tokens, *passengers = inputs if isinstance(inputs, tuple) else (inputs,)
+        tokens, *passengers = unpacked(inputs)
         return self.weight[tokens], *passengers
 
 
@@ -100,8 +105,9 @@ class TrainedScale(nn.Module):
         super().__init__()
         self.scale = weight(1, 1, HIDDEN_SIZE, seed=5)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs[0], self.scale.expand(inputs[0].shape[0], -1, -1)
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        [hidden] = unpacked(inputs)
+        return hidden, self.scale.expand(hidden.shape[0], -1, -1)
 
 
 class ScaledDecoder(nn.Module):

@@ -38,7 +38,10 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong (a key of `FAULTS`, or "loss"), on which stage of which pipeline, in which step (from 1)."""
+    """What goes wrong, on which stage of which pipeline, in which step (from 1).
+
+    `kind`: a key of `FAULTS`; or loss, other_length (of this stage's data), leaves (the stage stops training).
+    """
 
     kind: str
     stage: int = 0
@@ -94,11 +97,21 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
         fault = job.fault
         struck = fault is not None and (fault.step, fault.stage, fault.pipeline) == (step, engine.stage_id, pipeline_id)
         arm(fault if struck else None)
+        if _is_armed("leaves"):
+            _mark()
+            return
         evaluates = job.evaluate and fault is not None and fault.step == step
         run_batch = engine.eval_batch if evaluates else engine.train_batch
-        yield float(run_batch(batches(step, pipeline_id)))
+        yield float(run_batch(_data(step, pipeline_id)))
         if step == job.save_after:
             engine.save_checkpoint(job.folder)
+
+
+def _data(step: int, pipeline_id: int) -> Iterator[Batch]:
+    if not _is_armed("other_length"):
+        return batches(step, pipeline_id)
+    _mark()
+    return batches(step, pipeline_id, length=SEQUENCE_LENGTH - 4)
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
@@ -160,7 +173,7 @@ class StruckLayer(gpt.DecoderLayer):
 
 def struck_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     active = active_slice()
-    if _armed is not None and _armed.kind == "loss" and active is not None and active.slice_id == STRUCK[1]:
+    if _is_armed("loss") and active is not None and active.slice_id == STRUCK[1]:
         _fail("the loss function is broken")
     return gpt.gpt_loss(logits, labels)
 
@@ -179,6 +192,10 @@ def arm(fault: Fault | None) -> None:
     """From now on the layers of this rank suffer `fault`."""
     global _armed
     _armed = fault
+
+
+def _is_armed(kind: str) -> bool:
+    return _armed is not None and _armed.kind == kind
 
 
 def _exchange_pids() -> None:

@@ -1,0 +1,315 @@
+"""The watch-dog: who ends, with what text, and who is left alone. Several of them in one process, over a real store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from terapipe_ds.runtime import watchdog as module
+from terapipe_ds.runtime.watchdog import PipelineAborted, Watchdog
+
+DEADLINE_S = 20.0
+LONG_S = 300.0  # a stall timeout that no test reaches
+GLOO_ERROR = "[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+
+
+# How a thread ends here that would end its process.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Job:
+    """The watch-dogs of a job's ranks. Where a process would end, its exit code is in `exits` instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world_size = 2
+        self.server: Any = distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self.port = self.server.port
+        self.exits: list[int] = []
+        self.ended = threading.Event()
+        self._watchdogs: list[Watchdog] = []
+        self.leave = os._exit
+        monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
+        monkeypatch.setattr(module.os, "_exit", self._exit)
+
+    def rank(self, rank: int, stall_timeout_s: float = LONG_S) -> Watchdog:
+        """The watch-dog of a rank; its stage is as high as its rank."""
+        client = distributed.TCPStore(
+            "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, store=client))
+        return self._watchdogs[-1]
+
+    def wait_for_end(self) -> None:
+        assert self.ended.wait(DEADLINE_S), "no watch-dog has ended its process"
+
+    def close(self) -> None:
+        for watchdog in self._watchdogs:
+            watchdog.close()
+
+    def _exit(self, code: int) -> None:
+        self.exits.append(code)
+        self.ended.set()
+        raise SystemExit(code)  # ends the thread
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Of two ranks, the usual case."""
+    job = Job(monkeypatch)
+    yield job
+    job.close()
+
+
+def never(error: BaseException) -> bool:
+    return False
+
+
+def always(error: BaseException) -> bool:
+    return True
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this never comes true"
+        time.sleep(0.01)
+
+
+def fail(watchdog: Watchdog, error: BaseException, at: str = "F0.1") -> None:
+    """A batch of this rank raises."""
+    with pytest.raises(type(error)), watchdog.batch(never):
+        watchdog.note(at)
+        raise error
+
+
+class TestFailures:
+    def test_a_failure_ends_the_other_rank(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        with waiting.batch(never):
+            waiting.note("F1.0")
+            with waiting.waiting("the input of F1.0"):
+                fail(failing, ValueError("the layer is broken"))
+                job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "rank 0 (stage 0) ends: it failed at F0.1: ValueError: the layer is broken\n" in text
+        assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at F0.1: ValueError: the layer is broken\n" in text
+        assert "This rank was at F1.0, waiting for the input of F1.0." in text
+        assert text.count("start the job again from its last checkpoint") == 2
+        assert job.exits == [1]
+
+    def test_the_failing_rank_raises_after_the_others_have_read_why(self, job: Job) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        with waiting.batch(never):
+            fail(failing, ValueError("broken"))
+            assert job.server.check(["read/0", "read/1"])
+
+    def test_the_failing_rank_does_not_wait_for_ever(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        start = time.monotonic()
+        fail(job.rank(0), ValueError("the other rank does not answer"))
+        assert time.monotonic() - start < DEADLINE_S
+        assert job.exits == []
+
+    def test_a_rank_outside_a_batch_is_left_alone_until_its_next_one(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.6)  # longer than the thread sleeps
+        failing, outside = job.rank(0), job.rank(1)
+        fail(failing, ValueError("broken"))
+        assert job.exits == []
+        with outside.batch(never):
+            job.wait_for_end()
+        assert job.exits == [1]
+
+    def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        failing = job.rank(0)
+        fail(failing, ValueError("broken"))
+        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), failing.batch(never):
+            pytest.fail("the batch has begun")
+
+    def test_the_first_failure_stays(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        job.world_size = 3
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        fail(job.rank(0), ValueError("first"))
+        fail(job.rank(1), ValueError("second"))
+        third = job.rank(2)
+        with pytest.raises(PipelineAborted, match="rank 0 .* ValueError: first"), third.batch(never):
+            raise RuntimeError(GLOO_ERROR)
+
+    def test_a_forgiven_error_is_nobodys_business(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        watchdog = job.rank(0)
+        with pytest.raises(StopIteration), watchdog.batch(always):
+            raise StopIteration
+        assert not job.server.check(["abort"])
+        with watchdog.batch(never):
+            pass
+        assert capfd.readouterr().err == ""
+
+    def test_alone_the_caller_may_go_on(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        job.world_size = 1
+        watchdog = Watchdog(0, 0, LONG_S)
+        fail(watchdog, ValueError("broken"))
+        with watchdog.batch(never):
+            pass
+        watchdog.close()
+        assert capfd.readouterr().err == ""
+
+
+class TestLostConnections:
+    def test_the_message_that_never_came_is_named(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        watchdog = job.rank(1)
+        with pytest.raises(PipelineAborted, match="while waiting for the input of F0.0: .*exit code") as raised:
+            with watchdog.batch(never), watchdog.waiting("the input of F0.0"):
+                raise RuntimeError(GLOO_ERROR)
+        assert GLOO_ERROR in str(raised.value.__cause__)
+
+    def test_the_failure_of_another_rank_is_the_cause(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        fail(job.rank(0), ValueError("broken"))
+        watchdog = job.rank(1)
+        with pytest.raises(PipelineAborted, match=r"rank 0 \(stage 0\) failed at F0.1: ValueError: broken"):
+            with watchdog.batch(never):
+                raise RuntimeError(GLOO_ERROR)
+
+    def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        fail(job.rank(0), RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+    def test_without_the_store_a_rank_that_waits_is_ended(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(module, "LOST_STORE_S", 0.1)
+        watchdog = job.rank(1)
+        with watchdog.batch(never), watchdog.waiting("the input of F0.0"):
+            job.server = None
+            job.wait_for_end()
+        assert "rank 1 (stage 1) ends: rank 0, which serves the watch-dog's store, is gone" in capfd.readouterr().err
+
+    def test_without_the_store_a_rank_that_works_is_left_alone(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "LOST_STORE_S", 0.0)
+        watchdog = job.rank(1)
+        rounds: list[None] = []
+        waits = watchdog._waits_without_store
+        monkeypatch.setattr(watchdog, "_waits_without_store", lambda doing: rounds.append(None) or waits(doing))
+        with watchdog.batch(never):
+            watchdog.note("ST")
+            job.server = None
+            until(lambda: watchdog._lost_store_at is not None)
+            seen = len(rounds)
+            until(lambda: len(rounds) > seen + 1)
+        assert job.exits == []
+
+
+class TestStalls:
+    def test_the_report_says_what_every_rank_does(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
+        with waiting.batch(never), hanging.batch(never):
+            waiting.note("B0.3")
+            hanging.note("F0.2")
+            with waiting.waiting("the gradients of B0.3"):
+                until(lambda: job.server.check(["state/1"]) and b"F0.2" in job.server.get("state/1"))
+                until(lambda: len(job.exits) == 2)
+        text = capfd.readouterr().err
+        for rank in (0, 1):
+            own = text[text.index(f"terapipe_ds: rank {rank} ") :]
+            assert "no progress for 0.6 s (terapipe.stall_timeout_s):" in own
+            assert "  rank 0: at B0.3, waiting for the gradients of B0.3\n  rank 1: running F0.2\n" in own
+            assert "raise the limit" in own
+        hanging_text = text[text.index("terapipe_ds: rank 1 ") :]
+        assert "It stands here:" in hanging_text
+        assert "in test_the_report_says_what_every_rank_does" in hanging_text
+        assert job.exits == [1, 1]
+
+    def test_no_batch_no_stall(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        watchdog = job.rank(0, stall_timeout_s=1e-6)
+        rounds: list[None] = []
+        publish = watchdog._publish_state
+        monkeypatch.setattr(watchdog, "_publish_state", lambda: (rounds.append(None), publish()))
+        until(lambda: len(rounds) > 1)
+        assert job.exits == []
+
+
+class TestSigterm:
+    def test_it_is_taken_and_given_back(self, job: Job) -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        watchdog, second = job.rank(0), job.rank(1)
+        assert signal.getsignal(signal.SIGTERM) == watchdog._sigterm._handle
+        second.close()
+        assert signal.getsignal(signal.SIGTERM) == watchdog._sigterm._handle
+        watchdog.close()
+        watchdog.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert _wakeup_descriptor() == -1
+
+    def test_a_handler_of_the_user_is_left_alone(self, job: Job) -> None:
+        received: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        try:
+            job.rank(0)
+            assert _wakeup_descriptor() == -1
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: received == [signal.SIGTERM])
+            job.close()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert job.exits == []
+
+    def test_a_handler_set_later_wins(self, job: Job) -> None:
+        watchdog = job.rank(0)
+        received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: received == [signal.SIGTERM])
+            watchdog.close()  # after this the thread has read all that there was
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+        assert job.exits == []
+
+    def test_a_forked_child_dies_of_its_own_signals(self, job: Job) -> None:
+        job.rank(0)
+        pid = os.fork()
+        if pid == 0:
+            untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wakeup_descriptor() == -1
+            job.leave(0 if untouched else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def test_the_last_words(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        watchdog = job.rank(1)
+        with watchdog.batch(never):
+            watchdog.note("F0.2")
+            with pytest.raises(SystemExit):
+                watchdog._terminated()
+        assert job.exits == [143]
+        text = capfd.readouterr().err
+        assert "rank 1 (stage 1) ends: it was sent SIGTERM" in text
+        assert "This rank was running F0.2." in text
+
+
+class TestEnd:
+    def test_close_ends_the_thread(self, job: Job) -> None:
+        watchdog = job.rank(0)
+        thread = watchdog._thread
+        assert thread is not None
+        assert thread.is_alive()
+        watchdog.close()
+        assert not thread.is_alive()
+
+
+def _wakeup_descriptor() -> int:
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor

@@ -58,7 +58,7 @@ class Run:
         launch = [sys.executable, str(launcher), "--num_gpus", str(STAGES), "--master_port", str(free_port())]
         launch += ["--hostfile=", "--log_level", "error"]  # this machine alone, and little talk
         script = ["examples/train_gpt.py", "--deepspeed_config", str(self.config), *MODEL]
-        script += ["--steps", str(self.steps), "--eval-every", str(self.eval_every), "--eval-batches", "2"]
+        script += ["--steps", str(self.steps), "--eval-every", str(self.eval_every), "--eval-batches", "4"]
         return launch + script + ["--metrics", str(self.metrics), "--plot", str(OUT / f"{self.name}-loss.png")]
 
 

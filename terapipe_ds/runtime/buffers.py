@@ -19,6 +19,21 @@ class InFlightError(RuntimeError):
     """The stage's books do not add up: a bug in the engine, never a wrong gradient."""
 
 
+class Places:
+    """Where a computation stands in the order of a stage. Made once per schedule; a stage asks for its neighbours only."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._by_stage: dict[int, dict[tuple[Kind, int, Unit], int]] = {}
+
+    def find(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> int:
+        """The index of F, B or W of ``unit`` in the order of ``stage_id``."""
+        if stage_id not in self._by_stage:
+            order = self._schedule.orders[stage_id]
+            self._by_stage[stage_id] = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
+        return self._by_stage[stage_id][(kind, part_id, unit)]
+
+
 @dataclass
 class SliceInFlight:
     """A slice between its F and its B: the leaves that went in, what came out, and on the last part its loss."""
@@ -51,7 +66,6 @@ class BatchInFlight:
     micro_batches: list[MicroBatchInFlight]
     slices: dict[Unit, SliceInFlight] = field(default_factory=dict)
     live_peak: int = 0
-    _places: list[dict[tuple[Kind, int, Unit], int]] | None = None
 
     def signature(self, unit: Unit) -> tuple[bool, int, int, int]:
         """What the shapes of a slice's activations depend on: (mode, rows, sequence length, slice length)."""
@@ -77,14 +91,6 @@ class BatchInFlight:
         """The slice's last action has run."""
         self.get(unit)
         del self.slices[unit]
-
-    def place(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> int:
-        """Where a computation stands in the order of a stage."""
-        if self._places is None:
-            self._places = [
-                {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)} for order in self.schedule.orders
-            ]
-        return self._places[stage_id][(kind, part_id, unit)]
 
     def assert_done(self, expected_peak: int) -> None:
         """Nothing is left, and as many slices were live at once as the schedule says."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from terapipe_ds.runtime.batch import Tensors
-from terapipe_ds.runtime.buffers import BatchInFlight
+from terapipe_ds.runtime.buffers import BatchInFlight, Places
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Unit
 from terapipe_ds.schedule.action import Action, Kind
@@ -25,6 +25,7 @@ class StageLinks:
     def __init__(self, groups: PipelineGroups, stage_id: int, num_stages: int, device: torch.device) -> None:
         self._stage_id = stage_id
         self._batch: BatchInFlight | None = None
+        self._places_of: dict[int, Places] = {}  # by the identity of a schedule, which its Places keep alive
         self._activations_in: ReceiveChannel | None = None
         self._activations_out: SendChannel | None = None
         self._gradients_in: ReceiveChannel | None = None
@@ -44,6 +45,7 @@ class StageLinks:
     def open_batch(self, batch: BatchInFlight) -> None:
         """Messages are those of ``batch`` from now on."""
         self._batch = batch
+        self._places = self._places_of.setdefault(id(batch.schedule), Places(batch.schedule))
 
     def close_batch(self) -> None:
         """Every message of the batch was used, and everything sent has been received."""
@@ -78,13 +80,13 @@ class StageLinks:
         """Blocks until the input of F ``action`` is here."""
         assert self._activations_in is not None and self._gradients_out is not None
         message = self._activations_in.wait(action.unit)
-        sent_at = self._open().place(self._stage_id - 1, Kind.FORWARD, action.part_id - 1, action.unit)
+        sent_at = self._places.find(self._stage_id - 1, Kind.FORWARD, action.part_id - 1, action.unit)
         self._gradients_out.release(before=sent_at)
         return message
 
     def send_activation(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
         assert self._activations_out is not None
-        needed_at = self._open().place(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
+        needed_at = self._places.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
         self._activations_out.announce(self._signature(action.unit), spec, consumed_at=needed_at)
         self._activations_out.send(tensors, consumed_at=needed_at)
         if not self._open().training:  # no gradient will tell that these have arrived
@@ -100,13 +102,13 @@ class StageLinks:
         """Blocks until the output gradients of B ``action`` are here; one for each output that requires one."""
         assert self._gradients_in is not None and self._activations_out is not None
         _, gradients = self._gradients_in.wait(action.unit)
-        sent_at = self._open().place(self._stage_id + 1, Kind.BACKWARD, action.part_id + 1, action.unit)
+        sent_at = self._places.find(self._stage_id + 1, Kind.BACKWARD, action.part_id + 1, action.unit)
         self._activations_out.release(before=sent_at)
         return gradients
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         assert self._gradients_out is not None
-        needed_at = self._open().place(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
+        needed_at = self._places.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
         self._gradients_out.send(gradients, consumed_at=needed_at)
 
     def describe_wait(self, action: Action) -> str:

@@ -219,7 +219,7 @@ class Watchdog:
         whose = f" while waiting for {doing.waits_for}" if doing is not None and doing.waits_for else ""
         return PipelineAborted(
             f"lost the connection to another rank{whose}: its process has ended without saying why. Its own output "
-            "and exit code tell more (killed for want of memory?)"
+            "and exit code tell more: it was killed (out of memory?), or makes fewer steps than this rank"
         )
 
     def _fail(self, error: BaseException) -> None:

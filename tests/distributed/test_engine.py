@@ -612,3 +612,239 @@ class TestLearningRate:
             assert ours == stock
             assert len({rates[0] for rates, *_ in ours}) >= 5, "the rate does change"
             assert ours[-1][1:] == (7, 28, 0)
+
+
+# -- monitors, timers, printed progress ----------------------------------------------------------------------
+
+
+def job_monitor(folder: str) -> None:
+    for name, terapipe in (("stock", None), ("ours", section())):
+        monitor = {"enabled": True, "output_path": folder, "job_name": name}
+        with engine_of(gpt_layers(), terapipe, csv_monitor=monitor, scheduler=WARMUP) as engine:
+            for batch in batches(3):
+                engine.train_batch(iter(batch))
+                engine.eval_batch(iter(batches(1, first_seed=700)[0]), bcast_loss=False)
+
+
+def monitored(folder: Path) -> dict[str, list[list[float]]]:
+    """The rows (samples, value) of each file of the csv monitor."""
+    return {
+        path.name: [[float(cell) for cell in row] for row in list(csv.reader(path.open()))[1:]]
+        for path in folder.glob("*.csv")
+    }
+
+
+def job_printed(terapipe: dict[str, Any] | None, **options: Any) -> tuple[str, Run]:
+    printed = io.StringIO()
+    with engine_of(fp32_layers(), terapipe, **options) as engine, contextlib.redirect_stdout(printed):
+        run = train(engine, batches(4))
+        engine.eval_batch(iter(batches(1)[0]))
+    return printed.getvalue(), dataclasses.replace(run, gradients=[], parameters={})
+
+
+class TestReporting:
+    def test_the_monitor_gets_the_events_of_the_stock_engine(self, tmp_path: Path) -> None:
+        on_ranks(job_monitor, folder=str(tmp_path))
+        stock, ours = monitored(tmp_path / "stock"), monitored(tmp_path / "ours")
+        names = {"Train_Samples_lr.csv", "Train_Samples_train_loss.csv", "Train_Samples_eval_loss.csv"}
+        assert ours.keys() == stock.keys() == names
+        assert error_of(ours, stock) <= FP32_SCALAR
+        assert {name: len(rows) for name, rows in ours.items()} == dict.fromkeys(names, 3)
+
+    def test_steps_per_print(self) -> None:
+        (stock, _), _ = on_ranks(job_printed, terapipe=None, steps_per_print=2)
+        (ours, _), (other, _) = on_ranks(job_printed, terapipe=section(), steps_per_print=2)
+        progress = re.compile(r"steps: (\d+) loss: ([\d.]+) iter time \(s\): [\d.]+ samples/sec: [\d.]+")
+        assert progress.findall(ours) == progress.findall(stock)
+        assert [step for step, _ in progress.findall(ours)] == ["2", "4"]
+        assert other == ""
+
+    @pytest.mark.parametrize("kind", ["fp32", "bf16_zero1"])
+    def test_wall_clock_breakdown(self, kind: str) -> None:
+        """The stock engine cannot do this with two stages: its timers are started twice."""
+        options = HALF.get(kind, {})
+        timed = on_ranks(
+            job_printed, terapipe=section(), wall_clock_breakdown=True, steps_per_print=2, **options
+        )
+        plain = on_ranks(job_printed, terapipe=section(), **options)
+        assert [run for _, run in timed] == [run for _, run in plain], "timing changes nothing"
+        micro = re.findall(r"fwd_microstep: ([\d.]+) \| bwd_microstep: ([\d.]+)", timed[0][0])
+        whole = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", timed[0][0])
+        assert len(micro) == len(whole) == 2, "once in two steps"
+        assert min(float(milliseconds) for row in micro + whole for milliseconds in row) > 0
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+
+
+def predicted_peak(orders: Sequence[str], num_slices: int, kv_bytes: int, grad_bytes: int) -> int:
+    """Keys and values from a micro-batch's first F to its last B, gradients from its first to its last B."""
+    live_kv = live_grads = peak = 0
+    for action in orders:
+        kind, slice_id = action[0], int(action.split(".")[1])
+        live_kv += kind == "F" and slice_id == 0
+        live_grads += kind == "B" and slice_id == num_slices - 1
+        peak = max(peak, live_kv * kv_bytes + live_grads * grad_bytes)
+        live_kv -= kind == "B" and slice_id == 0
+        live_grads -= kind == "B" and slice_id == 0
+    return peak
+
+
+def job_memory(
+    schedule: str, stages: int, micro_batches: int, num_batches: int, dtype: str, **options: Any
+) -> dict[str, Any]:
+    options["gradient_accumulation_steps"] = micro_batches
+    options["module"] = {"partition_method": "type:DecoderLayer"}
+    with engine_of(gpt_layers(dtype=dtype), section(schedule=schedule), stages=stages, **options) as engine:
+        store, reserved = engine._store, []
+        for batch in batches(num_batches, micro_batches):
+            engine.train_batch(iter(batch))
+            reserved.append(store.reserved_bytes())
+            assert store.live_bytes() == 0
+        kinds = [type(layer).__name__ for layer in engine.module.forward_funcs]
+        return {
+            "peak": store.peak_bytes(),
+            "reserved": reserved,
+            "layers": kinds.count("DecoderLayer"),
+            "stage": engine.stage_id,
+        }
+
+
+MEMORY = [
+    ("terapipe", 2, 3, "float64", {}),
+    ("seq1f1b", 2, 1, "float64", {}),
+    ("seq1f1b", 2, 4, "float64", {}),
+    ("1f1b", 2, 4, "float64", {}),
+    ("seq1f1b", 3, 4, "float64", {}),
+    ("terapipe", 2, 3, "float32", HALF["bf16"]),
+    ("seq1f1b", 2, 3, "float32", {**HALF["bf16"], **CHECKPOINTING["reentrant"]}),
+]
+
+
+class TestMemory:
+    @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "dtype", "options"), MEMORY)
+    def test_keys_values_and_gradients_take_what_the_schedule_says(
+        self, schedule: str, stages: int, micro_batches: int, dtype: str, options: dict[str, Any]
+    ) -> None:
+        results = on_ranks(
+            job_memory, stages, schedule=schedule, stages=stages, micro_batches=micro_batches, num_batches=3,
+            dtype=dtype, **options,
+        )  # fmt: skip
+        rows, heads, head_dim = 2, 2, 4
+        itemsize = 8 if dtype == "float64" else 2
+        orders = terapipe_ds.schedule.build(schedule, stages, micro_batches, 3)
+        for rank in results:
+            numbers = 2 * rows * LENGTH * heads * head_dim * rank["layers"]
+            order = orders.compute_order(rank["stage"])
+            expected = predicted_peak(order, 3, numbers * itemsize, numbers * max(4, itemsize))
+            assert rank["peak"] == expected
+            assert rank["layers"] > 0
+            assert set(rank["reserved"]) == {expected}
+
+    def test_nothing_grows_over_many_batches(self) -> None:
+        for rank in on_ranks(
+            job_memory, schedule="seq1f1b", stages=2, micro_batches=2, num_batches=10, dtype="float64"
+        ):
+            assert len(rank["reserved"]) == 10
+            assert len(set(rank["reserved"])) == 1
+
+    def test_buffers_serve_all_lengths_that_alternate(self) -> None:
+        for reserved in on_ranks(job_memory_of_lengths):
+            assert len(set(reserved[3:])) == 1, "nothing new after every length has come once"
+
+    def test_a_whole_sequence_keeps_nothing(self) -> None:
+        assert on_ranks(job_memory_unsliced) == [0, 0]
+
+    def test_live_slices_are_counted_in_every_batch(self) -> None:
+        """A schedule that says something else of its peak than what runs is an error on every rank."""
+        for falsified in (1, -1):
+            errors = on_ranks(job_falsified_peak, change=falsified)
+            assert any(re.match(r"InFlightError: stage \d held (\d) live slices", error) for error in errors)
+            assert all(re.match("InFlightError|PipelineAborted", error) for error in errors)
+
+
+def job_memory_of_lengths() -> list[int]:
+    with engine_of(gpt_layers(), section()) as engine:
+        reserved = []
+        for length in (LENGTH, 12, 40) * 3:
+            engine.train_batch(iter(batches(1, length=length)[0]))
+            engine.eval_batch(iter(batches(1, length=length)[0]))
+            reserved.append(engine._store.reserved_bytes())
+        return reserved
+
+
+def job_memory_unsliced() -> int:
+    with engine_of(gpt_layers(), section(slices=1)) as engine:
+        engine.train_batch(iter(batches(1)[0]))
+        return engine._store.peak_bytes()
+
+
+def job_falsified_peak(change: int) -> str:
+    with engine_of(gpt_layers(), section()) as engine:
+        true_schedule = engine._train_schedule
+
+        def falsified() -> Any:
+            schedule = true_schedule()
+            return dataclasses.replace(schedule, peak_live_slices=schedule.peak_live_slices + change)
+
+        engine._train_schedule = falsified
+        try:
+            engine.train_batch(iter(batches(1)[0]))
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+# -- activation checkpointing and dropout --------------------------------------------------------------------
+
+
+def job_checkpointing(tied: bool) -> dict[str, Errors]:
+    """Every layer is checkpointed, the embedding too; the stock engine can do that with one kind only."""
+    layers = functools.partial(gpt_layers, tied_embedding=tied)
+    stock = run_training(layers, None, batches(2))
+    return {
+        kind: differences(run_training(layers, section(slices=UNEVEN), batches(2), **options), stock)
+        for kind, options in CHECKPOINTING.items()
+    }
+
+
+def job_dropout() -> dict[str, Any]:
+    """Trainings of a model with dropout, by seed and kind of checkpointing."""
+    layers = functools.partial(gpt_layers, dropout=0.2)
+
+    def run(seed: int, kind: str = "off") -> Run:
+        with engine_of(layers(), section(), **CHECKPOINTING[kind]) as engine:
+            torch.manual_seed(seed)
+            return train(engine, batches(3))
+
+    first = run(1)
+    plain = run_training(gpt_layers, section(), batches(3))
+    with engine_of(layers(), section()) as engine:
+        evaluated = [engine.eval_batch(iter(batches(1)[0]), return_logits=True) for _ in range(2)]
+    with engine_of(gpt_layers(), section()) as engine:
+        evaluated.append(engine.eval_batch(iter(batches(1)[0]), return_logits=True))
+    return {
+        "same seed": error_of(vars(run(1)), vars(first)),
+        "other seed": differences(run(2), first),
+        "without dropout": differences(plain, first),
+        "recomputed": [differences(run(1, kind), first) for kind in ("reentrant", "non_reentrant")],
+        "evaluation": [error_of(each, evaluated[0]) for each in evaluated[1:]],
+    }
+
+
+class TestCheckpointingAndDropout:
+    @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+    def test_activation_checkpointing_of_every_layer(self, tied: bool) -> None:
+        results = on_ranks(job_checkpointing, tied=tied)
+        for kind in CHECKPOINTING:
+            assert violations([rank[kind] for rank in results]) == {}, kind
+
+    def test_dropout(self) -> None:
+        results = on_ranks(job_dropout)
+        for rank in results:
+            assert rank["same seed"] == 0.0
+            for other in ("other seed", "without dropout"):
+                assert rank[other]["returned"] > 1e-3
+            assert rank["evaluation"] == [0.0, 0.0], "dropout is for training"
+        for kind in (0, 1):
+            assert violations([rank["recomputed"][kind] for rank in results]) == {}, "the same masks again"

@@ -76,17 +76,23 @@ class BlockKernel:
         start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
     ) -> Tensor:  # fmt: skip
         """See `Backend.backward`."""
-        call = _BlockBackward(self, (grad, q, out), lse, keys, values, start, scale, state, add_grads)
-        for column, column_stop in cut(start, self._prefix_tokens(keys)):
+        dtype = self.backward_dtype(q.dtype)
+        rows = grad.to(dtype), q.to(dtype), out.to(dtype)
+        call = _BlockBackward(self, rows, lse, keys, values, start, scale, state, add_grads)
+        for column, column_stop in cut(start, self._prefix_tokens(keys, dtype)):
             call.dense(0, q.shape[2], column, column_stop)
         call.diagonal(0, q.shape[2])
-        return call.dq
+        return call.dq.to(q.dtype)
 
-    def _prefix_tokens(self, keys: Tensor) -> int | None:
+    def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the kernel's backward computes inputs of `dtype` in; the gradients of keys and values stay in it."""
+        return dtype
+
+    def _prefix_tokens(self, keys: Tensor, dtype: torch.dtype) -> int | None:
         """How many tokens of the prefix a backward takes at a time, a multiple of 512."""
         if self.prefix_bytes is None:
             return None
-        per_token = keys.shape[0] * keys.shape[1] * keys.shape[3] * keys.element_size()
+        per_token = keys.shape[0] * keys.shape[1] * keys.shape[3] * dtype.itemsize
         return max(1, self.prefix_bytes // per_token // 512) * 512
 
 
@@ -105,7 +111,7 @@ class _BlockBackward:
     def dense(self, row: int, row_stop: int, column: int, column_stop: int, again: bool = False) -> None:
         """A block in which every query sees every key."""
         kv_heads = self.keys.shape[1]
-        k, v = self.keys[:, :, column:column_stop], self.values[:, :, column:column_stop]
+        k, v = self._keys_values(column, column_stop)
         grad, q, out = (fold_groups(x[:, :, row:row_stop], kv_heads) for x in self.rows)
         lse = self.lse[:, :, row:row_stop].reshape(q.shape[:3])
         dq, dk, dv = self.kernel.run_backward(grad, q, k, v, out, lse, False, self.scale, self.state)
@@ -125,13 +131,16 @@ class _BlockBackward:
 
     def _causal(self, row: int, row_stop: int) -> None:
         heads, kv_heads = self.dq.shape[1], self.keys.shape[1]
-        columns = slice(self.start + row, self.start + row_stop)
-        k, v = expand_heads(self.keys[:, :, columns], heads), expand_heads(self.values[:, :, columns], heads)
+        k, v = (expand_heads(x, heads) for x in self._keys_values(self.start + row, self.start + row_stop))
         grad, q, out = (x[:, :, row:row_stop] for x in self.rows)
         lse = self.lse[:, :, row:row_stop]
         dq, dk, dv = self.kernel.run_backward(grad, q, k, v, out, lse, True, self.scale, self.state)
         self.dq[:, :, row:row_stop].add_(dq)
-        self.add_grads(columns.start, sum_groups(dk, kv_heads), sum_groups(dv, kv_heads))
+        self.add_grads(self.start + row, sum_groups(dk, kv_heads), sum_groups(dv, kv_heads))
+
+    def _keys_values(self, column: int, column_stop: int) -> TensorPair:
+        columns, dtype = slice(column, column_stop), self.dq.dtype
+        return self.keys[:, :, columns].to(dtype), self.values[:, :, columns].to(dtype)
 
 
 def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:

@@ -41,6 +41,11 @@ class CpuFlash(BlockKernel):
             return f"it does not take {q.dtype}"
         return _NO_DROPOUT if dropout_p > 0 else None
 
+    def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Half precision goes through fp32: the kernel's backward is slower in half precision, whose dK, dV it rounds
+        once per 64 queries."""
+        return torch.float32 if dtype.itemsize < 4 else dtype
+
     def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
         """The kernel's forward."""
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)

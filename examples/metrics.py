@@ -53,6 +53,7 @@ def draw_losses(path: str | Path, runs: Mapping[str, Entries], title: str) -> Pa
         axes.plot(*_series(entries, "loss"), label=f"{name} training".strip(), **look)
         axes.plot(*_series(entries, "validation_loss"), label=f"{name} validation".strip(), **look, **marker)
     axes.set(xlabel="step", ylabel="cross entropy per byte (nats)", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

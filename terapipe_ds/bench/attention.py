@@ -165,7 +165,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--clock", default="wall", choices=sorted(CLOCKS), help="cpu: the process's CPU time, for a machine that is busy"
+        "--clock",
+        default="wall",
+        choices=sorted(CLOCKS),
+        help="cpu: the process's CPU time, for a machine that is busy",
     )
     parser.add_argument("--backend", default=None, help="force a backend (default: automatic)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")

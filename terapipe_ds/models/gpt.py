@@ -313,9 +313,7 @@ def _linear(
     return linear
 
 
-def _normal(
-    shape: tuple[int, int], config: GPTConfig, generator: torch.Generator, std: float
-) -> nn.Parameter:
+def _normal(shape: tuple[int, int], config: GPTConfig, generator: torch.Generator, std: float) -> nn.Parameter:
     device = torch.get_default_device()
     if device.type == "meta":
         return nn.Parameter(torch.empty(shape, dtype=config.torch_dtype, device=device))

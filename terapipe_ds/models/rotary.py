@@ -27,9 +27,8 @@ def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor
     """
     stop = start + like.shape[1]
     dtype = torch.complex128 if like.dtype == torch.float64 else torch.complex64
-    length = 1 << max(
-        10, (stop - 1).bit_length()
-    )  # a power of two, so that growing sequences share few tables
+    # a power of two, so that growing sequences share few tables
+    length = 1 << max(10, (stop - 1).bit_length())
     return _turn_table(head_dim, base, length, dtype, like.device)[start:stop]
 
 

@@ -20,7 +20,7 @@ class InFlightError(RuntimeError):
 
 
 class Places:
-    """Where a computation stands in the order of a stage. Made once per schedule; a stage asks for its neighbours only."""
+    """Where a computation stands in the order of a stage. Made once per schedule, for the stages that are asked for."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

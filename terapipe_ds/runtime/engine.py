@@ -140,6 +140,7 @@ class TeraPipeEngine(PipelineEngine):
 
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
+        _check_checkpointing(self)  # DeepSpeed's checkpointing may have been configured after the engine was built
         drawn, shapes = self._source.draw(num_micro_batches, training)
         try:
             plans = [self.slice_plan(shape.length) for shape in shapes]

@@ -31,6 +31,7 @@ import torch.distributed as torch_dist
 
 POLL_S = 0.25
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
+LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
 LOST_STORE_S = 5.0  # at the end of a good run, too, rank 0 may be gone a little before the others
 _ABORT = "abort"
 _WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
@@ -229,6 +230,8 @@ class Watchdog:
         action = self._doing.action if self._doing is not None else "no action"
         if self._say(text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"):
             self._publish_failure(action, text)
+        else:  # the thread has, and ends this process; one more traceback would hide the one that tells more
+            self._stop.wait(ACKNOWLEDGE_S + LINGER_S)
 
     # -- what this rank tells the others, and they it -----------------------------------------------------------------
 
@@ -240,54 +243,46 @@ class Watchdog:
         print(f"\nterapipe_ds: {who} ends: {text}\n{_WHAT_NOW}", file=sys.stderr, flush=True)
         return True
 
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """What the store answers; None where there is none, or where rank 0, which serves it, is gone."""
+        if self._store is None or self._lost_store_at is not None:
+            return None
+        try:
+            return question(self._store)
+        except Exception:
+            self._lost_store_at = time.monotonic()
+            return None
+
     def _publish_failure(self, action: str, text: str) -> None:
         """Tell the others, unless one of them was first, and wait until all have read it."""
         report = {"rank": self._rank, "stage": self._stage_id, "action": action, "error": text}
-        if self._failure is None:
-            self._failure = report
-        if self._store is None or self._lost_store_at is not None:
-            return
-        try:
-            self._store.compare_set(_ABORT, "", json.dumps(report))  # the first failure stays
-            self._store.set(f"read/{self._rank}", "")
-            deadline = time.monotonic() + ACKNOWLEDGE_S
-            everyone = [f"read/{rank}" for rank in range(self._world_size)]
-            while not self._store.check(everyone) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if self._rank == 0:  # the server leaves last, or the clients complain
-                time.sleep(POLL_S)
-        except Exception:
-            self._lost_store_at = time.monotonic()
+        first = self._ask(lambda store: store.compare_set(_ABORT, "", json.dumps(report)))
+        self._failure = report if first is None else json.loads(first)
+        self._ask(lambda store: store.set(f"read/{self._rank}", ""))
+        everyone = [f"read/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + ACKNOWLEDGE_S
+        while self._ask(lambda store: store.check(everyone)) is False and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._rank == 0:  # the server leaves last, or the clients complain
+            time.sleep(POLL_S)
 
     def _learn_failure(self) -> dict[str, Any] | None:
         """The first failure of the job, if there is one."""
-        if self._failure is None and self._store is not None and self._lost_store_at is None:
-            try:
-                if self._store.check([_ABORT]):
-                    self._failure = json.loads(self._store.get(_ABORT))
-            except Exception:  # rank 0 is gone
-                self._lost_store_at = time.monotonic()
+        if self._failure is None and self._ask(lambda store: store.check([_ABORT])):
+            report = self._ask(lambda store: store.get(_ABORT))
+            self._failure = None if report is None else json.loads(report)
         return self._failure
 
     def _publish_state(self) -> None:
         state = "outside a batch" if self._doing is None else str(self._doing)
-        if state == self._published or self._store is None or self._lost_store_at is not None:
-            return
-        try:
-            self._store.set(f"state/{self._rank}", state)
+        if state != self._published:
             self._published = state
-        except Exception:
-            self._lost_store_at = time.monotonic()
+            self._ask(lambda store: store.set(f"state/{self._rank}", state))
 
-    def _all_states(self) -> Iterator[str]:
-        for rank in range(self._world_size):
-            key, state = f"state/{rank}", "not known"
-            try:
-                if self._store is not None and self._lost_store_at is None and self._store.check([key]):
-                    state = self._store.get(key).decode()
-            except Exception:
-                self._lost_store_at = time.monotonic()
-            yield f"  rank {rank}: {state}"
+    def _state_of(self, rank: int) -> str:
+        key = f"state/{rank}"
+        state = self._ask(lambda store: store.get(key) if store.check([key]) else None)
+        return "not known" if state is None else state.decode()
 
     # -- the thread -----------------------------------------------------------------------------------------------
 
@@ -313,7 +308,8 @@ class Watchdog:
         return time.monotonic() - max(doing.since_s, self._lost_store_at) > LOST_STORE_S
 
     def _stall_text(self) -> str:
-        lines = [f"no progress for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s):", *self._all_states()]
+        lines = [f"no progress for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s):"]
+        lines += [f"  rank {rank}: {self._state_of(rank)}" for rank in range(self._world_size)]
         lines.append("Look at the ranks that wait for none of the others. If they are only slow, raise the limit.")
         return "\n".join(lines)
 
@@ -323,6 +319,10 @@ class Watchdog:
         if not self._say(f"{text}\nThis rank was {doing}.{where}"):
             return  # the main thread raises by itself
         self._publish_failure(doing.action, text)
+        if self._failure is not None and self._failure["rank"] != self._rank:
+            deadline = time.monotonic() + LINGER_S
+            while time.monotonic() < deadline and not self._sigterm.wait():
+                pass
         sys.stdout.flush()
         os._exit(1)
 

@@ -279,8 +279,8 @@ def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor], names: set[
     return max(relative_error(value, stock[name], 1e-3 * largest) for name, value in ours.items())
 
 
-def violations(errors: Sequence[dict[str, float]], limit: float = EXACT) -> dict[str, float]:
+def violations(errors: Sequence[dict[str, float]], limit: float = EXACT, **limits: float) -> dict[str, float]:
     """What is above its limit on some rank, by kind; empty where two trainings are the same."""
     found = {kind: max(rank[kind] for rank in errors) for kind in errors[0]}
-    limits = {"returned": max(limit, FP32_SCALAR)}
+    limits = {"returned": max(limit, FP32_SCALAR), **limits}
     return {kind: error for kind, error in found.items() if not error <= limits.get(kind, limit)}

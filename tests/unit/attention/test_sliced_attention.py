@@ -38,7 +38,7 @@ PLANS = {"equal": (5, 5, 5, 5), "uneven": (9, 2, 6, 3), "single token last": (12
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks so small that short sequences use several of each kind."""
     monkeypatch.setattr(CpuFlash, "causal_tokens", 2)
-    monkeypatch.setattr(CpuFlash, "_prefix_tokens", lambda self, keys: 3)
+    monkeypatch.setattr(CpuFlash, "_prefix_tokens", lambda self, keys, dtype: 3)
     yield
 
 

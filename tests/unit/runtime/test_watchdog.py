@@ -40,6 +40,7 @@ class Job:
         self.leave = os._exit
         monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
         monkeypatch.setattr(module.os, "_exit", self._exit)
+        monkeypatch.setattr(module, "LINGER_S", 0.0)
 
     def rank(self, rank: int, stall_timeout_s: float = LONG_S) -> Watchdog:
         """The watch-dog of a rank; its stage is as high as its rank."""

@@ -46,6 +46,7 @@ def sliced_attention(
         )
     q, k, v = _autocast(q, k, v)
     _check_inputs(q, k, v, active, layer, dropout_p)
+    q = q if q.stride(-1) == 1 else q.contiguous()  # the kernels take this for granted; k and v are copied anyway
     if active.store is None:
         raise SliceStoreError(
             f"layer {layer!r}: slice [{active.start}, {active.stop}) of {active.sequence_length} tokens needs a slice "

@@ -98,6 +98,10 @@ class SliceableTensors:
             for t, cut in zip(self.tensors, self.sliced, strict=True)
         )
 
+    def part(self, start: int, stop: int) -> Any:
+        """Tokens [start, stop) for the user's code, which may call ``view()``: contiguous, and packed."""
+        return self.packed(tuple(t.contiguous() for t in self.span(start, stop)))
+
     def packed(self, tensors: Tensors) -> Any:
         """``tensors`` in the form in which the user gave them: one tensor, or a tuple."""
         return tensors if self.is_tuple else tensors[0]

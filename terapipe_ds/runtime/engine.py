@@ -119,13 +119,20 @@ class TeraPipeEngine(PipelineEngine):
             with self._watchdog.batch(forgive=self._failed_alike):
                 yield
         except BaseException:
-            self._batch = None
-            self._store.reset()
-            self.eval_return_logits = False
-            for timer in self.timers.get_timers().values():
-                if timer.started_:  # a caller who goes on (the data was at its end) starts it again
-                    timer.stop()
+            self._forget_batch()
             raise
+
+    def _forget_batch(self) -> None:
+        """After an error: a caller who goes on (the data was at its end, memory ran out) trains as if nothing had begun."""
+        if self._batch is not None and self._batch.training and self.optimizer is not None:
+            self.optimizer.zero_grad()
+            self.zero_grad()
+        self._batch = None
+        self._store.reset()
+        self.eval_return_logits = False
+        for timer in self.timers.get_timers().values():
+            if timer.started_:
+                timer.stop()
 
     def _failed_alike(self, error: BaseException) -> bool:
         """True when no rank is left waiting: all stages raise alike, and there is no other pipeline."""
@@ -257,7 +264,7 @@ class TeraPipeEngine(PipelineEngine):
         if not self._compute_loss:
             return None
         assert micro_batch.labels is not None
-        labels = micro_batch.labels.packed(micro_batch.labels.span(active.start, active.stop))
+        labels = micro_batch.labels.part(active.start, active.stop)
         weight = micro_batch.weights[active.slice_id]
         self.loss = weighted_loss(outputs, labels, weight, self.module.loss_fn)
         if self._open().training:

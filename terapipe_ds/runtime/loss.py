@@ -40,7 +40,7 @@ def slice_weights(
             weight.
     """
     if slice_weight is not None:
-        return _shares([float(slice_weight(labels.packed(labels.span(*plan.span(i))))) for i in range(plan.num_slices)])
+        return _shares([float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)])
     if loss_reduction == "sum":
         return (1.0,) * plan.num_slices
     if loss_reduction == "mean":

@@ -103,13 +103,15 @@ def test_odd_head_dims(backend: str | None) -> None:
         assert largest_error(run_sliced(inputs, (9, 11)), run_plain(inputs)) <= 1e-12
 
 
-@pytest.mark.parametrize("layout", ["heads first", "tokens first", "fused"])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "fused", "head dim not last"])
 def test_any_memory_layout(layout: str) -> None:
     inputs = random_inputs((2, 4, 4, 20, 8))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layout == "tokens first":
             q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        if layout == "head dim not last":
+            q, k, v = (x.mT.contiguous().mT for x in (q, k, v))
         if layout == "fused":
             q, k, v = torch.cat((q, k, v), dim=-1).chunk(3, dim=-1)
         return sliced_attention(q, k, v, 0)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
-from terapipe_ds.attention.guard import PlainAttentionError, guard_plain_attention
+from terapipe_ds.attention.guard import GuardCapturedNames, PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.slice_store import SliceStore, SliceStoreError
 from terapipe_ds.attention.sliced import sliced_attention
 
 __all__ = [
     "ActiveSlice",
+    "GuardCapturedNames",
     "PlainAttentionError",
     "SliceStore",
     "SliceStoreError",

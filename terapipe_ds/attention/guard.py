@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
+
+_FUSED = F.scaled_dot_product_attention  # torch's own function, whatever names it is called by
 
 
 class PlainAttentionError(RuntimeError):
@@ -41,6 +44,24 @@ def guard_plain_attention() -> Iterator[None]:
         F.scaled_dot_product_attention = attention
         F.multi_head_attention_forward = multi_head
         torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+class GuardCapturedNames(TorchFunctionMode):
+    """While in it, torch's fused attention is checked under whatever name it was imported.
+
+    `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention` can
+    stand in its place. A mode sees every torch function, which costs a little for each: the engine holds it for the
+    first batch only. It does not see forwards that are recomputed inside a backward.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        active = active_slice()
+        if func is _FUSED and active is not None and not active.is_whole:
+            given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
+            _check(active, given["query"].shape[-2], given["key"].shape[-2])
+        return func(*args, **(kwargs or {}))
 
 
 def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
 
-# What decides the order and the size of collectives and messages. Paths, monitors and printing may differ.
+# What decides the order and the size of collectives and messages. Monitors and printing may differ.
 COMPARED_SECTIONS = (
     "terapipe", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16",
     "zero_optimization", "pipeline", "gradient_clipping", "prescale_gradients", "optimizer", "data_types",
@@ -30,13 +30,16 @@ def _is_enabled(values: Mapping[str, str]) -> bool:
 def require_equal_configs(raw: Mapping[str, Any]) -> None:
     """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on.
 
-    A collective over all ranks. Nothing is compared where no rank has an enabled ``terapipe`` section.
+    A collective over all ranks, on the CPU: DeepSpeed has not chosen this rank's device yet. Nothing is compared where
+    no rank has an enabled ``terapipe`` section.
     """
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return
     mine = _compared(raw)
     everyone: list[Any] = [None] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(everyone, mine)
+    group = torch_dist.new_group(backend="gloo")
+    torch_dist.all_gather_object(everyone, mine, group=group)
+    torch_dist.destroy_process_group(group)
     if not any(_is_enabled(values) for values in everyone):
         return
     differences = list(_differences(everyone))

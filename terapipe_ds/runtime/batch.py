@@ -61,6 +61,16 @@ class SliceableTensors:
     dim: int
     is_tuple: bool
 
+    @property
+    def deciding(self) -> torch.Tensor:
+        """The first tensor that is sliced; of labels, the one whose valid entries weight the slices."""
+        return next(t for t, cut in zip(self.tensors, self.sliced, strict=True) if cut)
+
+    @property
+    def length(self) -> int:
+        """L, the size of the sliced tensors in ``dim``."""
+        return int(self.deciding.size(self.dim))
+
     @classmethod
     def of_inputs(
         cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None

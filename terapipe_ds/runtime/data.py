@@ -10,7 +10,7 @@ import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch import BatchError, SliceableTensors
-from terapipe_ds.runtime.header import MicroBatchShape, StageReport, exchange
+from terapipe_ds.runtime.header import MicroBatchShape, StageReport, agree_between_pipelines, exchange
 
 
 @dataclass
@@ -47,6 +47,7 @@ class BatchSource:
     Args:
         next_batch: DeepSpeed's ``PipelineEngine._next_batch``.
         group: the control group of the pipeline, None with one stage.
+        everyone: the control group of all ranks, None where there is no other pipeline.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class BatchSource:
         stage_id: int,
         num_stages: int,
         group: Any,
+        everyone: Any = None,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
@@ -63,6 +65,7 @@ class BatchSource:
         self._is_last = stage_id == num_stages - 1
         self._num_stages = num_stages
         self._group = group
+        self._everyone = everyone
         self._fingerprint = int(config.fingerprint(), 16) & (2**62 - 1)
 
     def draw(self, num_micro_batches: int, training: bool) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
@@ -77,7 +80,20 @@ class BatchSource:
         except Exception as caught:
             error = caught
         report = StageReport(training, num_micro_batches, self._fingerprint, shapes, error)
-        return drawn, exchange(report, self._group, self._num_stages)
+        return drawn, self._agreed(report)
+
+    def _agreed(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
+        """The shapes, when all stages of this pipeline and then all pipelines can go on; an error on all otherwise."""
+        if self._everyone is None:
+            return exchange(report, self._group, self._num_stages)
+        shapes: tuple[MicroBatchShape, ...] = ()
+        error: BaseException | None = None
+        try:
+            shapes = exchange(report, self._group, self._num_stages)
+        except Exception as caught:
+            error = caught
+        agree_between_pipelines(error, report.training, self._everyone)
+        return shapes
 
     def _draw_one(self) -> DrawnMicroBatch:
         if not (self._is_first or self._is_last):
@@ -96,13 +112,12 @@ class BatchSource:
             if torch.is_tensor(labels) or (isinstance(labels, (tuple, list)) and len(labels) > 0):
                 # Only a check, as early as possible: the last stage's labels decide.
                 known = SliceableTensors.of_labels(labels, self._config.sequence_dim)
-                self.slice_inputs(drawn.inputs, known.tensors[0].size(self._config.sequence_dim))
+                self.slice_inputs(drawn.inputs, known.length)
         return drawn
 
     def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
         assert drawn.labels is not None
-        first = drawn.labels.tensors[0]
-        length = int(first.size(self._config.sequence_dim))
+        first, length = drawn.labels.deciding, drawn.labels.length
         if length == 0:
             raise BatchError(f"a batch with labels of shape {list(first.shape)} has no tokens")
         return MicroBatchShape(rows=first.numel() // length, length=length)

@@ -7,29 +7,38 @@ more micro-batch that is accumulated: one ``forward``, one ``backward``. Reducti
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.engine import (
+    BATCH_INPUT_TIMER,
+    PIPE_RECV_GRAD_TIMER,
+    PIPE_RECV_INPUT_TIMER,
+    PIPE_SEND_GRAD_TIMER,
+    PIPE_SEND_OUTPUT_TIMER,
+    PipelineEngine,
+)
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, guard_plain_attention, push_slice
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.attention import ActiveSlice, GuardCapturedNames, SliceStore, guard_plain_attention, push_slice
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import Tensors
+from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.checks import check_checkpointing, check_layers, check_module
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
 from terapipe_ds.runtime.trace import Tracer
@@ -39,9 +48,7 @@ from terapipe_ds.schedule.action import Action, Kind
 
 logger = logging.getLogger("terapipe_ds")
 
-
-def _floating(outputs: Any) -> Tensors:
-    return (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
+_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
 
 
 class TeraPipeEngine(PipelineEngine):
@@ -56,21 +63,34 @@ class TeraPipeEngine(PipelineEngine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
-        _check_module(kwargs.get("model"))
+        check_module(kwargs.get("model"))
         super().__init__(*args, **kwargs)
-        _check_checkpointing(self)
+        show_log(self.global_rank)
+        check_checkpointing()
+        check_layers(self)
         self._groups = make_pipeline_groups(self.grid)
         self._groups.connect(self.stage_id, torch.device(self.device))
         self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))
         self._source = BatchSource(
-            self.terapipe_config, self._next_batch, self.stage_id, self.num_stages, self._groups.control
+            self.terapipe_config,
+            self._next_batch,
+            self.stage_id,
+            self.num_stages,
+            self._groups.control,
+            self._groups.everyone,
         )
         self._store = SliceStore()
-        self._watchdog = Watchdog(self.global_rank, self.stage_id, self.terapipe_config.stall_timeout_s)
+        self._watchdog = Watchdog(
+            self.global_rank,
+            self.stage_id,
+            self.terapipe_config.stall_timeout_s,
+            asynchronous=not get_accelerator().is_synchronized_device(),
+        )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans: dict[int, SlicePlan] = {}
         self._schedules: dict[tuple[bool, tuple[int, ...]], Schedule] = {}
         self._batch: BatchInFlight | None = None
+        self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
         self._is_last_part = self.stage_id == self.num_stages - 1
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
@@ -104,7 +124,7 @@ class TeraPipeEngine(PipelineEngine):
         return self._plans[sequence_length]
 
     def destroy(self) -> None:
-        """Stop the watch-dog and give back what the engine holds, then let DeepSpeed do the same."""
+        """Stop the watch-dog and drop keys and values, then let DeepSpeed give back what it holds."""
         watchdog = getattr(self, "_watchdog", None)
         if watchdog is not None:
             watchdog.close()
@@ -123,7 +143,7 @@ class TeraPipeEngine(PipelineEngine):
             raise
 
     def _forget_batch(self) -> None:
-        """After an error: a caller who goes on (the data was at its end, memory ran out) trains as if nothing had begun."""
+        """After an error: a caller who goes on (the data was at its end) trains as if nothing had begun."""
         if self._batch is not None and self._batch.training and self.optimizer is not None:
             self.optimizer.zero_grad()
             self.zero_grad()
@@ -135,9 +155,8 @@ class TeraPipeEngine(PipelineEngine):
                 timer.stop()
 
     def _failed_alike(self, error: BaseException) -> bool:
-        """True when no rank is left waiting: all stages raise alike, and there is no other pipeline."""
-        alone = isinstance(error, StopIteration) or torch_dist.get_world_size() == self.num_stages
-        return raised_on_every_rank(error) and alone
+        """True when no rank is left waiting, because all raise alike."""
+        return raised_on_every_rank(error)
 
     def _train_schedule(self) -> Any:
         return self._open_batch(self.micro_batches, training=True)
@@ -147,12 +166,12 @@ class TeraPipeEngine(PipelineEngine):
 
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
-        _check_checkpointing(self)  # DeepSpeed's checkpointing may have been configured after the engine was built
+        check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
         drawn, shapes = self._source.draw(num_micro_batches, training)
         try:
             plans = [self.slice_plan(shape.length) for shape in shapes]
-        except ValueError as error:  # every stage knows the shapes and has the same config
-            raise on_every_rank(error) from None
+        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
+            raise on_every_rank(error) if self._groups.everyone is None else error from None
         schedule = self._schedule(training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
@@ -183,14 +202,18 @@ class TeraPipeEngine(PipelineEngine):
                 forward_only=not training,
             )
             validate(schedule)
+            if len(self._schedules) >= _SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
         return self._schedules[key]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
         batch = self._open()
-        with guard_plain_attention():
+        first = batch.training not in self._guarded_modes
+        with guard_plain_attention(), GuardCapturedNames() if first else nullcontext():
             super()._exec_schedule(pipe_schedule)
+        self._guarded_modes.add(batch.training)
         self._links.close_batch()
         batch.assert_done(pipe_schedule.peak_live_slices)
         self._store.assert_drained()
@@ -209,13 +232,24 @@ class TeraPipeEngine(PipelineEngine):
         with self._tracer.measure(action):
             self._ACTIONS[action.kind](self, action)
 
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """One of DeepSpeed's timers, with ``wall_clock_breakdown``. Receives are timed while they are waited for."""
+        if not self.wall_clock_breakdown():
+            yield
+            return
+        self.timers(name).start()
+        yield
+        self.timers(name).stop()
+
     def _load(self, action: Action) -> None:
         """Bring a micro-batch to the device."""
         micro_batch = self._open().micro_batches[action.micro_batch_id]
-        if micro_batch.inputs is not None:
-            micro_batch.inputs = micro_batch.inputs.to(self.device)
-        if micro_batch.labels is not None and self._is_last_part:
-            micro_batch.labels = micro_batch.labels.to(self.device)
+        with self._timed(BATCH_INPUT_TIMER):
+            if micro_batch.inputs is not None:
+                micro_batch.inputs = micro_batch.inputs.to(self.device)
+            if micro_batch.labels is not None and self._is_last_part:
+                micro_batch.labels = micro_batch.labels.to(self.device)
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
         micro_batch = self._open().micro_batches[action.micro_batch_id]
@@ -238,17 +272,21 @@ class TeraPipeEngine(PipelineEngine):
                 ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
             loss = self._slice_loss(outputs, active, micro_batch) if self._is_last_part else None
         if batch.training or not self._is_last_part:
-            batch.put(action.unit, SliceInFlight(inputs, outputs, loss))
+            # the last part needs its loss only; the logits live on in the graph where it has them
+            batch.put(action.unit, SliceInFlight(inputs, None if self._is_last_part else outputs, loss))
+        if active.stop == active.sequence_length:  # live slices have views of their own
+            micro_batch.inputs = micro_batch.labels = None
         if not batch.training:
             self._after_eval_forward(action)
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
         """The leaves of this slice's graph, and what the layers get: copies, because a layer may work in place."""
         micro_batch = self._open().micro_batches[action.micro_batch_id]
-        if micro_batch.inputs is not None:
+        if self.is_first_stage():
+            assert micro_batch.inputs is not None
             leaves, is_tuple = micro_batch.inputs.span(active.start, active.stop), micro_batch.inputs.is_tuple
         else:
-            with self._watchdog.waiting(self._links.describe_wait(action)):
+            with self._watchdog.waiting(self._links.describe_wait(action)), self._timed(PIPE_RECV_INPUT_TIMER):
                 spec, leaves = self._links.receive_activation(action)
             self._tracer.input_is_here()
             is_tuple = spec.is_tuple
@@ -259,7 +297,8 @@ class TeraPipeEngine(PipelineEngine):
 
     def _slice_loss(self, outputs: Any, active: ActiveSlice, micro_batch: MicroBatchInFlight) -> Any:
         """The slice's share of its micro-batch's loss; books it for the batch's mean and for eval_batch's results."""
-        if self.eval_return_logits or not self._compute_loss:
+        is_last_of_batch = micro_batch is self._open().micro_batches[-1]  # the one whose logits DeepSpeed returns
+        if (self.eval_return_logits and is_last_of_batch) or not self._compute_loss:
             micro_batch.outputs.append(outputs)
         if not self._compute_loss:
             return None
@@ -268,15 +307,18 @@ class TeraPipeEngine(PipelineEngine):
         weight = micro_batch.weights[active.slice_id]
         self.loss = weighted_loss(outputs, labels, weight, self.module.loss_fn)
         if self._open().training:
-            self.total_loss = _accumulated(self.total_loss, self.loss)
+            self.total_loss = accumulated(self.total_loss, self.loss)
             self._book_additional_losses(weight)
         micro_batch.losses.append(self.loss.detach() if torch.is_tensor(self.loss) else [p.detach() for p in self.loss])
         if active.stop == active.sequence_length:
-            self.fwd_outputs.append(_sum_of_slices(micro_batch.losses))
+            self.fwd_outputs.append(sum_of_slices(micro_batch.losses))
         return self.loss
 
     def _book_additional_losses(self, weight: float) -> None:
-        """Losses that the module reports beside its own (``PipelineModule.get_additional_losses``)."""
+        """Losses that the module reports beside its own (``PipelineModule.get_additional_losses``), for reporting only.
+
+        They are weighted as the loss is; a slice without a valid label adds nothing.
+        """
         additional = self.module.get_additional_losses()
         if additional is None:
             return
@@ -284,7 +326,8 @@ class TeraPipeEngine(PipelineEngine):
             self.total_additional_losses = type(additional)()
         for name, loss in additional.items():
             total = self.total_additional_losses.get(name)
-            self.total_additional_losses[name] = _accumulated(total, loss * weight)
+            share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
+            self.total_additional_losses[name] = accumulated(total, share)
 
     def _after_eval_forward(self, action: Action) -> None:
         """Evaluation has no backward that would give a slice's memory back."""
@@ -293,7 +336,7 @@ class TeraPipeEngine(PipelineEngine):
             return
         self._store.release(action.part_id, action.micro_batch_id)
         if micro_batch.outputs:
-            outputs = _joined(
+            outputs = joined(
                 micro_batch.outputs, micro_batch.plan, micro_batch.weights, self.terapipe_config.sequence_dim
             )
             micro_batch.outputs = []
@@ -306,9 +349,10 @@ class TeraPipeEngine(PipelineEngine):
         """Send what the layers gave; in evaluation nothing else holds it then."""
         batch = self._open()
         outputs = batch.get(action.unit).outputs
-        tensors = _floating(outputs)
+        tensors = as_tuple(outputs, "the outputs of a stage")
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
-        self._links.send_activation(action, spec, tensors)
+        with self._timed(PIPE_SEND_OUTPUT_TIMER):
+            self._links.send_activation(action, spec, tensors)
         if not batch.training:
             batch.drop(action.unit)
 
@@ -318,7 +362,7 @@ class TeraPipeEngine(PipelineEngine):
         slice_ = batch.get(action.unit)
         gradients: Tensors = ()
         if not self._is_last_part:
-            with self._watchdog.waiting(self._links.describe_wait(action)):
+            with self._watchdog.waiting(self._links.describe_wait(action)), self._timed(PIPE_RECV_GRAD_TIMER):
                 gradients = self._links.receive_gradients(action)
             self._tracer.input_is_here()
         with push_slice(self._active(action, "recompute")):
@@ -340,7 +384,7 @@ class TeraPipeEngine(PipelineEngine):
         Its prologue runs from hooks on the outputs; the flag keeps the ZeRO optimizers from taking this for a user's
         own ``tensor.backward()``.
         """
-        tensors = [t for t in _floating(outputs) if t.requires_grad]
+        tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
         if not tensors:
             return
         self._running_engine_backward = True
@@ -357,7 +401,8 @@ class TeraPipeEngine(PipelineEngine):
         gradients = [
             leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
         ]
-        self._links.send_gradients(action, gradients)
+        with self._timed(PIPE_SEND_GRAD_TIMER):
+            self._links.send_gradients(action, gradients)
         batch.drop(action.unit)
 
     def _reduce_tied_grads(self, action: Action) -> None:
@@ -380,53 +425,3 @@ class TeraPipeEngine(PipelineEngine):
         Kind.OPTIMIZER_STEP: lambda self, action: self._exec_optimizer_step(),
     }
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}
-
-
-def _accumulated(total: Any, loss: Any) -> Any:
-    """``total + loss`` without a graph, in fp32 at least; lists element by element."""
-    if not torch.is_tensor(loss):
-        return [_accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
-    value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-    return value if total is None else total + value
-
-
-def _sum_of_slices(losses: list[Any]) -> Any:
-    if torch.is_tensor(losses[0]):
-        return functools.reduce(torch.add, losses)
-    return [functools.reduce(torch.add, parts) for parts in zip(*losses, strict=True)]
-
-
-def _joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], sequence_dim: int) -> Any:
-    """The outputs of a micro-batch's slices put together along the dimension that has the slice's tokens.
-
-    Scalars are losses (the model returns them itself): their weighted sum.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-    if not torch.is_tensor(outputs[0]):
-        return tuple(_joined(list(parts), plan, weights, sequence_dim) for parts in zip(*outputs, strict=True))
-    if outputs[0].dim() == 0:
-        shares = [output * weight for output, weight in zip(outputs, weights, strict=True) if weight != 0.0]
-        return functools.reduce(torch.add, shares, torch.zeros_like(outputs[0]))
-    dims = [sequence_dim, *range(outputs[0].dim())]
-    for dim in dims:
-        if all(-o.dim() <= dim < o.dim() and o.size(dim) == n for o, n in zip(outputs, plan.lengths, strict=True)):
-            return torch.cat(outputs, dim=dim)
-    return outputs[-1]  # nothing in it depends on the tokens
-
-
-def _check_module(module: Any) -> None:
-    if getattr(module, "dynamic_shape", False):
-        raise TeraPipeConfigError(
-            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, "
-            "and sequence lengths may change from batch to batch without it. Remove dynamic_shape."
-        )
-
-
-def _check_checkpointing(engine: PipelineEngine) -> None:
-    if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
-        raise TeraPipeConfigError(
-            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
-            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
-            "false."
-        )

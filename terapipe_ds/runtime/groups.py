@@ -13,7 +13,7 @@ from terapipe_ds.runtime.link import Wire
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """The groups of the pipeline this rank is in; all None with one stage.
+    """The groups of the pipeline this rank is in; the first three are None with one stage.
 
     Forward and backward traffic have groups of their own, so that an activation never waits behind a gradient.
     """
@@ -22,6 +22,7 @@ class PipelineGroups:
     activations: Any = None
     gradients: Any = None
     control: Any = None
+    everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
 
     def wire(self, what: str, stage_id: int, towards: bool, device: torch.device) -> Wire:
         """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``."""
@@ -54,12 +55,14 @@ class PipelineGroups:
 def make_pipeline_groups(grid: Any) -> PipelineGroups:
     """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one
     order."""
-    mine = PipelineGroups(ranks=(torch_dist.get_rank(),))
+    world = list(range(torch_dist.get_world_size()))
+    everyone = torch_dist.new_group(world, backend="gloo") if len(world) > grid.pipe_parallel_size else None
+    mine = PipelineGroups(ranks=(torch_dist.get_rank(),), everyone=everyone)
     if grid.pipe_parallel_size == 1:
         return mine
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         activations, gradients = torch_dist.new_group(ranks), torch_dist.new_group(ranks)
         control = torch_dist.new_group(ranks, backend="gloo")
         if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), activations, gradients, control)
+            mine = PipelineGroups(tuple(ranks), activations, gradients, control, everyone)
     return mine

@@ -45,9 +45,7 @@ class StageReport:
 
     @property
     def status(self) -> Status:
-        if self.error is None:
-            return Status.OK
-        return Status.EXHAUSTED if isinstance(self.error, StopIteration) else Status.FAILED
+        return _status(self.error)
 
     def encode(self) -> torch.Tensor:
         first = self.shapes[0] if self.shapes else MicroBatchShape(0, 0)
@@ -99,6 +97,39 @@ def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBat
     if uniform:
         return (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
     return _broadcast_shapes(report, group, num_stages)
+
+
+def agree_between_pipelines(error: BaseException | None, training: bool, everyone: Any) -> None:
+    """Raise on every rank when one pipeline cannot go on: the others would wait for it in the reduction of gradients.
+
+    A collective over ``everyone`` (gloo). Replicas whose data end at different steps all stop at the first end.
+
+    Args:
+        error: what :func:`exchange` raised in this pipeline.
+    """
+    numbers = torch.tensor([_status(error), int(training), -int(training)], dtype=torch.int64)
+    torch_dist.all_reduce(numbers, op=torch_dist.ReduceOp.MAX, group=everyone)
+    worst, some_train, none_evaluates = numbers.tolist()
+    if worst == Status.OK and some_train == -none_evaluates:
+        return
+    texts: list[Any] = [None] * torch_dist.get_world_size()
+    mine = None if error is None else (_status(error), f"{type(error).__name__}: {error}")
+    torch_dist.all_gather_object(texts, mine, group=everyone)
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if not failed:
+        raise on_every_rank(BatchError("some pipelines train, others evaluate: every rank must make the same calls"))
+    if all(status == Status.EXHAUSTED for status, _ in failed.values()):
+        raise on_every_rank(StopIteration())
+    problems = sorted({text for status, text in failed.values() if status != Status.EXHAUSTED})
+    raise on_every_rank(BatchError(f"another pipeline (ranks {sorted(failed)}) cannot go on: {'; '.join(problems)}"))
+
+
+def _status(error: BaseException | None) -> Status:
+    if error is None:
+        return Status.OK
+    return Status.EXHAUSTED if isinstance(error, StopIteration) else Status.FAILED
 
 
 def _raise_everywhere(report: StageReport, group: Any, num_stages: int) -> None:

@@ -33,7 +33,7 @@ def slice_weights(
     """One factor per slice of ``plan``.
 
     Args:
-        labels: of the whole micro-batch; the first label tensor decides which labels are valid.
+        labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
         loss_reduction: how ``loss_fn`` reduces: ``mean_valid`` | ``mean`` | ``sum``.
         slice_weight: ``loss_fn.slice_weight``, called with the labels of one slice; replaces ``loss_reduction``. A
             slice's factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that
@@ -45,7 +45,7 @@ def slice_weights(
         return (1.0,) * plan.num_slices
     if loss_reduction == "mean":
         return tuple(length / plan.sequence_length for length in plan.lengths)
-    valid = labels.tensors[0] != ignore_index
+    valid = labels.deciding != ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
     return _shares([float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))])

@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -29,9 +28,12 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-POLL_S = 0.25
+from terapipe_ds.runtime.sigterm import POLL_S, Sigterm
+
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
 LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
+PATIENCE = 12  # so many stall timeouts (an hour by default) for a rank that is busy outside a batch
+OUTSIDE = "outside a batch"
 LOST_STORE_S = 5.0  # at the end of a good run, too, rank 0 may be gone a little before the others
 _ABORT = "abort"
 _WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
@@ -61,71 +63,13 @@ def _single_host() -> bool:
     return local in (0, torch_dist.get_world_size())
 
 
-class _Sigterm:
-    """Lets a thread notice SIGTERM, which launchers send to every rank when one has ended.
-
-    A Python handler alone would not do: it runs in the main thread, which may wait in a call that cannot be
-    interrupted. The wake-up descriptor is written at once. A signal that somebody else handles is left alone.
-    """
-
-    installed: _Sigterm | None = None
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-        self._receiver, self._sender = socket.socketpair()
-        self._sender.setblocking(False)
-        self._receiver.settimeout(POLL_S)
-
-    def install(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return
-        others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        if others != -1:
-            signal.set_wakeup_fd(others)
-            return
-        signal.signal(signal.SIGTERM, self._handle)
-        _Sigterm.installed = self
-
-    def wait(self) -> bool:
-        """True when the signal comes within the next ``POLL_S``. Called by the thread."""
-        try:
-            return signal.SIGTERM in self._receiver.recv(64) and signal.getsignal(signal.SIGTERM) == self._handle
-        except TimeoutError:
-            return False
-
-    def wake(self) -> None:
-        """Let a thread in :meth:`wait` go on."""
-        self._sender.send(bytes(1))
-
-    def remove(self) -> None:
-        """Give the signal back; only the main thread can."""
-        if _Sigterm.installed is self and threading.current_thread() is threading.main_thread():
-            _Sigterm.installed = None
-            if signal.getsignal(signal.SIGTERM) == self._handle:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                signal.set_wakeup_fd(-1)
-
-    def _handle(self, *_: Any) -> None:
-        time.sleep(2 * POLL_S)  # the thread ends the process meanwhile; if it cannot, end it here
-        self._end()
-
-
-def _leave_sigterm_to_the_parent() -> None:
-    """In a forked child (a data loader's worker): it shares the wake-up descriptor, and must die of its own signals."""
-    if _Sigterm.installed is not None:
-        _Sigterm.installed.remove()
-
-
-os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)
-
-
 @dataclass(frozen=True)
 class _Doing:
     """What the main thread does inside a batch. Replaced as a whole, because the watching thread reads it."""
 
     action: str
     waits_for: str = ""
+    opening: bool = False  # draws data and meets the other stages, which may be busy outside a batch
     since_s: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:
@@ -135,10 +79,15 @@ class _Doing:
 class Watchdog:
     """Watches the main thread of this rank and the other ranks. One per engine; a collective to build."""
 
-    def __init__(self, rank: int, stage_id: int, stall_timeout_s: float, store: Any | None = None) -> None:
+    def __init__(
+        self, rank: int, stage_id: int, stall_timeout_s: float, store: Any | None = None, asynchronous: bool = False
+    ) -> None:
+        """``asynchronous``: the device runs behind the host, which may wait for it anywhere, also outside a batch."""
         self._rank = rank
         self._stage_id = stage_id
         self._stall_timeout_s = stall_timeout_s
+        self._asynchronous = asynchronous
+        self._warned_at = 0.0  # since when the batch was opening that was warned of
         self._doing: _Doing | None = None  # None: outside a batch
         self._thread_of_batch = threading.get_ident()
         self._published = ""
@@ -151,7 +100,7 @@ class Watchdog:
         self._store = store
         if self._world_size > 1:
             self._store = store if store is not None else _make_store(max(60.0, stall_timeout_s))
-            self._sigterm = _Sigterm(self._terminated)
+            self._sigterm = Sigterm(self._terminated)
             self._sigterm.install()
             self._thread = threading.Thread(target=self._watch, name="terapipe-watchdog", daemon=True)
             self._thread.start()
@@ -274,10 +223,13 @@ class Watchdog:
         return self._failure
 
     def _publish_state(self) -> None:
-        state = "outside a batch" if self._doing is None else str(self._doing)
+        state = OUTSIDE if self._doing is None else str(self._doing)
         if state != self._published:
             self._published = state
             self._ask(lambda store: store.set(f"state/{self._rank}", state))
+
+    def _states(self) -> list[str]:
+        return [f"  rank {rank}: {self._state_of(rank)}" for rank in range(self._world_size)]
 
     def _state_of(self, rank: int) -> str:
         key = f"state/{rank}"
@@ -292,12 +244,14 @@ class Watchdog:
                 self._terminated()
             self._publish_state()
             doing = self._doing
-            if doing is None:
+            if doing is None and not self._asynchronous:
                 continue
             failure = self._learn_failure()
             if failure is not None and failure["rank"] != self._rank:
-                self._end(_failure_text(failure), doing)
-            elif time.monotonic() - doing.since_s > self._stall_timeout_s:
+                self._end(_failure_text(failure), doing or _Doing("the program outside a batch"))
+            elif doing is None:
+                continue
+            elif time.monotonic() - doing.since_s > self._stall_timeout_s and not self._is_patient(doing):
                 self._end(self._stall_text(), doing)
             elif self._waits_without_store(doing):
                 self._end("rank 0, which serves the watch-dog's store, is gone", doing)
@@ -307,9 +261,20 @@ class Watchdog:
             return False
         return time.monotonic() - max(doing.since_s, self._lost_store_at) > LOST_STORE_S
 
+    def _is_patient(self, doing: _Doing) -> bool:
+        """True while a batch cannot begin because another rank does something else: saves, uploads, validates."""
+        if not doing.opening or not any(state.endswith(OUTSIDE) for state in self._states()):
+            return False
+        if self._warned_at != doing.since_s:
+            self._warned_at = doing.since_s
+            waited_s = time.monotonic() - doing.since_s
+            waits = f"terapipe_ds: rank {self._rank} has waited {waited_s:.0f} s for a batch to begin:"
+            print("\n".join([waits, *self._states()]), file=sys.stderr, flush=True)
+        return time.monotonic() - doing.since_s < PATIENCE * self._stall_timeout_s
+
     def _stall_text(self) -> str:
         lines = [f"no progress for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s):"]
-        lines += [f"  rank {rank}: {self._state_of(rank)}" for rank in range(self._world_size)]
+        lines += self._states()
         lines.append("Look at the ranks that wait for none of the others. If they are only slow, raise the limit.")
         return "\n".join(lines)
 

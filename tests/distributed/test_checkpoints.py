@@ -206,5 +206,3 @@ def job_module_only(folder: str) -> tuple[float, list[int]]:
         reader.load_checkpoint(folder, load_module_only=True)
         loaded = error_of(state_of(reader)["parameters"], saved)
         return loaded, [reader.global_steps, len(state_of(reader)["optimizer"])]
-
-

@@ -231,7 +231,63 @@ def job_batch_sizes() -> dict[str, Any]:
     return {"errors": differences(ours, stock), "counts": counts, "stock counts": stock_counts}
 
 
+def job_whole_sequences() -> dict[str, Errors]:
+    stock = run_training(fp32_layers, None, batches(3))
+    return {
+        schedule: differences(run_training(fp32_layers, section(slices=1, schedule=schedule), batches(3)), stock)
+        for schedule in SCHEDULES
+    }
+
+
+def job_data_parallel() -> tuple[Errors, dict[str, float]]:
+    """One stage, two pipelines with data of their own, of lengths of their own."""
+    pipeline_id = torch.distributed.get_rank()
+    seeds = range(100 * pipeline_id, 100 * pipeline_id + 3)
+    data = [[micro_batch(seed), micro_batch(seed + 50, length=15 + 5 * pipeline_id)] for seed in seeds]
+
+    def run(engine: PipelineEngine) -> tuple[Run, dict[str, Any]]:
+        result = train(engine, data)
+        return result, {
+            "additional losses": {name: float(loss) for name, loss in engine.get_additional_losses().items()},
+            "evaluation": engine.eval_batch(iter(data[0])),
+            "logits": engine.eval_batch(iter(data[1]), return_logits=True, bcast_loss=False),
+            "samples": engine.global_samples,
+        }
+
+    (stock, stock_results), (ours, results) = both(
+        run, terapipe=section(slices=4), stages=1, module_class=tuple_models.ReportingModule
+    )
+    return differences(ours, stock), {name: error_of(results[name], stock_results[name]) for name in results}
+
+
+def job_two_engines() -> list[bool]:
+    """Two engines with schedules of their own train in turns, and evaluate in between."""
+    sections = (section(), section(schedule="terapipe", slices=4))
+    data = (batches(3), batches(3, first_seed=50))
+    alone = [run_training(gpt_layers, each, its) for each, its in zip(sections, data, strict=True)]
+    with engine_of(gpt_layers(), sections[0]) as one, engine_of(gpt_layers(), sections[1]) as other:
+        together: tuple[list[float], list[float]] = ([], [])
+        for step in range(3):
+            for engine, its, losses in zip((one, other), data, together, strict=True):
+                losses.append(float(engine.train_batch(iter(its[step]))))
+            one.eval_batch(iter(data[1][0]))
+    return [losses == run.returned for losses, run in zip(together, alone, strict=True)]
+
+
 class TestShapes:
+    def test_one_slice_is_bit_for_bit_the_stock_engine(self) -> None:
+        for rank in on_ranks(job_whole_sequences):
+            assert rank == dict.fromkeys(SCHEDULES, dict.fromkeys(rank["gpipe"], 0.0))
+
+    def test_pipelines_side_by_side(self) -> None:
+        errors, results = zip(*on_ranks(job_data_parallel), strict=True)
+        assert violations(errors) == {}
+        for rank in results:
+            assert {name: error for name, error in rank.items() if not error <= EXACT} == {}
+
+    def test_two_engines_in_one_process(self) -> None:
+        assert on_ranks(job_two_engines) == [[True, True]] * 2
+
     def test_the_sequence_length_changes_between_batches(self) -> None:
         assert violations(on_ranks(job_lengths_between_batches)) == {}
 
@@ -268,6 +324,15 @@ def job_training_data() -> Errors:
     return {kind: error_of(ours[kind], stock[kind]) for kind in stock}
 
 
+def train_without_iterator(engine: PipelineEngine) -> Run:
+    """One step with the data of the iterator that the engine has."""
+    run = Run(returned=[float(engine.train_batch())])
+    if engine.is_last_stage():
+        run.losses.append(float(engine.total_loss) / 2)
+    run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return run
+
+
 def job_interrupted_training() -> dict[str, Any]:
     """What a caller meets who goes on after an error in the data; in between the training of two good batches."""
     too_short = [(torch.zeros(2, 2, dtype=torch.long),) * 2] * 2
@@ -292,8 +357,12 @@ def job_interrupted_training() -> dict[str, Any]:
         attempt("evaluation", functools.partial(engine.eval_batch, return_logits=True), unequal)
         attempt("end in evaluation", engine.eval_batch, good[0][:1])
         attempt("no iterator in evaluation", engine.eval_batch, None)
-        second = train(engine, good[1:])
+        engine.set_dataiterator(iter(good[1]))
+        attempt("before the second batch", engine.eval_batch, unequal)
+        second = train_without_iterator(engine)
         live_bytes = engine._store.live_bytes()
+    with engine_of(gpt_layers(), section(slices=UNEVEN)) as engine:
+        attempt("another sum", engine.train_batch, batches(1, length=20)[0])
     undisturbed = run_training(gpt_layers, section(), good)
     return {
         "errors": errors,
@@ -303,7 +372,54 @@ def job_interrupted_training() -> dict[str, Any]:
     }
 
 
+def job_batch_fn() -> Errors:
+    """A function of the caller makes lists of what the iterator gives."""
+
+    def run(engine: PipelineEngine) -> Run:
+        engine.set_batch_fn(lambda batch: [batch["tokens"], batch["labels"]])
+        data: Any = [[dict(zip(("tokens", "labels"), each, strict=True)) for each in batch] for batch in batches(2)]
+        return train(engine, data)
+
+    stock, ours = both(run)
+    return differences(ours, stock)
+
+
+def job_after_an_error(kind: str) -> dict[str, Any]:
+    """A single process, whose caller goes on after an error in the middle of a batch."""
+    make = gpt_layers if kind == "fp64" else fp32_layers
+    options = {"stages": 1, **HALF.get(kind, {})}
+
+    def layers() -> list[Any]:
+        return [*make(), LayerSpec(tuple_models.Faulty)]
+
+    undisturbed = run_training(layers, section(), batches(2), **options)
+    with engine_of(layers(), section(), **options) as engine:
+        first = train(engine, batches(2)[:1])
+        tuple_models.Faulty.countdown = 5  # in the second micro-batch, after some backwards of the first one
+        try:
+            engine.train_batch(iter(batches(1, first_seed=300)[0]))
+        except MemoryError as error:
+            message = str(error)
+        live_bytes = engine._store.live_bytes()
+        second = train(engine, batches(2)[1:])
+    return {
+        "message": message,
+        "live bytes": live_bytes,
+        "returned": first.returned + second.returned == undisturbed.returned,
+        "parameters": error_of(second.parameters, undisturbed.parameters),
+    }
+
+
 class TestData:
+    def test_a_batch_fn_and_batches_in_lists(self) -> None:
+        assert violations(on_ranks(job_batch_fn)) == {}
+
+    @pytest.mark.parametrize("kind", ["fp64", "bf16", "fp16_zero1"])
+    def test_nothing_of_a_failed_batch_stays(self, kind: str) -> None:
+        """No gradients either, which the next step would add to its own."""
+        [found] = on_ranks(job_after_an_error, 1, kind=kind)
+        assert found == {"message": "out of memory", "live bytes": 0, "returned": True, "parameters": 0.0}
+
     def test_training_data_given_to_initialize(self) -> None:
         assert violations(on_ranks(job_training_data)) == {}
 
@@ -317,6 +433,8 @@ class TestData:
             "evaluation": r"BatchError: .*the labels have length 7",
             "end in evaluation": "StopIteration: ",
             "no iterator in evaluation": r"BatchError: .*there is no data",
+            "before the second batch": r"BatchError: .*the labels have length 7",
+            "another sum": r"TeraPipeConfigError: terapipe.slices = \[5, 17, 1\] adds up to 23 .* has 20",
         }
         for rank in on_ranks(job_interrupted_training):
             assert rank["errors"].keys() == expected.keys()
@@ -370,7 +488,43 @@ def job_frozen(kind: str) -> Errors:
     return differences(run_training(layers, section(), data), stock)
 
 
+def job_doubling() -> dict[str, Errors]:
+    layers = tuple_models.doubling_layers
+    stock = run_training(layers, None, batches(2), stages=1)
+    return {
+        kind: differences(run_training(layers, section(slices=UNEVEN), batches(2), **options), stock)
+        for kind, options in CHECKPOINTING.items()
+    }
+
+
+def job_summing() -> tuple[dict[str, Errors], float]:
+    data = batches(2, masked=False)
+    layers, terapipe = tuple_models.summing_layers, section(slices=UNEVEN, loss_reduction="mean")
+    loss = {"loss_fn": tuple_models.summed_loss}
+    stock = run_training(layers, None, data, **loss)
+    errors = {
+        kind: differences(run_training(layers, terapipe, data, **loss, **options), stock)
+        for kind, options in CHECKPOINTING.items()
+    }
+    evaluated = both(
+        lambda engine: engine.eval_batch(iter(data[0]), return_logits=True, bcast_loss=False),
+        layers, terapipe, **loss,
+    )  # fmt: skip
+    return errors, error_of(*evaluated)
+
+
 class TestTuples:
+    def test_one_tensor_twice_and_detached(self) -> None:
+        results = on_ranks(job_doubling)
+        for kind in CHECKPOINTING:
+            assert violations([rank[kind] for rank in results]) == {}, kind
+
+    def test_a_number_that_every_layer_adds_to(self) -> None:
+        results, evaluated = zip(*on_ranks(job_summing), strict=True)
+        for kind in CHECKPOINTING:
+            assert violations([rank[kind] for rank in results]) == {}, kind
+        assert max(evaluated) <= EXACT
+
     @pytest.mark.parametrize("stages", [2, 3])
     def test_passengers_of_all_kinds(self, stages: int) -> None:
         """Integers that are sliced, booleans and floats without a gradient that are handed whole; with three
@@ -468,7 +622,43 @@ def job_additional_losses() -> tuple[Errors, float, list[str]]:
     return differences(ours, stock), error_of(reported, stock_reported), list(reported[0])
 
 
+def job_viewing_loss() -> Errors:
+    stock = run_training(gpt_layers, None, batches(2), loss_fn=tuple_models.viewing_loss)
+    return differences(run_training(gpt_layers, section(), batches(2), loss_fn=tuple_models.viewing_loss), stock)
+
+
+def job_without_labels() -> Errors:
+    """A micro-batch of which no label counts."""
+    data = batches(2)
+    data[0][0][1][:] = IGNORE_INDEX
+    stock = run_training(gpt_layers, None, data, loss_fn=tuple_models.patient_loss)
+    return differences(run_training(gpt_layers, section(slices=UNEVEN), data), stock)
+
+
+def job_before_reduce(tied: bool) -> tuple[list[tuple[int, bool]], float]:
+    """The hook doubles all gradients; so does a loss that is doubled."""
+    layers = functools.partial(gpt_layers, tied_embedding=tied)
+    with engine_of(layers(), section(), module_class=tuple_models.HookedModule) as engine:
+        hooked = train(engine, batches(3))
+        engine.eval_batch(iter(batches(1)[0]))
+        calls = engine.module.calls
+    doubled = run_training(layers, None, batches(3), loss_fn=lambda logits, labels: 2 * gpt.gpt_loss(logits, labels))
+    return calls, differences(hooked, doubled)["gradient"]
+
+
 class TestLosses:
+    def test_a_loss_function_that_needs_contiguous_labels(self) -> None:
+        assert violations(on_ranks(job_viewing_loss)) == {}
+
+    def test_a_micro_batch_without_a_label_counts_as_zero(self) -> None:
+        assert violations(on_ranks(job_without_labels)) == {}
+
+    @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+    def test_the_hook_before_the_reduction(self, tied: bool) -> None:
+        for calls, error in on_ranks(job_before_reduce, tied=tied):
+            assert calls == [(0, True), (1, True), (2, True)], "once per batch, when all gradients are there"
+            assert error <= EXACT
+
     @pytest.mark.parametrize("reduction", ["mean", "sum"])
     def test_loss_reduction(self, reduction: str) -> None:
         assert violations(on_ranks(job_reduction, reduction=reduction)) == {}
@@ -561,9 +751,7 @@ class TestPrecision:
             for name in ("returned", "gradient", "parameter"):
                 assert 0 < rank["stock"][name] < 0.1
                 assert rank["ours"][name] <= 2 * rank["stock"][name] + 1e-3
-            assert rank["dtype"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(
-                kind[:4], "torch.float32"
-            )
+            assert rank["dtype"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(kind[:4], "torch.float32")
 
     def test_fp16_without_zero_has_the_gradients_of_fp32(self) -> None:
         errors = on_ranks(job_fp16_gradients)
@@ -663,9 +851,7 @@ class TestReporting:
     def test_wall_clock_breakdown(self, kind: str) -> None:
         """The stock engine cannot do this with two stages: its timers are started twice."""
         options = HALF.get(kind, {})
-        timed = on_ranks(
-            job_printed, terapipe=section(), wall_clock_breakdown=True, steps_per_print=2, **options
-        )
+        timed = on_ranks(job_printed, terapipe=section(), wall_clock_breakdown=True, steps_per_print=2, **options)
         plain = on_ranks(job_printed, terapipe=section(), **options)
         assert [run for _, run in timed] == [run for _, run in plain], "timing changes nothing"
         micro = re.findall(r"fwd_microstep: ([\d.]+) \| bwd_microstep: ([\d.]+)", timed[0][0])
@@ -877,15 +1063,17 @@ def pipeline_module(layers: Any = None, **options: Any) -> PipelineModule:
     )
 
 
+def initialize(model: torch.nn.Module, ds_config: dict[str, Any]) -> Any:
+    """The engine that `deepspeed.initialize` builds, which knows nothing of us."""
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
+
+
 def job_registration() -> dict[str, Any]:
-    """Everything is trained with `deepspeed.initialize`, which knows nothing of us."""
+    """The type of the engine, and whether it trains as it does without the plugin."""
     found: dict[str, Any] = {}
 
     def run(terapipe: dict[str, Any] | None) -> dict[str, Any]:
-        changes = {} if terapipe is None else {"terapipe": terapipe}
-        model = pipeline_module()
-        parameters = list(model.parameters())
-        engine = deepspeed.initialize(model=model, model_parameters=parameters, config=config(**changes))[0]
+        engine = initialize(pipeline_module(), config(**({} if terapipe is None else {"terapipe": terapipe})))
         losses = [float(engine.train_batch(iter(batch))) for batch in batches(2)]
         weights = [p.detach().clone() for p in engine.module.parameters()]
         engine.destroy()
@@ -914,18 +1102,14 @@ def job_other_engines() -> dict[str, Any]:
     found: dict[str, Any] = {}
     enabled = config(terapipe=section())
     with registered():
-        linear = torch.nn.Linear(2, 2)
         with mock.patch("deepspeed.utils.groups.mpu", None):  # left there by the pipeline of an earlier job
-            engine = deepspeed.initialize(
-                model=linear, model_parameters=linear.parameters(), config=enabled
-            )[0]
+            engine = initialize(torch.nn.Linear(2, 2), enabled)
         found["no pipeline"] = type(engine) is deepspeed.DeepSpeedEngine
         engine.destroy()
         four_layers = [LayerSpec(torch.nn.Linear, 2, 2) for _ in range(4)]
         model = DualPipeVModule(layers=four_layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
         found["DualPipeV"] = refusal(model, enabled)
-        plain = config(gradient_accumulation_steps=4)
-        engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=plain)[0]
+        engine = initialize(model, config(gradient_accumulation_steps=4))
         found["DualPipeV without section"] = type(engine) is DualPipeVEngine
         engine.destroy()
         found["dynamic_shape"] = refusal(pipeline_module(dynamic_shape=True), enabled)
@@ -943,7 +1127,7 @@ def job_other_engines() -> dict[str, Any]:
 def refusal(model: PipelineModule, ds_config: dict[str, Any]) -> str:
     """What `deepspeed.initialize` says against it."""
     try:
-        deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)
+        initialize(model, ds_config)
     except terapipe_ds.TeraPipeConfigError as error:
         return str(error)
     return ""
@@ -959,11 +1143,8 @@ def job_callers_subclass() -> dict[str, Any]:
                 return super().train_batch(data_iter) * 1.0
 
         for subclass in (CallersEngine, Later):
-            model = pipeline_module()
             with mock.patch.object(deepspeed, "PipelineEngine", subclass):
-                engine = deepspeed.initialize(
-                    model=model, model_parameters=list(model.parameters()), config=config()
-                )[0]
+                engine = initialize(pipeline_module(), config())
             losses = [float(engine.train_batch(iter(batch))) for batch in batches(2)]
             engine.destroy()
             found[subclass.__name__] = {

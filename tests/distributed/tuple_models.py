@@ -52,8 +52,8 @@ class Head(nn.Module):
         super().__init__()
         self.weight = weight(VOCAB_SIZE, HIDDEN_SIZE, seed=2)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0] @ self.weight.T
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Any:
+        return unpacked(inputs)[0] @ self.weight.T
 
 
 # -- passengers of all kinds ---------------------------------------------------------------------------------
@@ -168,6 +168,72 @@ def frozen_layers(kind: str) -> list[LayerSpec]:
     return [embedding, LayerSpec(Idle), decoders[0], LayerSpec(Head)]
 
 
+class Doubling(nn.Module):
+    """hidden -> the same tensor twice, and once without its graph."""
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        [hidden] = unpacked(inputs)
+        return hidden, hidden, hidden.detach()
+
+
+class Merging(nn.Module):
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] * 0.5 + inputs[1].square() + inputs[2]
+
+
+def doubling_layers() -> list[LayerSpec]:
+    """With two stages, what `Doubling` gives crosses between them."""
+    return [
+        LayerSpec(Embedding), LayerSpec(BareDecoder, 0), LayerSpec(Doubling), LayerSpec(Merging),
+        LayerSpec(BareDecoder, 1), LayerSpec(Head),
+    ]  # fmt: skip
+
+
+class BareDecoder(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.decoder = decoder(index)
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        [hidden] = unpacked(inputs)
+        return self.decoder(hidden)
+
+
+class SummingEmbedding(Embedding):
+    """tokens -> (hidden, a number that every layer adds to): how auxiliary losses travel."""
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        [hidden] = super().forward(inputs)
+        return hidden, hidden.square().mean()
+
+
+class SummingDecoder(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.decoder = decoder(index)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = self.decoder(inputs[0])
+        return hidden, inputs[1] + hidden.square().mean()
+
+
+class SummingHead(Head):
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return super().forward(inputs), inputs[1]
+
+
+def summing_layers() -> list[LayerSpec]:
+    return [
+        LayerSpec(SummingEmbedding), LayerSpec(SummingDecoder, 0), LayerSpec(SummingDecoder, 1),
+        LayerSpec(SummingHead),
+    ]  # fmt: skip
+
+
+def summed_loss(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    """A mean over all tokens, of both losses."""
+    return F.cross_entropy(outputs[0].flatten(0, 1), labels.flatten()) + 0.1 * outputs[1]
+
+
 # -- losses --------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +288,17 @@ def weighted_micro_batch(seed: int) -> MicroBatch:
     return tokens, (labels, weights)
 
 
+def viewing_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """As many write it: `view` takes contiguous tensors only."""
+    return F.cross_entropy(logits.view(-1, VOCAB_SIZE), labels.view(-1))
+
+
+def patient_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Zero where no label counts; torch's mean is NaN there."""
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
+
+
 def mean_square(outputs: Tensor, labels: Tensor) -> Tensor:
     """A mean over all tokens, whatever the labels are."""
     return (outputs - F.one_hot(labels.clamp_min(0), VOCAB_SIZE)).square().mean()
@@ -248,6 +325,32 @@ class ReportingModule(PipelineModule):
 
     def get_additional_losses(self) -> dict[str, Tensor]:
         return self.reported
+
+
+class HookedModule(PipelineModule):
+    """Notes when the engine calls its hook."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls: list[tuple[int, bool]] = []
+
+    def before_reduce(self, engine: Any) -> None:
+        """Tied gradients are still apart then, and doubled here; the stages of a tied weight must agree."""
+        self.calls.append((engine.global_steps, all(p.grad is not None for p in self.parameters())))
+        for parameter in self.parameters():
+            parameter.grad *= 2  # type: ignore[operator]
+
+
+class Faulty(nn.Module):
+    """Raises in one of its forwards: set `countdown`."""
+
+    countdown = 0
+
+    def forward(self, inputs: Any) -> Any:
+        Faulty.countdown -= 1
+        if Faulty.countdown == 0:
+            raise MemoryError("out of memory")
+        return inputs
 
 
 # -- another layout ------------------------------------------------------------------------------------------

@@ -72,4 +72,10 @@ def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:
             "sliced attention: %s backend %s for %s, %s%s",
             "automatic" if _forced is None else "forced", *key[:3], ", dropout" if key[3] else "",
         )  # fmt: skip
+        if _forced is None and isinstance(chosen, Reference):
+            fused = [b for b in _BACKENDS if b is not chosen and b.is_available()]
+            _log.warning(
+                "sliced attention falls back to plain torch, slow and with a tensor of scores [B, H, T, P + T]: %s",
+                "; ".join(f"{b.name}: {b.refusal(q, dropout_p)}" for b in fused) or "no fused kernel is available",
+            )
     return chosen

@@ -1,0 +1,38 @@
+"""What cannot be trained in slices and shows only once the model is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+from terapipe_ds.config import TeraPipeConfigError
+
+
+def check_module(module: Any) -> None:
+    """Refuse a ``PipelineModule`` whose shapes do not follow from a plan."""
+    if getattr(module, "dynamic_shape", False):
+        raise TeraPipeConfigError(
+            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, "
+            "and sequence lengths may change from batch to batch without it. Remove dynamic_shape."
+        )
+
+
+def check_checkpointing() -> None:
+    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes."""
+    if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
+        raise TeraPipeConfigError(
+            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
+            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
+            "false."
+        )
+
+
+def check_layers(engine: Any) -> None:
+    """Refuse layers of DeepSpeed that mix tokens by more than attention."""
+    if engine.has_moe_layers:
+        raise TeraPipeConfigError(
+            "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
+            "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer "
+            "of your own."
+        )

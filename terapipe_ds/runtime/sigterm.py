@@ -1,0 +1,72 @@
+"""Let a thread notice SIGTERM while the main thread waits in a call that cannot be interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+POLL_S = 0.25
+
+
+class Sigterm:
+    """Lets a thread notice SIGTERM, which launchers send to every rank when one has ended.
+
+    A Python handler alone would not do: it runs in the main thread, which may wait in a call that cannot be
+    interrupted. The wake-up descriptor is written at once. A signal that somebody else handles is left alone.
+    """
+
+    installed: Sigterm | None = None
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._receiver.settimeout(POLL_S)
+
+    def install(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        if others != -1:
+            signal.set_wakeup_fd(others)
+            return
+        signal.signal(signal.SIGTERM, self._handle)
+        Sigterm.installed = self
+
+    def wait(self) -> bool:
+        """True when the signal comes within the next ``POLL_S``. Called by the thread."""
+        try:
+            return signal.SIGTERM in self._receiver.recv(64) and signal.getsignal(signal.SIGTERM) == self._handle
+        except TimeoutError:
+            return False
+
+    def wake(self) -> None:
+        """Let a thread in :meth:`wait` go on."""
+        self._sender.send(bytes(1))
+
+    def remove(self) -> None:
+        """Give the signal back; only the main thread can."""
+        if Sigterm.installed is self and threading.current_thread() is threading.main_thread():
+            Sigterm.installed = None
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.set_wakeup_fd(-1)
+
+    def _handle(self, *_: Any) -> None:
+        time.sleep(2 * POLL_S)  # the thread ends the process meanwhile; if it cannot, end it here
+        self._end()
+
+
+def _leave_sigterm_to_the_parent() -> None:
+    """In a forked child (a data loader's worker): it shares the wake-up descriptor, and must die of its own signals."""
+    if Sigterm.installed is not None:
+        Sigterm.installed.remove()
+
+
+os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)

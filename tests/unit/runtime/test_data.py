@@ -1,0 +1,132 @@
+"""Drawing micro-batches on one stage; the other stages are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime import data
+from terapipe_ds.runtime.batch import BatchError
+from terapipe_ds.runtime.data import BatchSource
+from terapipe_ds.runtime.header import MicroBatchShape, StageReport, raised_on_every_rank
+
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def config(**changes: Any) -> TeraPipeConfig:
+    return TeraPipeConfig(enabled=True, slices=2, **changes)
+
+
+def source(next_batch: Callable[[], Any], stage_id: int = 0, num_stages: int = 1, **changes: Any) -> BatchSource:
+    return BatchSource(config(**changes), next_batch, stage_id, num_stages, None)
+
+
+def of(*batches: Any, **options: Any) -> BatchSource:
+    iterator = iter(batches)
+    return source(lambda: next(iterator), **options)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
+    """What the stage would tell the others; they are taken to agree on two rows of twelve tokens."""
+    told: list[StageReport] = []
+
+    def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBatchShape, ...]:
+        told.append(report)
+        if report.error is not None:
+            raise report.error
+        return (MicroBatchShape(2, 12),) * report.num_micro_batches
+
+    monkeypatch.setattr(data, "exchange", exchange)
+    return told
+
+
+class TestDrawing:
+    def test_inputs_labels_and_shapes(self) -> None:
+        drawn, shapes = of((TOKENS, TOKENS + 1), [TOKENS[:1, :5], TOKENS[:1, 1:6]]).draw(2, training=True)
+        assert shapes == (MicroBatchShape(2, 12), MicroBatchShape(1, 5))
+        assert torch.equal(drawn[0].inputs, TOKENS)
+        assert drawn[0].labels is not None
+        assert torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
+
+    def test_rows_are_all_that_is_not_the_sequence(self) -> None:
+        labels = torch.zeros(2, 12, 3)
+        _, shapes = of((TOKENS, labels)).draw(1, training=True)
+        assert shapes == (MicroBatchShape(6, 12),)
+
+    def test_a_loader_may_reuse_its_memory(self) -> None:
+        memory = torch.zeros(2, 12, dtype=torch.long)
+        drawn, _ = source(lambda: ((memory.add_(1), memory), memory)).draw(3, training=True)
+        assert [int(each.inputs[0][0, 0]) for each in drawn] == [1, 2, 3]
+        assert [int(each.labels.tensors[0][0, 0]) for each in drawn if each.labels is not None] == [1, 2, 3]
+
+    def test_the_first_stage_needs_no_labels(self, reports: list[StageReport]) -> None:
+        drawn, _ = of((TOKENS, None), stage_id=0, num_stages=2).draw(1, training=False)
+        assert torch.equal(drawn[0].inputs, TOKENS)
+        assert drawn[0].labels is None
+        assert reports[0].shapes is None
+        assert reports[0].training is False
+
+    def test_the_last_stage_needs_no_inputs(self, reports: list[StageReport]) -> None:
+        drawn, _ = of((None, TOKENS), stage_id=1, num_stages=2).draw(1, training=True)
+        assert drawn[0].inputs is None
+        assert reports[0].shapes == (MicroBatchShape(2, 12),)
+
+    def test_a_stage_in_the_middle_draws_nothing(self, reports: list[StageReport]) -> None:
+        drawn, shapes = source(pytest.fail, stage_id=1, num_stages=3).draw(2, training=True)
+        assert [(each.inputs, each.labels) for each in drawn] == [(None, None)] * 2
+        assert len(shapes) == 2
+
+    def test_slice_inputs_follows_the_config(self) -> None:
+        inputs = of(sliced_inputs=[0]).slice_inputs((TOKENS, TOKENS), 12)
+        assert inputs.sliced == (True, False)
+        assert of(sequence_dim=0).slice_inputs(TOKENS.T, 12).dim == 0
+
+    def test_configs_that_differ_have_different_fingerprints(self, reports: list[StageReport]) -> None:
+        for slices_of in ({"ignore_index": 0}, {"ignore_index": 0}, {"ignore_index": 1}):
+            of((TOKENS, TOKENS), stage_id=1, num_stages=2, **slices_of).draw(1, training=True)
+        one, same, other = (report.config_fingerprint for report in reports)
+        assert one == same != other
+        assert all(0 <= report.config_fingerprint < 2**63 for report in reports)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("batch", "message"),
+        [
+            (None, "there is no data: give train_batch.. a data_iter"),
+            (TOKENS, r"must give \(inputs, labels\), got Tensor"),
+            ((TOKENS, TOKENS, TOKENS), r"must give \(inputs, labels\), got tuple of 3 elements"),
+            ({"tokens": TOKENS}, "got dict"),
+            ((TOKENS, None), "the labels of a batch must be a tensor"),
+            ((TOKENS[:, :5], TOKENS), r"length 12 .* the inputs have shapes \[2, 5\]"),
+            ((TOKENS[:, :0], TOKENS[:, :0]), r"labels of shape \[2, 0\] has no tokens"),
+            ((TOKENS, TOKENS.flatten()), "no label tensor has dimension 1"),
+        ],
+    )
+    def test_bad_batches(self, batch: Any, message: str) -> None:
+        with pytest.raises(BatchError, match=message) as caught:
+            of(batch).draw(1, training=True)
+        assert raised_on_every_rank(caught.value)
+
+    def test_the_first_stage_sees_a_mismatch_at_once(self, reports: list[StageReport]) -> None:
+        with pytest.raises(BatchError, match="no input tensor has the sequence"):
+            of((TOKENS[:, 1:], TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
+        assert isinstance(reports[0].error, BatchError)
+
+    def test_the_end_of_the_data(self) -> None:
+        with pytest.raises(StopIteration) as caught:
+            of((TOKENS, TOKENS)).draw(2, training=True)
+        assert raised_on_every_rank(caught.value)
+
+    def test_an_error_in_the_users_loader(self, reports: list[StageReport]) -> None:
+        def next_batch() -> Any:
+            raise OSError("disk")
+
+        with pytest.raises(OSError, match="disk"):
+            source(next_batch, stage_id=0, num_stages=2).draw(1, training=True)
+        assert isinstance(reports[0].error, OSError), "the other stages hear of it"

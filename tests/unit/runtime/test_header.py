@@ -1,0 +1,145 @@
+"""The header that the stages exchange, with the other stages played by a stand-in for torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from terapipe_ds.runtime import header
+from terapipe_ds.runtime.batch import BatchError
+from terapipe_ds.runtime.header import MicroBatchShape, StageReport, Status, exchange, raised_on_every_rank
+
+SHAPES = (MicroBatchShape(2, 12), MicroBatchShape(2, 12))
+MIXED = (MicroBatchShape(2, 12), MicroBatchShape(3, 7))
+
+
+def report(**changes: Any) -> StageReport:
+    fields: dict[str, Any] = {"training": True, "num_micro_batches": 2, "config_fingerprint": 77, "shapes": None}
+    return StageReport(**{**fields, **changes})
+
+
+class Stages:
+    """Collectives over stages whose reports are all known."""
+
+    def __init__(self, reports: list[StageReport]) -> None:
+        self.reports = reports
+        self.calls: list[str] = []
+
+    def all_gather(self, headers: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        self.calls.append("all_gather")
+        for empty, each in zip(headers, self.reports, strict=True):
+            empty.copy_(each.encode())
+
+    def all_gather_object(self, texts: list[Any], mine: Any, group: Any) -> None:
+        self.calls.append("all_gather_object")
+        texts[:] = [
+            None if each.error is None else (each.status, f"{type(each.error).__name__}: {each.error}")
+            for each in self.reports
+        ]
+        assert mine in texts
+
+    def broadcast(self, shapes: torch.Tensor, group: Any, group_src: int) -> None:
+        self.calls.append("broadcast")
+        source = self.reports[group_src].shapes
+        assert source is not None
+        shapes.copy_(torch.tensor([(s.rows, s.length) for s in source]))
+
+
+def exchanged(monkeypatch: pytest.MonkeyPatch, reports: list[StageReport]) -> tuple[list[Any], Stages]:
+    """What `exchange` gives or raises on each stage."""
+    stages = Stages(reports)
+    monkeypatch.setattr(header, "torch_dist", stages)
+    results: list[Any] = []
+    for each in reports:
+        try:
+            results.append(exchange(each, None, len(reports)))
+        except Exception as error:
+            results.append(error)
+    return results, stages
+
+
+class TestShapes:
+    def test_every_stage_learns_those_of_the_last_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results, stages = exchanged(monkeypatch, [report(), report(), report(shapes=SHAPES)])
+        assert results == [SHAPES] * 3
+        assert set(stages.calls) == {"all_gather"}, "micro-batches of one shape fit in the header"
+
+    def test_mixed_shapes_take_a_second_message(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results, stages = exchanged(monkeypatch, [report(), report(), report(shapes=MIXED)])
+        assert results == [MIXED] * 3
+        assert stages.calls == ["all_gather", "broadcast"] * 3
+
+    def test_the_last_stage_decides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results, _ = exchanged(monkeypatch, [report(shapes=MIXED), report(shapes=SHAPES)])
+        assert results == [SHAPES] * 2
+
+    def test_one_stage_needs_nobody(self) -> None:
+        assert exchange(report(shapes=MIXED), None, 1) == MIXED
+
+    def test_the_header_has_a_fixed_size(self) -> None:
+        reports = [report(), report(shapes=MIXED), report(shapes=SHAPES * 50), report(error=ValueError("x"))]
+        assert {tuple(each.encode().shape) for each in reports} == {(7,)}
+        assert report(config_fingerprint=2**62 - 1).encode().tolist()[3] == 2**62 - 1
+
+
+class TestErrors:
+    def test_what_one_stage_could_not_draw(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = KeyError("tokens")
+        results, _ = exchanged(monkeypatch, [report(error=own), report(), report(shapes=SHAPES)])
+        assert results[0] is own
+        for error in results[1:]:
+            assert isinstance(error, BatchError)
+            assert str(error) == "stage 0 failed to draw its data: KeyError: 'tokens'"
+        assert all(raised_on_every_rank(error) for error in results)
+
+    def test_the_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results, _ = exchanged(monkeypatch, [report(error=StopIteration()), report(), report(error=StopIteration())])
+        assert [type(error) for error in results] == [StopIteration] * 3
+        assert all(raised_on_every_rank(error) for error in results)
+
+    def test_the_end_of_the_data_on_one_side_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not an ordinary end: one side has drawn data that the other one does not have."""
+        results, _ = exchanged(monkeypatch, [report(error=StopIteration()), report(), report(shapes=SHAPES)])
+        for error in results:
+            assert isinstance(error, BatchError)
+            assert "iterator of stage 0 is at its end, but not that of the others" in str(error)
+            assert raised_on_every_rank(error)
+
+    def test_the_end_of_the_data_on_one_side_and_an_error_on_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        failed = [report(error=StopIteration()), report(), report(error=ValueError("bad"))]
+        results, _ = exchanged(monkeypatch, failed)
+        assert [type(error) for error in results] == [BatchError, BatchError, ValueError]
+        assert "stage 0 is at its end" in str(results[1])
+        assert "stage 2 failed to draw its data: ValueError: bad" in str(results[1])
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"training": False}, r"training \(1\) or evaluation \(0\): stage 0: 0, stage 1: 1"),
+            ({"num_micro_batches": 3}, "the number of micro-batches: stage 0: 3, stage 1: 2"),
+            ({"config_fingerprint": 5}, "the fingerprint of the terapipe section: stage 0: 5, stage 1: 77"),
+        ],
+    )
+    def test_stages_that_disagree(self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str) -> None:
+        results, _ = exchanged(monkeypatch, [report(**changes), report(shapes=SHAPES)])
+        for error in results:
+            assert raised_on_every_rank(error)
+            with pytest.raises(BatchError, match=message):
+                raise error
+
+    def test_one_stage_raises_its_own_error(self) -> None:
+        with pytest.raises(KeyError) as caught:
+            exchange(report(error=KeyError("tokens")), None, 1)
+        assert raised_on_every_rank(caught.value)
+
+    def test_other_errors_are_not_everywhere(self) -> None:
+        assert not raised_on_every_rank(ValueError())
+
+    @pytest.mark.parametrize(
+        ("error", "status"),
+        [(None, Status.OK), (StopIteration(), Status.EXHAUSTED), (ValueError(), Status.FAILED)],
+    )
+    def test_status(self, error: BaseException | None, status: Status) -> None:
+        assert report(error=error).status is status

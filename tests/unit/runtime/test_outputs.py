@@ -1,0 +1,94 @@
+"""How the engine puts together what the slices of a micro-batch gave, and the faults of DeepSpeed it mends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
+from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
+
+PLAN = SlicePlan((4, 2, 1))
+WEIGHTS = (0.5, 0.0, 0.25)
+
+
+def cut(whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    return list(whole.split(list(PLAN.lengths), dim=dim))
+
+
+class TestJoined:
+    @pytest.mark.parametrize(("shape", "dim"), [((2, 7, 5), 1), ((2, 7), 1), ((7, 2, 5), 0), ((2, 3, 7), 2)])
+    def test_along_the_dimension_of_the_tokens(self, shape: tuple[int, ...], dim: int) -> None:
+        whole = torch.randn(shape)
+        assert torch.equal(joined(cut(whole, dim), PLAN, WEIGHTS, 1), whole)
+
+    def test_the_sequence_dimension_comes_first(self) -> None:
+        """Rows that are as many as the tokens of every slice do not deceive it."""
+        plan = SlicePlan((2, 2))
+        whole = torch.randn(2, 4, 3)
+        assert torch.equal(joined(list(whole.split(2, dim=1)), plan, (1.0, 1.0), 1), whole)
+        turned = whole.transpose(0, 1)
+        assert torch.equal(joined(list(turned.split(2, dim=0)), plan, (1.0, 1.0), 0), turned)
+
+    def test_losses_are_summed_by_weight(self) -> None:
+        losses = [torch.tensor(2.0), torch.tensor(float("nan")), torch.tensor(4.0)]
+        assert float(joined(losses, PLAN, WEIGHTS, 1)) == 2.0
+        assert float(joined(losses, PLAN, (0.0, 0.0, 0.0), 1)) == 0.0
+
+    def test_tuples_part_by_part(self) -> None:
+        logits, mask = torch.randn(2, 7, 5), torch.ones(2, 1, 1, 3)
+        outputs = [(part, mask, torch.tensor(1.0)) for part in cut(logits, 1)]
+        whole = joined(outputs, PLAN, WEIGHTS, 1)
+        assert torch.equal(whole[0], logits)
+        assert whole[1] is mask
+        assert float(whole[2]) == 0.75
+
+    def test_a_single_slice_is_the_whole(self) -> None:
+        whole = torch.randn(3)
+        assert joined([whole], SlicePlan((7,)), (1.0,), 1) is whole
+
+
+class TestSums:
+    def test_of_slices(self) -> None:
+        assert float(sum_of_slices([torch.tensor(1.0), torch.tensor(2.0)])) == 3.0
+        parts = sum_of_slices([[torch.tensor(1.0), torch.tensor(10.0)], [torch.tensor(2.0), torch.tensor(20.0)]])
+        assert [float(part) for part in parts] == [3.0, 30.0]
+
+    @pytest.mark.parametrize(
+        ("dtype", "expected"),
+        [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    )
+    def test_losses_are_accumulated_wide_and_without_a_graph(self, dtype: torch.dtype, expected: torch.dtype) -> None:
+        total: Any = None
+        for _ in range(300):
+            total = accumulated(total, torch.ones((), dtype=dtype, requires_grad=True) * 1)
+        assert float(total) == 300.0, "bf16 would stop at 256"
+        assert total.dtype == expected
+        assert not total.requires_grad
+
+    def test_several_losses_are_accumulated_each(self) -> None:
+        total = accumulated(None, [torch.tensor(1.0), torch.tensor(2.0)])
+        assert [float(t) for t in accumulated(total, [torch.tensor(3.0), torch.tensor(5.0)])] == [4.0, 7.0]
+
+
+class TestStockFaults:
+    def test_parameters_are_marked_once_over_all_stages(self) -> None:
+        module = nn.Linear(2, 2)
+        module.bias.ds_pipe_replicated = True  # type: ignore[attr-defined]  # tied, owned by another stage
+        count_every_stage_in_norm(module, SimpleNamespace(get_slice_parallel_rank=lambda: 0))
+        assert module.weight.model_parallel is True
+        assert not hasattr(module.bias, "model_parallel")
+
+    def test_replicated_parameters_of_tensor_parallel_ranks_are_counted_on_one(self) -> None:
+        module = nn.Linear(2, 2)
+        count_every_stage_in_norm(module, SimpleNamespace(get_slice_parallel_rank=lambda: 1))
+        assert not hasattr(module.weight, "model_parallel")
+
+    @pytest.mark.parametrize("optimizer", [None, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)])
+    def test_other_optimizers_scale_their_losses(self, optimizer: Any) -> None:
+        assert missing_loss_scale(optimizer) == 1.0

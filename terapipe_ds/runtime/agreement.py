@@ -27,19 +27,37 @@ def _is_enabled(values: Mapping[str, str]) -> bool:
     return isinstance(section, dict) and section.get("enabled") is True
 
 
-def require_equal_configs(raw: Mapping[str, Any]) -> None:
-    """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on.
+def raise_on_every_rank(problem: str | None) -> None:
+    """Raise ``TeraPipeConfigError`` on every rank when one of them has found a problem, in the layers of its stage say.
 
-    A collective over all ranks, on the CPU: DeepSpeed has not chosen this rank's device yet. Nothing is compared where
-    no rank has an enabled ``terapipe`` section.
+    A collective over all ranks.
     """
-    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
-        return
-    mine = _compared(raw)
+    everyone: list[Any] = [problem]
+    if torch_dist.get_world_size() > 1:
+        everyone = _gathered(problem)
+    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
+    if found:
+        texts = "; ".join(sorted(set(found.values())))
+        raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(found)}: {texts}")
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """One object of each rank, exchanged on the CPU: DeepSpeed may not have chosen this rank's device yet."""
     everyone: list[Any] = [None] * torch_dist.get_world_size()
     group = torch_dist.new_group(backend="gloo")
     torch_dist.all_gather_object(everyone, mine, group=group)
     torch_dist.destroy_process_group(group)
+    return everyone
+
+
+def require_equal_configs(raw: Mapping[str, Any]) -> None:
+    """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on.
+
+    A collective over all ranks. Nothing is compared where no rank has an enabled ``terapipe`` section.
+    """
+    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
+        return
+    everyone = _gathered(_compared(raw))
     if not any(_is_enabled(values) for values in everyone):
         return
     differences = list(_differences(everyone))

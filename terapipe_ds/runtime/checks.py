@@ -28,11 +28,11 @@ def check_checkpointing() -> None:
         )
 
 
-def check_layers(engine: Any) -> None:
-    """Refuse layers of DeepSpeed that mix tokens by more than attention."""
-    if engine.has_moe_layers:
-        raise TeraPipeConfigError(
-            "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
-            "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer "
-            "of your own."
-        )
+def problem_of_layers(engine: Any) -> str | None:
+    """What of this stage's layers mixes tokens by more than attention; None where all is well. Stages differ in it."""
+    if not engine.has_moe_layers:
+        return None
+    return (
+        "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one forward "
+        "pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of your own."
+    )

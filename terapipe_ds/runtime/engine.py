@@ -28,10 +28,11 @@ from deepspeed.runtime.pipe.engine import (
 from terapipe_ds.attention import ActiveSlice, GuardCapturedNames, SliceStore, guard_plain_attention, push_slice
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.checks import check_checkpointing, check_layers, check_module
+from terapipe_ds.runtime.checks import check_checkpointing, check_module, problem_of_layers
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on_every_rank
@@ -67,7 +68,7 @@ class TeraPipeEngine(PipelineEngine):
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing()
-        check_layers(self)
+        raise_on_every_rank(problem_of_layers(self))
         self._groups = make_pipeline_groups(self.grid)
         self._groups.connect(self.stage_id, torch.device(self.device))
         self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))

@@ -117,7 +117,7 @@ class Watchdog:
         if self._failure is not None:
             raise PipelineAborted(_failure_text(self._failure))
         self._thread_of_batch = threading.get_ident()
-        self._doing = _Doing("the start of a batch (drawing data, hearing from the other stages)")
+        self._doing = _Doing("the start of a batch (drawing data, hearing from the other stages)", opening=True)
         try:
             yield
         except BaseException as error:

@@ -313,7 +313,8 @@ class ReportingModule(PipelineModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reported = {name: torch.zeros(()) for name in ("language", "size")}
+        nothing_yet = torch.tensor(float("nan"))
+        self.reported = dict.fromkeys(("language", "size"), nothing_yet)
         self.loss_fn = self.loss
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

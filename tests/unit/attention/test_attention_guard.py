@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from attention_cases import largest_error, random_inputs, run_plain, run_sliced
 
-from terapipe_ds.attention import ActiveSlice, PlainAttentionError, SliceStore, guard_plain_attention, push_slice
+from terapipe_ds.attention import (
+    ActiveSlice,
+    GuardCapturedNames,
+    PlainAttentionError,
+    SliceStore,
+    guard_plain_attention,
+    push_slice,
+)
 
 PART = ActiveSlice(4, 8, 12)
 X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has
@@ -76,5 +83,26 @@ def test_what_was_there_comes_back() -> None:
 def test_sliced_attention_passes_the_guard() -> None:
     inputs = random_inputs()
     with guard_plain_attention():
+        for plan in ((9, 11), (20,)):
+            assert largest_error(run_sliced(inputs, plan, SliceStore()), run_plain(inputs)) <= 1e-12
+
+
+def test_a_name_that_was_bound_before() -> None:
+    captured = F.scaled_dot_product_attention
+    expected = captured(X, X, X)
+    with GuardCapturedNames(), guard_plain_attention():
+        with push_slice(PART):
+            by_name = {"query": X, "key": X, "value": X}
+            for call in (lambda: captured(X, X, X), lambda: captured(X, key=X, value=X), lambda: captured(**by_name)):
+                with pytest.raises(PlainAttentionError, match="sliced_attention"):
+                    call()
+            captured(X, torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8))  # cross-attention
+        with push_slice(ActiveSlice(0, 4, 4)):
+            assert torch.equal(captured(X, X, X), expected)
+
+
+def test_sliced_attention_passes_the_closer_guard() -> None:
+    inputs = random_inputs()
+    with GuardCapturedNames():
         for plan in ((9, 11), (20,)):
             assert largest_error(run_sliced(inputs, plan, SliceStore()), run_plain(inputs)) <= 1e-12

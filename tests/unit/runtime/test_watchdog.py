@@ -42,12 +42,12 @@ class Job:
         monkeypatch.setattr(module.os, "_exit", self._exit)
         monkeypatch.setattr(module, "LINGER_S", 0.0)
 
-    def rank(self, rank: int, stall_timeout_s: float = LONG_S) -> Watchdog:
+    def rank(self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False) -> Watchdog:
         """The watch-dog of a rank; its stage is as high as its rank."""
         client = distributed.TCPStore(
             "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, store=client))
+        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous))
         return self._watchdogs[-1]
 
     def wait_for_end(self) -> None:
@@ -131,6 +131,13 @@ class TestFailures:
         with outside.batch(never):
             job.wait_for_end()
         assert job.exits == [1]
+
+    def test_on_a_device_that_runs_behind(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        """The main thread may wait for the device after it has left the batch."""
+        job.rank(1, asynchronous=True)
+        fail(job.rank(0), ValueError("spam"))
+        job.wait_for_end()
+        assert "the program outside a batch" in capfd.readouterr().err
 
     def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
@@ -232,6 +239,30 @@ class TestStalls:
         assert "It stands here:" in hanging_text
         assert "in test_the_report_says_what_every_rank_does" in hanging_text
         assert job.exits == [1, 1]
+
+    def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """It saves a checkpoint, say. The others say so once, and give up much later."""
+        monkeypatch.setattr(module, "PATIENCE", 5)
+        waiting = job.rank(0, stall_timeout_s=0.4)
+        job.rank(1)
+        start = time.monotonic()
+        with waiting.batch(never):
+            until(lambda: len(job.exits) == 1)
+        assert time.monotonic() - start > 5 * 0.4
+        text = capfd.readouterr().err
+        assert text.count("for a batch to begin:") == 1
+        assert "  rank 1: outside a batch\n" in text
+        assert "no progress for 0.4 s" in text
+
+    def test_a_rank_that_hangs_while_it_draws_data_is_not(self, job: Job) -> None:
+        waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
+        with waiting.batch(never), hanging.batch(never):
+            until(lambda: job.server.check(["state/1"]) and b"the start" in job.server.get("state/1"))
+            start = time.monotonic()
+            until(lambda: len(job.exits) == 2)
+        assert time.monotonic() - start < module.PATIENCE * 0.6 / 2
 
     def test_no_batch_no_stall(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         watchdog = job.rank(0, stall_timeout_s=1e-6)

@@ -373,6 +373,29 @@ def job_interrupted_training() -> dict[str, Any]:
     }
 
 
+def job_uneven_pipelines() -> dict[str, Any]:
+    """One stage, two pipelines; the second one has data for fewer steps, and once bad data. Then both go on."""
+    pipeline_id = torch.distributed.get_rank()
+    good = batches(2, first_seed=pipeline_id)
+    bad = [(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long))] * 2
+    found: dict[str, Any] = {}
+    with engine_of(gpt_layers(), section(), stages=1) as engine:
+        data = iter([micro for batch in good for micro in batch][: 4 - pipeline_id])
+        first = train(engine, [[next(data), next(data)]])
+        for name, action in {
+            "end": lambda: engine.train_batch(data),
+            "bad": lambda: engine.train_batch(iter(bad if pipeline_id else good[0])),
+            "bad evaluation": lambda: engine.eval_batch(iter(bad if pipeline_id else good[0])),
+        }.items():
+            try:
+                action()
+            except (StopIteration, ValueError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        second = train(engine, good[1:])
+    undisturbed = run_training(gpt_layers, section(), good, stages=1)
+    return {**found, "same": first.losses + second.losses == undisturbed.losses}
+
+
 def job_batch_fn() -> Errors:
     """A function of the caller makes lists of what the iterator gives."""
 
@@ -420,6 +443,16 @@ class TestData:
         """No gradients either, which the next step would add to its own."""
         [found] = on_ranks(job_after_an_error, 1, kind=kind)
         assert found == {"message": "out of memory", "live bytes": 0, "returned": True, "parameters": 0.0}
+
+    def test_pipelines_stop_together(self) -> None:
+        """The others would wait in the reduction of gradients for the one that cannot go on."""
+        first, second = on_ranks(job_uneven_pipelines)
+        assert first["end"] == second["end"] == "StopIteration: "
+        for name in ("bad", "bad evaluation"):
+            assert re.match(r"BatchError: no input tensor has the sequence: .* length 7", second[name])
+            assert re.match(r"BatchError: another pipeline \(ranks \[1\]\) cannot go on: .* length 7", first[name])
+        assert first["same"]
+        assert second["same"]
 
     def test_training_data_given_to_initialize(self) -> None:
         assert violations(on_ranks(job_training_data)) == {}
@@ -858,6 +891,8 @@ class TestReporting:
         micro = re.findall(r"fwd_microstep: ([\d.]+) \| bwd_microstep: ([\d.]+)", timed[0][0])
         whole = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", timed[0][0])
         assert len(micro) == len(whole) == 2, "once in two steps"
+        waits = re.findall(r"pipe_send_output: [\d.]+ \| pipe_recv_grad: [\d.]+", timed[0][0])
+        assert len(waits) == len(re.findall(r"batch_input: [\d.]+ \| fwd_microstep", timed[0][0])) == 2
         assert min(float(milliseconds) for row in micro + whole for milliseconds in row) > 0
 
 

@@ -143,3 +143,75 @@ class TestErrors:
     )
     def test_status(self, error: BaseException | None, status: Status) -> None:
         assert report(error=error).status is status
+
+
+class Pipelines:
+    """Collectives over pipelines of one rank each, whose errors and modes are all known."""
+
+    ReduceOp = torch.distributed.ReduceOp
+
+    def __init__(self, errors: list[BaseException | None], training: list[bool]) -> None:
+        self.errors, self.training = errors, training
+        self.objects = 0
+
+    def all_reduce(self, numbers: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == self.ReduceOp.MAX
+        modes = zip(self.errors, self.training, strict=True)
+        everyone = torch.tensor([[header._status(error), int(mode), -int(mode)] for error, mode in modes])
+        assert any(torch.equal(numbers, each) for each in everyone)
+        numbers.copy_(everyone.amax(dim=0))
+
+    def get_world_size(self) -> int:
+        return len(self.errors)
+
+    def all_gather_object(self, texts: list[Any], mine: Any, group: Any) -> None:
+        self.objects += 1
+        texts[:] = [
+            None if error is None else (header._status(error), f"{type(error).__name__}: {error}")
+            for error in self.errors
+        ]
+
+
+def agreed(
+    monkeypatch: pytest.MonkeyPatch, errors: list[BaseException | None], training: list[bool] | None = None
+) -> list[BaseException | None]:
+    """What `agree_between_pipelines` raises in each pipeline."""
+    training = training or [True] * len(errors)
+    pipelines = Pipelines(errors, training)
+    monkeypatch.setattr(header, "torch_dist", pipelines)
+    raised: list[BaseException | None] = []
+    for error, mode in zip(errors, training, strict=True):
+        try:
+            header.agree_between_pipelines(error, mode, None)
+        except Exception as caught:
+            raised.append(caught)
+        else:
+            raised.append(None)
+    assert all(each is None for each in raised) == (pipelines.objects == 0), "one small message where all is well"
+    return raised
+
+
+class TestPipelines:
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_all_is_well(self, monkeypatch: pytest.MonkeyPatch, mode: bool) -> None:
+        assert agreed(monkeypatch, [None] * 3, [mode] * 3) == [None] * 3
+
+    def test_all_stop_at_the_first_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = header.on_every_rank(StopIteration())
+        raised = agreed(monkeypatch, [None, own, None])
+        assert raised[1] is own
+        assert [type(error) for error in raised] == [StopIteration] * 3
+        assert all(error is not None and raised_on_every_rank(error) for error in raised)
+
+    def test_an_error_in_one_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = header.on_every_rank(BatchError("bad"))
+        raised = agreed(monkeypatch, [None, own, header.on_every_rank(StopIteration())])
+        assert raised[1] is own
+        assert isinstance(raised[2], StopIteration)
+        assert str(raised[0]) == "another pipeline (ranks [1, 2]) cannot go on: BatchError: bad"
+
+    def test_some_train_and_others_evaluate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for error in agreed(monkeypatch, [None, None], [True, False]):
+            assert isinstance(error, BatchError)
+            assert "some pipelines train, others evaluate" in str(error)
+            assert raised_on_every_rank(error)

@@ -23,6 +23,7 @@ from typing import Any
 EXAMPLES = """examples:
   python -m terapipe_ds.bench.step                              stock, slices: 1, and 8 slices; 2 stages, 2048 tokens
   python -m terapipe_ds.bench.step --slices 2,4,8,16 --schedule terapipe
+  python -m terapipe_ds.bench.step --plan 344,304,272,256,240,224,208,200
   python -m terapipe_ds.bench.step --accumulation 4 --steps 5 --json step.json
 """
 
@@ -60,10 +61,13 @@ def _systems(arguments: argparse.Namespace) -> list[System]:
     systems = [System("deepspeed 1f1b", None), System("terapipe 1f1b, slices 1", _section("1f1b", 1))]
     for count in arguments.slices:
         systems.append(System(f"terapipe {arguments.schedule}, slices {count}", _section(arguments.schedule, count)))
+    for lengths in arguments.plan:
+        name = f"terapipe {arguments.schedule}, plan of {len(lengths)}"
+        systems.append(System(name, _section(arguments.schedule, lengths)))
     return systems
 
 
-def _section(schedule: str, slices: int) -> dict[str, Any]:
+def _section(schedule: str, slices: int | list[int]) -> dict[str, Any]:
     return {"enabled": True, "schedule": schedule, "slices": slices, "granularity_tokens": 1}
 
 
@@ -127,7 +131,7 @@ def _engine(system: System, work: Workload) -> Any:
     ds_config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulation,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
         # DeepSpeed clips at 1.0 by default, and its stock norm counts the first stage only: the losses would differ
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
@@ -165,9 +169,11 @@ def _rows(work: Workload, systems: list[System], result: dict[str, Any]) -> list
     stock = result["times"][0]
     rows = []
     for system, times, loss in zip(systems, result["times"], result["losses"], strict=True):
-        slices = 1 if system.section is None else int(system.section["slices"])
+        given = 1 if system.section is None else system.section["slices"]
+        slices = len(given) if isinstance(given, list) else given
         rows.append({
             "system": system.name,
+            "section": system.section,
             "step_s": statistics.median(times),
             "step_s_all": times,
             "ratio": statistics.median(a / b for a, b in zip(stock, times, strict=True)),
@@ -214,6 +220,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--slices", type=lambda text: [int(n) for n in text.split(",")], default=[8], metavar="N[,N...]",
         help="numbers of equal slices to run (default: 8)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plan", type=lambda text: [int(n) for n in text.split(",")], default=[], action="append", metavar="N,N,...",
+        help="slice lengths in tokens to run as well; may be given again. Later slices read a longer prefix, so equal "
+        "times want longer slices first",
     )  # fmt: skip
     for name, default, what in (
         ("stages", 2, "pipeline stages, one process each"), ("accumulation", 1, "micro-batches per step"),

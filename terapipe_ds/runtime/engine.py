@@ -337,9 +337,8 @@ class TeraPipeEngine(PipelineEngine):
             return
         self._store.release(action.part_id, action.micro_batch_id)
         if micro_batch.outputs:
-            outputs = joined(
-                micro_batch.outputs, micro_batch.plan, micro_batch.weights, self.terapipe_config.sequence_dim
-            )
+            rows, dim = micro_batch.shape.rows, self.terapipe_config.sequence_dim
+            outputs = joined(micro_batch.outputs, micro_batch.plan, micro_batch.weights, rows, dim)
             micro_batch.outputs = []
             if self.eval_return_logits:
                 self.outputs = outputs

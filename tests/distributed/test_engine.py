@@ -153,6 +153,10 @@ class TestEvaluation:
         for errors in on_ranks(job_evaluation_of_own_loss):
             assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
 
+    def test_logits_with_rows_and_tokens_in_one_dimension(self) -> None:
+        for errors in on_ranks(job_evaluation_of_flat_logits):
+            assert {name: error for name, error in errors.items() if not error <= EXACT} == {}
+
     def test_other_lengths_and_rows_than_in_training_and_inference_mode(self) -> None:
         for in_training, in_evaluation in on_ranks(job_evaluation_of_other_lengths):
             assert in_training <= FP32_SCALAR
@@ -165,6 +169,13 @@ def job_evaluation_of_own_loss() -> Errors:
         tuple_models.own_loss_layers,
         section(slices=UNEVEN, loss_reduction="mean"),
         loss_fn=None,
+    )
+    return {name: error_of(ours[name], stock[name]) for name in EVALUATIONS}
+
+
+def job_evaluation_of_flat_logits() -> Errors:
+    stock, ours = both(
+        evaluate_all, tuple_models.flat_layers, section(slices=UNEVEN), stages=2, loss_fn=tuple_models.flat_loss
     )
     return {name: error_of(ours[name], stock[name]) for name in EVALUATIONS}
 
@@ -260,20 +271,6 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
     return differences(ours, stock), {name: error_of(results[name], stock_results[name]) for name in results}
 
 
-def job_two_engines() -> list[bool]:
-    """Two engines with schedules of their own train in turns, and evaluate in between."""
-    sections = (section(), section(schedule="terapipe", slices=4))
-    data = (batches(3), batches(3, first_seed=50))
-    alone = [run_training(gpt_layers, each, its) for each, its in zip(sections, data, strict=True)]
-    with engine_of(gpt_layers(), sections[0]) as one, engine_of(gpt_layers(), sections[1]) as other:
-        together: tuple[list[float], list[float]] = ([], [])
-        for step in range(3):
-            for engine, its, losses in zip((one, other), data, together, strict=True):
-                losses.append(float(engine.train_batch(iter(its[step]))))
-            one.eval_batch(iter(data[1][0]))
-    return [losses == run.returned for losses, run in zip(together, alone, strict=True)]
-
-
 class TestShapes:
     def test_one_slice_is_bit_for_bit_the_stock_engine(self) -> None:
         for rank in on_ranks(job_whole_sequences):
@@ -284,9 +281,6 @@ class TestShapes:
         assert violations(errors) == {}
         for rank in results:
             assert {name: error for name, error in rank.items() if not error <= EXACT} == {}
-
-    def test_two_engines_in_one_process(self) -> None:
-        assert on_ranks(job_two_engines) == [[True, True]] * 2
 
     def test_the_sequence_length_changes_between_batches(self) -> None:
         assert violations(on_ranks(job_lengths_between_batches)) == {}
@@ -373,29 +367,6 @@ def job_interrupted_training() -> dict[str, Any]:
     }
 
 
-def job_uneven_pipelines() -> dict[str, Any]:
-    """One stage, two pipelines; the second one has data for fewer steps, and once bad data. Then both go on."""
-    pipeline_id = torch.distributed.get_rank()
-    good = batches(2, first_seed=pipeline_id)
-    bad = [(torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long))] * 2
-    found: dict[str, Any] = {}
-    with engine_of(gpt_layers(), section(), stages=1) as engine:
-        data = iter([micro for batch in good for micro in batch][: 4 - pipeline_id])
-        first = train(engine, [[next(data), next(data)]])
-        for name, action in {
-            "end": lambda: engine.train_batch(data),
-            "bad": lambda: engine.train_batch(iter(bad if pipeline_id else good[0])),
-            "bad evaluation": lambda: engine.eval_batch(iter(bad if pipeline_id else good[0])),
-        }.items():
-            try:
-                action()
-            except (StopIteration, ValueError) as error:
-                found[name] = f"{type(error).__name__}: {error}"
-        second = train(engine, good[1:])
-    undisturbed = run_training(gpt_layers, section(), good, stages=1)
-    return {**found, "same": first.losses + second.losses == undisturbed.losses}
-
-
 def job_batch_fn() -> Errors:
     """A function of the caller makes lists of what the iterator gives."""
 
@@ -443,16 +414,6 @@ class TestData:
         """No gradients either, which the next step would add to its own."""
         [found] = on_ranks(job_after_an_error, 1, kind=kind)
         assert found == {"message": "out of memory", "live bytes": 0, "returned": True, "parameters": 0.0}
-
-    def test_pipelines_stop_together(self) -> None:
-        """The others would wait in the reduction of gradients for the one that cannot go on."""
-        first, second = on_ranks(job_uneven_pipelines)
-        assert first["end"] == second["end"] == "StopIteration: "
-        for name in ("bad", "bad evaluation"):
-            assert re.match(r"BatchError: no input tensor has the sequence: .* length 7", second[name])
-            assert re.match(r"BatchError: another pipeline \(ranks \[1\]\) cannot go on: .* length 7", first[name])
-        assert first["same"]
-        assert second["same"]
 
     def test_training_data_given_to_initialize(self) -> None:
         assert violations(on_ranks(job_training_data)) == {}

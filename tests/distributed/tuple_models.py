@@ -130,6 +130,21 @@ def scaled_layers(use_at_the_end: bool) -> list[LayerSpec]:
     ]  # fmt: skip
 
 
+class FlatHead(Head):
+    """hidden -> logits [B * T, vocab], rows and tokens in one dimension."""
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return super().forward(inputs).flatten(0, 1)
+
+
+def flat_layers() -> list[LayerSpec]:
+    return [LayerSpec(Embedding), LayerSpec(BareDecoder, 0), LayerSpec(BareDecoder, 1), LayerSpec(FlatHead)]
+
+
+def flat_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels.flatten())
+
+
 # -- frozen parameters ---------------------------------------------------------------------------------------
 
 

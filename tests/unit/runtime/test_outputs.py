@@ -25,32 +25,45 @@ class TestJoined:
     @pytest.mark.parametrize(("shape", "dim"), [((2, 7, 5), 1), ((2, 7), 1), ((7, 2, 5), 0), ((2, 3, 7), 2)])
     def test_along_the_dimension_of_the_tokens(self, shape: tuple[int, ...], dim: int) -> None:
         whole = torch.randn(shape)
-        assert torch.equal(joined(cut(whole, dim), PLAN, WEIGHTS, 1), whole)
+        assert torch.equal(joined(cut(whole, dim), PLAN, WEIGHTS, 2, 1), whole)
 
     def test_the_sequence_dimension_comes_first(self) -> None:
         """Rows that are as many as the tokens of every slice do not deceive it."""
         plan = SlicePlan((2, 2))
         whole = torch.randn(2, 4, 3)
-        assert torch.equal(joined(list(whole.split(2, dim=1)), plan, (1.0, 1.0), 1), whole)
+        assert torch.equal(joined(list(whole.split(2, dim=1)), plan, (1.0, 1.0), 2, 1), whole)
         turned = whole.transpose(0, 1)
-        assert torch.equal(joined(list(turned.split(2, dim=0)), plan, (1.0, 1.0), 0), turned)
+        assert torch.equal(joined(list(turned.split(2, dim=0)), plan, (1.0, 1.0), 2, 0), turned)
+
+    @pytest.mark.parametrize("lengths", [(4, 2, 1), (3, 3), (2, 2, 2)])
+    @pytest.mark.parametrize("rows", [1, 2, 3])
+    def test_rows_and_tokens_in_one_dimension(self, lengths: tuple[int, ...], rows: int) -> None:
+        """As the last layer gives them that ends with `logits.flatten(0, 1)`."""
+        plan = SlicePlan(lengths)
+        whole = torch.randn(rows, plan.sequence_length, 5)
+        flat = [part.flatten(0, 1) for part in whole.split(list(lengths), dim=1)]
+        assert torch.equal(joined(flat, plan, (1.0,) * len(lengths), rows, 1), whole.flatten(0, 1))
+
+    def test_rows_of_single_tokens(self) -> None:
+        whole = torch.randn(2, 3, 5)
+        assert torch.equal(joined(list(whole.split(1, dim=1)), SlicePlan((1, 1, 1)), WEIGHTS, 2, 1), whole)
 
     def test_losses_are_summed_by_weight(self) -> None:
         losses = [torch.tensor(2.0), torch.tensor(float("nan")), torch.tensor(4.0)]
-        assert float(joined(losses, PLAN, WEIGHTS, 1)) == 2.0
-        assert float(joined(losses, PLAN, (0.0, 0.0, 0.0), 1)) == 0.0
+        assert float(joined(losses, PLAN, WEIGHTS, 2, 1)) == 2.0
+        assert float(joined(losses, PLAN, (0.0, 0.0, 0.0), 2, 1)) == 0.0
 
     def test_tuples_part_by_part(self) -> None:
         logits, mask = torch.randn(2, 7, 5), torch.ones(2, 1, 1, 3)
         outputs = [(part, mask, torch.tensor(1.0)) for part in cut(logits, 1)]
-        whole = joined(outputs, PLAN, WEIGHTS, 1)
+        whole = joined(outputs, PLAN, WEIGHTS, 2, 1)
         assert torch.equal(whole[0], logits)
         assert whole[1] is mask
         assert float(whole[2]) == 0.75
 
     def test_a_single_slice_is_the_whole(self) -> None:
         whole = torch.randn(3)
-        assert joined([whole], SlicePlan((7,)), (1.0,), 1) is whole
+        assert joined([whole], SlicePlan((7,)), (1.0,), 3, 1) is whole
 
 
 class TestSums:

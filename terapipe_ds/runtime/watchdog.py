@@ -32,7 +32,7 @@ from terapipe_ds.runtime.sigterm import POLL_S, Sigterm
 
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
 LINGER_S = 2.0  # and they let it print its traceback: launchers end it soon after them
-PATIENCE = 12  # so many stall timeouts (an hour by default) for a rank that is busy outside a batch
+PATIENCE = 6  # so many stall timeouts (half an hour by default) for a rank that is busy outside a batch
 OUTSIDE = "outside a batch"
 LOST_STORE_S = 5.0  # at the end of a good run, too, rank 0 may be gone a little before the others
 _ABORT = "abort"

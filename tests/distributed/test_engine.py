@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -1231,6 +1232,20 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, int]:
+    """Output and exit code. A launcher that hangs is killed with all that it has started."""
+    process = subprocess.Popen(
+        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return output, process.returncode
+
+
 class TestLauncher:
     def test_an_unchanged_script_trains_in_slices(self, tmp_path: Path) -> None:
         script, ds_config = tmp_path / "train.py", tmp_path / "config.json"
@@ -1243,10 +1258,8 @@ class TestLauncher:
             "--master_port", str(free_port()), "--module", "terapipe_ds.run", str(script), *arguments,
         ]  # fmt: skip
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        output, exit_code = run_to_the_end(command, environment, tmp_path)
+        assert exit_code == 0, output[-4000:]
         reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
         for rank, report in enumerate(reports):
             assert report["engine"] == "TeraPipeEngine"

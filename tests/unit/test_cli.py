@@ -225,10 +225,10 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_examples_of_the_help_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from terapipe_ds import cli
+    from terapipe_ds.commands import show
 
     monkeypatch.chdir(tmp_path)
-    lines = [line.split("  (")[0].split() for line in cli._SHOW_EXAMPLES.splitlines() if "terapipe" in line]
+    lines = [line.split("  (")[0].split() for line in show.EXAMPLES.splitlines() if "terapipe" in line]
     assert len(lines) == 5
     for line in lines:
         assert main(line[1:]) == 0

@@ -1,0 +1,133 @@
+"""``terapipe show``: print a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from terapipe_ds.commands import CommandError
+
+if TYPE_CHECKING:
+    from terapipe_ds.schedule import Schedule
+
+HELP = "print a schedule"
+DESCRIPTION = "Print a schedule: who runs what, in which order, with its bubble and its live slices."
+EXAMPLES = """\
+  terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4
+  terapipe show --schedule terapipe --stages 4 --micro-batches 2 --slices 4,3   (one number per micro-batch)
+  terapipe show --schedule 1f1b --stages 4 --micro-batches 8 --csv my.csv       (to edit by hand)
+  terapipe show --from-csv my.csv                                               (validates, then shows)
+  terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
+"""
+
+_MAX_FORWARDS = 1_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe or seq1f1b")
+    source.add_argument(
+        "--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3"
+    )
+    parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")
+    parser.add_argument(
+        "--slices", metavar="S", help="slices per micro-batch, or one number for each: 4,3,4 (default 1)"
+    )
+    parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", metavar="FILE", help="write the orders as CSV to FILE, or to stdout with -")
+    form.add_argument("--json", action="store_true", help="print as JSON")
+    form.add_argument(
+        "--stage", type=int, metavar="N", help="print the order of one stage only, one entry per line"
+    )
+    parser.add_argument(
+        "--lowered",
+        action="store_true",
+        help="with --stage: all that the engine runs, with loads, sends and receives",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print, or write, the schedule that is asked for."""
+    import json
+
+    from terapipe_ds.schedule import ScheduleError, render, to_csv, validate
+    from terapipe_ds.schedule.show import to_dict
+
+    if arguments.lowered and arguments.stage is None:
+        raise CommandError("--lowered needs --stage N: give the stage to print")
+    try:
+        schedule = _read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)
+        validate(schedule)
+    except ScheduleError as error:
+        if error.picture:
+            print(error.picture)
+        raise
+    if arguments.csv not in (None, "-"):
+        from terapipe_ds.timeline import write_atomically
+
+        text = to_csv(schedule)
+        write_atomically(arguments.csv, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    elif arguments.csv:
+        print(to_csv(schedule), end="")
+    elif arguments.json:
+        print(json.dumps(to_dict(schedule), indent=1))
+    elif arguments.stage is not None:
+        stage = schedule.for_stage(arguments.stage)
+        print(
+            "\n".join(
+                map(str, stage.actions) if arguments.lowered else schedule.compute_order(stage.stage_id)
+            )
+        )
+    else:
+        print(render(schedule, width=max(shutil.get_terminal_size((110, 24)).columns, 40)))
+
+
+def _read_schedule(arguments: argparse.Namespace) -> Schedule:
+    from terapipe_ds.schedule import from_csv
+
+    given = {
+        "--stages": arguments.stages,
+        "--micro-batches": arguments.micro_batches,
+        "--slices": arguments.slices,
+    }
+    extra = [option for option, value in given.items() if value is not None]
+    if extra or arguments.forward_only:
+        raise CommandError(
+            f"{(extra or ['--forward-only'])[0]} does not go with --from-csv: the file says it all"
+        )
+    path = Path(arguments.from_csv)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{path} is no text in UTF-8: {error}") from error
+    return from_csv(text, name=path.stem)
+
+
+def _build_schedule(arguments: argparse.Namespace) -> Schedule:
+    from terapipe_ds.schedule import build
+
+    if arguments.stages is None:
+        raise CommandError("--stages is missing: give the number of pipeline stages")
+    num_micro_batches = 1 if arguments.micro_batches is None else arguments.micro_batches
+    try:
+        counts = [int(count) for count in (arguments.slices or "1").split(",")]
+    except ValueError:
+        raise CommandError(
+            f"--slices is {arguments.slices!r}: give a number, or one per micro-batch as 4,3,4"
+        ) from None
+    num_slices = counts[0] if len(counts) == 1 else counts
+    num_forwards = arguments.stages * (num_micro_batches * counts[0] if len(counts) == 1 else sum(counts))
+    if num_forwards > _MAX_FORWARDS:
+        raise CommandError(f"{num_forwards} forwards are too many to show: ask for at most {_MAX_FORWARDS}")
+    return build(
+        arguments.schedule,
+        arguments.stages,
+        num_micro_batches,
+        num_slices,
+        forward_only=arguments.forward_only,
+    )

@@ -133,9 +133,8 @@ class CostModel:
         self.forward_curve = Curve.fit(tokens, prefix, forward)
         self.backward_curve = Curve.fit(tokens, prefix, backward)
         known = [s.weight_s for s in self.samples if s.weight_s is not None]
-        self._weight_curve = (
-            Curve.fit(tokens, prefix, np.array(known)) if len(known) == len(self.samples) else None
-        )  # fmt: skip
+        complete = len(known) == len(self.samples)
+        self._weight_curve = Curve.fit(tokens, prefix, np.array(known)) if complete else None
         self.max_tokens = int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
         self._link = _link_points(links)
@@ -229,13 +228,21 @@ class CostModel:
             raise CostModelError(
                 f"part {self.part_id}: none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
             )
+        longest = max(tokens for tokens, prefix in pairs if prefix == 0)
+        for tokens, prefix in pairs:
+            if tokens > longest:
+                raise CostModelError(
+                    f"part {self.part_id}: the sample (tokens, prefix) = {(tokens, prefix)} is longer than the longest "
+                    f"without a prefix, {longest} tokens; measure ({tokens}, 0) too"
+                )
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
     """a0 to a3 by least squares of relative errors; terms that the points cannot tell apart from earlier ones in
     ``_TERM_ORDER`` are left out (zero)."""
     columns = np.stack([np.ones_like(i), i, j, i * j], axis=1) / seconds[:, None]
-    columns, scale = columns / (norms := np.linalg.norm(columns, axis=0)), norms
+    scale = np.linalg.norm(columns, axis=0)
+    columns = columns / scale
     chosen: list[int] = []
     for term in _TERM_ORDER:
         if np.linalg.matrix_rank(columns[:, [*chosen, term]], tol=1e-7) > len(chosen):
@@ -257,15 +264,15 @@ def _interpolate(wanted: Array, at: Array, values: Array) -> Array:
 def _errors(tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
     whole = Curve.fit(tokens, prefix, seconds)
     with_prefix, plain = np.flatnonzero(prefix > 0), np.flatnonzero(prefix == 0)
-    fitted = [_error(whole, tokens, prefix, seconds, n) for n in with_prefix]
+    fitted = [_error(whole, tokens, prefix, seconds, n) for n in with_prefix.tolist()]
     left_out = _left_out(with_prefix, tokens, prefix, seconds) if len(with_prefix) > 1 else []
     interior = plain[np.argsort(tokens[plain])][1:-1]
     return FitErrors(tuple(fitted), tuple(left_out), tuple(_left_out(interior, tokens, prefix, seconds)))
 
 
-def _left_out(points: Any, tokens: Array, prefix: Array, seconds: Array) -> list[float]:
+def _left_out(points: npt.NDArray[np.intp], tokens: Array, prefix: Array, seconds: Array) -> list[float]:
     errors = []
-    for n in points:
+    for n in points.tolist():
         others = np.arange(len(tokens)) != n
         without = Curve.fit(tokens[others], prefix[others], seconds[others])
         errors.append(_error(without, tokens, prefix, seconds, n))

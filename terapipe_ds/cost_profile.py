@@ -325,11 +325,11 @@ def _check_float(name: str, value: Any, zero: bool) -> None:
 
 
 def _records(record: type[_Record], values: Any, where: str) -> tuple[_Record, ...]:
-    values = tuple(values)
-    for value in values:
+    records: tuple[_Record, ...] = tuple(values)
+    for value in records:
         if not isinstance(value, record):
             raise _bad(where, value, f"{record.__name__} objects")
-    return values
+    return records
 
 
 def _refuse_twice(items: Sequence[Any], what: str) -> None:

@@ -91,6 +91,21 @@ class StageProbe:
         self._backward(active, outputs, loss)
         return sum(saved.values())
 
+    def store_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and values of the whole sequence on this stage, and of their gradients."""
+        return self.store.bytes_of(self.part_id, 0)
+
+    def working_bytes(self, tokens: int) -> int:
+        """What a slice needs at its peak beyond what it keeps; 0 on a CPU, which does not tell."""
+        accelerator = get_accelerator()
+        if accelerator.is_synchronized_device():
+            return 0
+        accelerator.reset_peak_memory_stats()
+        before = int(accelerator.memory_allocated())
+        self.run(tokens, self.sequence_length - tokens)
+        peak = int(accelerator.max_memory_allocated()) - before
+        return max(0, peak - self.saved_bytes(tokens, self.sequence_length - tokens))
+
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         return ActiveSlice(
             start=prefix, stop=prefix + tokens, sequence_length=self.sequence_length, part_id=self.part_id,
@@ -141,6 +156,11 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def _now_s() -> float:
+    synchronize()
+    return time.perf_counter()
+
+
+def synchronize() -> None:
+    """Wait for the device, where it runs behind the host."""
     if not get_accelerator().is_synchronized_device():
         get_accelerator().synchronize()
-    return time.perf_counter()

@@ -21,12 +21,14 @@ from torch import nn
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module, accumulates_in_fp32: bool = False) -> Iterator[None]:
     """Around measurements on ``module``: parameters, gradients, buffers and random numbers are as before afterwards.
 
     The stand-ins' gradients begin as zeros, so that a backward adds to them as that of a later slice does.
+    ``accumulates_in_fp32``: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
+    precision may do.
     """
-    with _same_random_numbers(), _same_state(module), _stand_ins(module):
+    with _same_random_numbers(), _same_state(module), _stand_ins(module, accumulates_in_fp32):
         yield
 
 
@@ -66,7 +68,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(module: nn.Module) -> Iterator[None]:
+def _stand_ins(module: nn.Module, accumulates_in_fp32: bool) -> Iterator[None]:
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     stand_ins: dict[int, nn.Parameter] = {}
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -74,7 +76,8 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 originals.append((part._parameters, name, parameter))
-                stand_ins.setdefault(id(parameter), _stand_in(parameter))
+                if id(parameter) not in stand_ins:
+                    stand_ins[id(parameter)] = _stand_in(parameter, accumulates_in_fp32)
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
@@ -88,11 +91,22 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool) -> nn.Parameter:
     stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
             setattr(stand_in, name, value)
-    if parameter.requires_grad:
+    if not parameter.requires_grad:
+        return stand_in
+    if accumulates_in_fp32:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+
+        def accumulate(fresh: torch.Tensor) -> None:
+            if fresh.grad is not None:
+                total.add_(fresh.grad)
+                fresh.grad = None
+
+        stand_in.register_post_accumulate_grad_hook(accumulate)
+    else:
         stand_in.grad = torch.zeros_like(parameter)
     return stand_in

@@ -1,0 +1,353 @@
+"""The profile: measured seconds of every part and link, with what they were measured on, as one JSON file.
+
+``runtime/profiler.py`` writes it, ``cost_model.py`` fits it. A profile is only good for the very thing that was
+measured, so it says what that was (:class:`ProfileKey`) and :meth:`Profile.require` refuses anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from terapipe_ds.plan import show_value
+
+FORMAT, VERSION = "terapipe_ds.profile", 1
+MEASURE_AGAIN = "measure again and replace it"
+
+_Record = TypeVar("_Record")
+
+
+class ProfileError(ValueError):
+    """A file that is no usable profile, or a profile of something else than what is asked for."""
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What the numbers of a profile are valid for.
+
+    ``model_fingerprint`` is compared, ``model`` is for people. ``sequence_length`` is the longest slice plus prefix
+    that was measured, in tokens; ``micro_batch`` the rows of a micro-batch on one data-parallel rank.
+    """
+
+    model_fingerprint: str
+    model: str
+    device: str
+    dtype: str
+    micro_batch: int
+    tensor_parallel: int
+    num_stages: int
+    activation_checkpointing: bool
+    sequence_length: int
+    attention_backend: str
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_fields(self, "key")
+        if not isinstance(self.versions, Mapping) or not all(
+            isinstance(text, str) for pair in self.versions.items() for text in pair
+        ):
+            raise _bad("key.versions", self.versions, "names and versions as text, such as {'torch': '2.13.0'}")
+        object.__setattr__(self, "versions", dict(sorted(self.versions.items())))
+
+    def __hash__(self) -> int:
+        return hash((self.model_fingerprint, self.device, self.dtype, *self.versions.items()))
+
+
+@dataclass(frozen=True)
+class CostSample:
+    """Medians over ``repeats`` runs of one slice of ``tokens`` tokens after ``prefix`` tokens, in seconds.
+
+    A spread is the interquartile range over the median. ``weight_s``: of the backward, what W takes where it was
+    measured on its own.
+    """
+
+    tokens: int
+    prefix: int
+    forward_s: float
+    backward_s: float
+    forward_spread: float = 0.0
+    backward_spread: float = 0.0
+    repeats: int = 1
+    weight_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self, f"sample ({show_value(self.tokens)}, {show_value(self.prefix)})")
+        if self.weight_s is not None and self.weight_s > self.backward_s:
+            raise _bad("weight_s", self.weight_s, f"at most the whole backward, {self.backward_s} s")
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """Median seconds of one message that carries ``tokens`` tokens of activations to the next part.
+
+    ``part_id``: the part that sends forward over this link; None: the same for all links.
+    """
+
+    tokens: int
+    send_s: float
+    part_id: int | None = None
+    spread: float = 0.0
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        _check_fields(self, f"link sample of {show_value(self.tokens)} tokens")
+
+
+@dataclass(frozen=True)
+class PartProfile:
+    """What one part takes. ``step_s``: gradient reduction and optimizer step of its stage; None: not measured."""
+
+    part_id: int
+    samples: tuple[CostSample, ...]
+    step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"part {show_value(self.part_id)}"
+        _check_fields(self, where)
+        object.__setattr__(self, "samples", _records(CostSample, self.samples, f"{where}: samples"))
+        if not self.samples:
+            raise ProfileError(f"{where} has no samples: {MEASURE_AGAIN}")
+        _refuse_twice([(s.tokens, s.prefix) for s in self.samples], f"{where}: (tokens, prefix) =")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured costs of some or all parts; see the module.
+
+    Raises:
+        ProfileError: a time that is not positive and finite, a pair or a part that stands twice, samples beyond
+            ``key.sequence_length``.
+    """
+
+    key: ProfileKey
+    parts: tuple[PartProfile, ...]
+    links: tuple[LinkSample, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, ProfileKey):
+            raise _bad("key", self.key, "a ProfileKey")
+        parts = sorted(_records(PartProfile, self.parts, "parts"), key=lambda part: part.part_id)
+        object.__setattr__(self, "parts", tuple(parts))
+        object.__setattr__(self, "links", _records(LinkSample, self.links, "links"))
+        if not parts:
+            raise ProfileError(f"a profile without parts: {MEASURE_AGAIN}")
+        _refuse_twice([part.part_id for part in parts], "part_id")
+        _refuse_twice([(link.tokens, link.part_id) for link in self.links], "links: (tokens, part_id) =")
+        reach = max(sample.tokens + sample.prefix for part in parts for sample in part.samples)
+        if reach > self.key.sequence_length:
+            raise _bad("key.sequence_length", self.key.sequence_length, f"what was measured, {reach} tokens")
+
+    # -- what it is valid for ----------------------------------------------------------------------------------------
+
+    def mismatches(self, expected: ProfileKey, ignore: Sequence[str] = ()) -> list[str]:
+        """One line per field of the key that differs from ``expected``, with both values and what to do.
+
+        A profile of a longer sequence serves a shorter one. Fields named in ``ignore`` are not compared.
+        """
+        lines = []
+        for field in dataclasses.fields(ProfileKey):
+            measured, wanted = getattr(self.key, field.name), getattr(expected, field.name)
+            if field.name in ignore or field.name == "model" or measured == wanted:
+                continue
+            if field.name == "sequence_length" and measured > wanted:
+                continue
+            if field.name == "model_fingerprint":
+                measured, wanted = (f"{key.model} ({key.model_fingerprint})" for key in (self.key, expected))
+            lines.append(f"{field.name}: the profile has {_plain(measured)}, this run {_plain(wanted)}; {_REMEDY}")
+        return lines
+
+    def require(self, expected: ProfileKey, ignore: Sequence[str] = ()) -> None:
+        """Refuse a profile of something else.
+
+        Raises:
+            ProfileError: lists :meth:`mismatches`.
+        """
+        lines = self.mismatches(expected, ignore)
+        if lines:
+            raise ProfileError("the profile does not belong to this run:\n  " + "\n  ".join(lines))
+
+    @classmethod
+    def gather(cls, profiles: Iterable[Profile]) -> Profile:
+        """One profile of what each stage measured of its own parts; the keys must be equal.
+
+        Raises:
+            ProfileError: keys that differ, a part that two have, or a part that none has.
+        """
+        profiles = list(profiles)
+        if not profiles:
+            raise ProfileError("no profiles to gather: give one per stage")
+        first = profiles[0]
+        for other in profiles[1:]:
+            if other.key != first.key:
+                lines = other.mismatches(first.key) or first.mismatches(other.key) or ["model: the descriptions differ"]
+                raise ProfileError("stages measured different things:\n  " + "\n  ".join(lines))
+        parts = tuple(part for profile in profiles for part in profile.parts)
+        links = tuple(dict.fromkeys(link for profile in profiles for link in profile.links))
+        whole = cls(first.key, parts, links)
+        ids = [part.part_id for part in whole.parts]
+        if ids != list(range(len(ids))):
+            raise ProfileError(f"the gathered parts are {ids}: give every part from 0 on, without a gap")
+        return whole
+
+    # -- the file ----------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The text of the file; :meth:`from_json` reads back an equal profile, every float exactly."""
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "the profile") -> Profile:
+        """What :meth:`to_json` wrote. ``source`` names it in messages.
+
+        Raises:
+            ProfileError: anything else.
+        """
+        try:
+            document = json.loads(text, object_pairs_hook=_without_duplicates)
+        except ProfileError as error:
+            raise ProfileError(f"{source}: {error}") from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ProfileError(f"{source} is corrupt or cut short ({error}): {MEASURE_AGAIN}") from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ProfileError(f'{source} is not a profile (no "format": "{FORMAT}"): give the file that was measured')
+        version = document.get("version")
+        if type(version) is not int or version != VERSION:
+            newer = type(version) is int and version > VERSION
+            remedy = "update terapipe_ds, or measure again" if newer else MEASURE_AGAIN
+            raise ProfileError(f"{source} has version {show_value(version)}, this package reads {VERSION}: {remedy}")
+        try:
+            return _profile({name: document[name] for name in document if name not in ("format", "version")})
+        except ProfileError as error:
+            raise ProfileError(f"{source}: {error}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file in one move: whoever reads meanwhile sees the old one or the new one, never a half."""
+        target = Path(path)
+        scratch = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            with open(scratch, "x", encoding="utf-8") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, target)
+        except OSError as error:
+            raise ProfileError(f"cannot write the profile {target} ({error}): give a folder that exists") from error
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ProfileError: no such file, or not a usable profile.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise ProfileError(f"cannot read the profile {path} ({error}): give the file that was measured") from error
+        return cls.from_json(data, f"profile {path}")
+
+
+_REMEDY = "measure on this run, or give its own profile"
+
+
+def _profile(document: dict[str, Any]) -> Profile:
+    key, parts, links = (document.get(name) for name in ("key", "parts", "links"))
+    _check_keys(Profile, document, "the file")
+    parts = [{**part, "samples": _list_of(CostSample, part.get("samples"), f"parts[{n}].samples")}
+             if isinstance(part, dict) else part for n, part in enumerate(_as_list(parts, "parts"))]  # fmt: skip
+    return Profile(
+        _from_dict(ProfileKey, key, "key"),
+        tuple(_list_of(PartProfile, parts, "parts")),
+        tuple(_list_of(LinkSample, links, "links")),
+    )
+
+
+def _list_of(record: type[_Record], values: Any, where: str) -> list[_Record]:
+    return [_from_dict(record, value, f"{where}[{n}]") for n, value in enumerate(_as_list(values, where))]
+
+
+def _as_list(values: Any, where: str) -> list[Any]:
+    if not isinstance(values, list):
+        raise _bad(where, values, "a list")
+    return values
+
+
+def _from_dict(record: type[_Record], document: Any, where: str) -> _Record:
+    _check_keys(record, document, where)
+    try:
+        return record(**document)
+    except ProfileError as error:
+        raise ProfileError(f"{where}: {error}") from None
+
+
+def _check_keys(record: Any, document: Any, where: str) -> None:
+    if not isinstance(document, dict):
+        raise _bad(where, document, "an object")
+    known = [field.name for field in dataclasses.fields(record)]
+    missing, unknown = [name for name in known if name not in document], sorted(set(document) - set(known))
+    if missing or unknown:
+        found = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has unknown {', '.join(unknown)}"] * bool(unknown)
+        raise ProfileError(f"{where} {' and '.join(found)}: {MEASURE_AGAIN}")
+
+
+def _check_fields(record: Any, where: str) -> None:
+    """Types and ranges by the names: ``*_s`` are positive seconds, ``*spread`` >= 0, the rest what they are."""
+    for field in dataclasses.fields(record):
+        value, kind = getattr(record, field.name), str(field.type)
+        if value is None and kind.endswith("| None"):
+            continue
+        name = f"{where}: {field.name}"
+        if kind.startswith("float"):
+            _check_float(name, value, zero=not field.name.endswith("_s"))
+        elif kind.startswith("int"):
+            least = 0 if field.name in ("prefix", "part_id") else 1
+            if type(value) is not int or value < least:
+                raise _bad(name, value, f"an integer >= {least}")
+        elif kind in ("str", "bool") and type(value).__name__ != kind:
+            raise _bad(name, value, "text" if kind == "str" else "true or false")
+
+
+def _check_float(name: str, value: Any, zero: bool) -> None:
+    number = type(value) in (int, float)
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        wanted = "a finite number >= 0" if zero else "a finite, positive number of seconds"
+        raise _bad(name, value, wanted)
+
+
+def _records(record: type[_Record], values: Any, where: str) -> tuple[_Record, ...]:
+    records: tuple[_Record, ...] = tuple(values)
+    for value in records:
+        if not isinstance(value, record):
+            raise _bad(where, value, f"{record.__name__} objects")
+    return records
+
+
+def _refuse_twice(items: Sequence[Any], what: str) -> None:
+    for item in items:
+        if items.count(item) > 1:
+            raise ProfileError(f"{what} {item} stands twice: {MEASURE_AGAIN}, or drop one of the two")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _refuse_twice([name for name, _ in pairs], "the key")
+    return dict(pairs)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
+    return str(value)
+
+
+def _bad(name: str, value: Any, wanted: str) -> ProfileError:
+    return ProfileError(f"{name} = {show_value(value)}: expected {wanted}; {MEASURE_AGAIN}")

@@ -123,8 +123,6 @@ def ask_parts(costs: Any, num_parts: int, sequence_length: int, granularity_toke
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:
         raise PlannerError(f"{len(parts)} costs for {num_parts} stages: give one object, or a list with one per stage")
-    kept: dict[int, AskedCosts] = {}
-    for cost in parts:
-        if id(cost) not in kept:
-            kept[id(cost)] = AskedCosts(cost, sequence_length, granularity_tokens)
-    return tuple(kept[id(cost)] for cost in parts)
+    kept = {id(cost): cost for cost in parts}
+    asked = {key: AskedCosts(cost, sequence_length, granularity_tokens) for key, cost in kept.items()}
+    return tuple(asked[id(cost)] for cost in parts)

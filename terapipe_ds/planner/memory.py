@@ -1,13 +1,14 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, so that a part is seven numbers (`PartMemory`). They are counted from model sizes
-(`MemoryModel.of_model`, see ``model_memory``) or measured on a real stage, and the peak follows from the order of the
-schedule alone: which slices are live together does not depend on how long they take.
+(`MemoryModel.of_model`, see ``model_memory``) or measured on a real stage. The peak of a schedule follows from its orders
+alone, since which slices are live together does not depend on how long they take: ``simulator.Replay.peak_bytes``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from terapipe_ds.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -102,58 +102,21 @@ class MemoryModel:
         return math.ceil(part.working_bytes + per_slice)
 
 
-def peak_bytes(schedule: Schedule, plan: SlicePlan | Sequence[SlicePlan], memory: MemoryModel) -> tuple[int, ...]:
-    """The most bytes that each stage needs at once while it runs its order; ``plan``: one, or one per micro-batch.
+def fill_drain_peak_bytes(
+    plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
+) -> tuple[int, ...]:
+    """The most bytes of every stage where all forwards come before all backwards (``terapipe``, ``gpipe``).
 
-    Raises:
-        PlannerError: plans that do not have the schedule's slices, or parts that the model does not have.
+    What ``Replay.peak_bytes`` finds by a walk over the orders, without them: of all micro-batches but the one that
+    comes first in backward every slice is live, and of that one the slices up to the one that runs.
     """
-    plans = [plan] * schedule.num_micro_batches if isinstance(plan, SlicePlan) else list(plan)
-    if tuple(p.num_slices for p in plans) != schedule.num_slices:
-        counts = [p.num_slices for p in plans]
-        raise PlannerError(
-            f"plans with {counts} slices for a schedule with {list(schedule.num_slices)}: give those it was built for"
-        )
-    if schedule.num_parts != len(memory.parts):
-        raise PlannerError(
-            f"a memory model of {len(memory.parts)} parts for a schedule of {schedule.num_parts}: give one per part"
-        )
-    tables: dict[tuple[int, tuple[int, ...]], _Table] = {}
-    return tuple(_stage_peak(order, plans, memory, tables) for order in schedule.orders)
-
-
-class _Table:
-    """The bytes of the slices of one plan on one part."""
-
-    def __init__(self, memory: MemoryModel, part_id: int, plan: SlicePlan) -> None:
-        spans = list(zip(plan.lengths, plan.starts, strict=True))
-        self.slices = [memory.slice_bytes(part_id, *span) for span in spans]
-        self.working = [memory.working_bytes(part_id, *span) for span in spans]
-        self.store = memory.store_bytes(part_id, plan.sequence_length)
-        self.store_grad = memory.store_grad_bytes(part_id, plan.sequence_length)
-        self.last = plan.num_slices - 1
-
-
-def _stage_peak(
-    order: tuple[Action, ...], plans: list[SlicePlan], memory: MemoryModel,
-    tables: dict[tuple[int, tuple[int, ...]], _Table],
-) -> int:  # fmt: skip
-    """Walk an order: what an action adds counts from its start, what it frees from its end."""
-    parts = {action.part_id for action in order}
-    split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
-    peak = live = sum(memory.static_bytes(part_id) for part_id in parts)
-    for action in order:
-        part_id, unit = action.part_id, action.unit
-        key = part_id, plans[unit[0]].lengths
-        table = tables.get(key) or tables.setdefault(key, _Table(memory, part_id, plans[unit[0]]))
-        slice_id, freed = unit[1], 0
-        if action.kind is Kind.FORWARD:
-            live += table.slices[slice_id] + (table.store if slice_id == 0 else 0)
-        else:
-            live += table.store_grad if action.kind is Kind.BACKWARD and slice_id == table.last else 0
-            ends = action.kind is Kind.WEIGHT or (part_id, unit) not in split
-            freed = table.slices[slice_id] + (table.store if slice_id == 0 else 0) if ends else 0
-            freed += table.store_grad if action.kind is Kind.BACKWARD and slice_id == 0 else 0
-        peak = max(peak, live + table.working[slice_id])
-        live -= freed
-    return peak
+    peaks = []
+    for part_id in range(num_stages):
+        slices = [memory.slice_bytes(part_id, *span) for span in zip(plan.lengths, plan.starts, strict=True)]
+        working = [memory.working_bytes(part_id, *span) for span in zip(plan.lengths, plan.starts, strict=True)]
+        running = max(live + more for live, more in zip(itertools.accumulate(slices), working, strict=True))
+        stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
+        grads = memory.store_grad_bytes(part_id, plan.sequence_length)
+        others = (num_micro_batches - 1) * sum(slices)
+        peaks.append(memory.static_bytes(part_id) + stores + grads + others + running)
+    return tuple(peaks)

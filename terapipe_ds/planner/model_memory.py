@@ -62,7 +62,8 @@ class Setup:
         self._check_names()
         size, degree = self.size, self.tensor_parallel
         for name in ("num_heads", "num_kv_heads", "ffn_size"):
-            if getattr(size, name) % degree:
+            repeated = name == "num_kv_heads" and degree % size.num_kv_heads == 0  # each on several ranks
+            if getattr(size, name) % degree and not repeated:
                 raise PlannerError(
                     f"tensor_parallel = {degree} does not divide {name} = {getattr(size, name)} of {size.name}: "
                     "give a divisor of it"
@@ -93,6 +94,11 @@ class Setup:
             )
 
     @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a rank."""
+        return max(1, self.size.num_kv_heads // self.tensor_parallel)
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each part."""
         if self.layers_per_part is not None:
@@ -118,7 +124,7 @@ def _count_part(setup: Setup, part_id: int, layers: int) -> PartMemory:
     kept = layers * (message if setup.activation_checkpointing else per_layer)
     kept += _INDEX_BYTES if is_first else message
     kept += _head_saved(setup) if is_last else message
-    keys_values = 2 * size.num_kv_heads * size.head_dim // setup.tensor_parallel
+    keys_values = 2 * setup.kv_heads * size.head_dim
     working = max(_layer_working(setup) if layers else 0, _head_working(setup) if is_last else 0)
     if setup.activation_checkpointing and layers:
         working += per_layer

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from terapipe_ds.runtime.register import initialize as initialize
     from terapipe_ds.runtime.register import register as register
     from terapipe_ds.runtime.register import unregister as unregister
+    from terapipe_ds.simulator import simulate as simulate
+    from terapipe_ds.timeline import Timeline as Timeline
 
 __version__ = "0.1.0"
 
@@ -25,8 +27,10 @@ _EXPORTS = {
     "SlicePlan": "terapipe_ds.plan",
     "TeraPipeConfig": "terapipe_ds.config",
     "TeraPipeConfigError": "terapipe_ds.config",
+    "Timeline": "terapipe_ds.timeline",
     "initialize": "terapipe_ds.runtime.register",
     "register": "terapipe_ds.runtime.register",
+    "simulate": "terapipe_ds.simulator",
     "unregister": "terapipe_ds.runtime.register",
 }
 _SUBPACKAGES = ("schedule",)

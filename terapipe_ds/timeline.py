@@ -47,15 +47,33 @@ class TimelineEvent:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class CriticalStep:
+    """One event of the critical path, and which wait ended with the end of the step before it.
+
+    ``waited_for``: "start" (nothing: the first), "stage" (its stage was busy), "dependency" (the computation whose
+    result it takes), "link" (its input was on the link; for a transfer, the link was busy with the one before).
+    """
+
+    event: TimelineEvent
+    waited_for: str
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """The events of one step. The peaks have one entry per stage, or are None where they are not known."""
+    """The events of one step. What has one entry per stage is None where it is not known.
+
+    ``bytes_over_time`` holds per stage (from this time on, bytes), times ascending. ``critical_path`` runs from the
+    start to the last end; in a simulation each of its steps starts in the moment in which the one before it ends.
+    """
 
     num_stages: int
     events: tuple[TimelineEvent, ...]
     name: str = ""
     peak_live_slices: tuple[int, ...] | None = None
     peak_bytes: tuple[int, ...] | None = None
+    bytes_over_time: tuple[tuple[tuple[float, int], ...], ...] | None = None
+    critical_path: tuple[CriticalStep, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "events", tuple(self.events))
@@ -66,12 +84,12 @@ class Timeline:
                 raise TimelineError(
                     f"{event.action} is on stage {event.stage_id} of {self.num_stages} stages"
                 )
-        for what in ("peak_live_slices", "peak_bytes"):
-            peaks = getattr(self, what)
-            if peaks is not None:
-                object.__setattr__(self, what, tuple(peaks))
-                if len(peaks) != self.num_stages:
-                    raise TimelineError(f"{what} has {len(peaks)} entries for {self.num_stages} stages")
+        for what in ("peak_live_slices", "peak_bytes", "bytes_over_time"):
+            entries = getattr(self, what)
+            if entries is not None:
+                object.__setattr__(self, what, tuple(entries))
+                if len(entries) != self.num_stages:
+                    raise TimelineError(f"{what} has {len(entries)} entries for {self.num_stages} stages")
 
     @property
     def makespan_s(self) -> float:
@@ -100,12 +118,33 @@ class Timeline:
             busy.append(covered_s)
         return tuple(busy)
 
+    def bubbles(self) -> tuple[float, ...]:
+        """Per stage, the share of the makespan in which no F, B or W runs; 0 where nothing ran."""
+        makespan_s = self.makespan_s
+        return tuple(max(1.0 - busy_s / makespan_s, 0.0) if makespan_s > 0 else 0.0 for busy_s in self.busy_s())
+
+    def live_slices(self) -> tuple[tuple[tuple[float, int], ...], ...]:
+        """Per stage, (from this time on, slices whose F has ended and whose last of B and W has not), ascending."""
+        first: list[dict[tuple[int, ...], float]] = [{} for _ in range(self.num_stages)]
+        last: list[dict[tuple[int, ...], float]] = [{} for _ in range(self.num_stages)]
+        for event in self.events:
+            if event.kind in COMPUTE_KINDS:
+                of_stage = (first if event.kind == "F" else last)[event.stage_id]
+                unit = event.chunk_id, event.micro_batch_id, event.slice_id
+                of_stage[unit] = max(event.end_s, of_stage.get(unit, event.end_s))
+        return tuple(_count_over_time(mine, last[stage_id]) for stage_id, mine in enumerate(first))
+
     def to_json(self) -> str:
         """As text that ``from_json`` reads back to an equal timeline."""
         events = ",\n  ".join(json.dumps(dataclasses.asdict(event), allow_nan=False) for event in self.events)
-        head = {"format": FORMAT, "version": VERSION, "name": self.name, "num_stages": self.num_stages}
-        peaks = {"peak_live_slices": self.peak_live_slices, "peak_bytes": self.peak_bytes}
-        return json.dumps(head | peaks)[:-1] + f', "events": [\n  {events}\n]}}\n'
+        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": self.name, "num_stages": self.num_stages}
+        head |= {"peak_live_slices": self.peak_live_slices, "peak_bytes": self.peak_bytes}
+        if self.bytes_over_time is not None:
+            head["bytes_over_time"] = self.bytes_over_time
+        if self.critical_path is not None:
+            index = {event: i for i, event in enumerate(self.events)}
+            head["critical_path"] = [[index[step.event], step.waited_for] for step in self.critical_path]
+        return json.dumps(head, allow_nan=False)[:-1] + f', "events": [\n  {events}\n]}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -120,7 +159,8 @@ class Timeline:
             raise TimelineError(
                 f"the timeline has version {data.get('version')!r}, this program reads {VERSION}"
             )
-        _check_fields(data, "the timeline", {**_HEAD_TYPES, "format": str, "version": int})
+        known = {key: kind for key, kind in _OPTIONAL_TYPES.items() if key in data}
+        _check_fields(data, "the timeline", {**_HEAD_TYPES, **known, "format": str, "version": int})
         for index, event in enumerate(data["events"]):
             _check_fields(event, f"event {index}", _EVENT_TYPES)
         for what in ("peak_live_slices", "peak_bytes"):
@@ -128,21 +168,20 @@ class Timeline:
                 raise TimelineError(f"{what} is {data[what]!r}: it holds one whole number per stage")
         events = tuple(TimelineEvent(**event) for event in data["events"])
         peaks = (data["peak_live_slices"], data["peak_bytes"])
-        return cls(data["num_stages"], events, data["name"], *peaks)
+        over_time, path = _read_bytes(data), _read_path(data, events)
+        return cls(data["num_stages"], events, data["name"], *peaks, bytes_over_time=over_time, critical_path=path)
 
     def to_chrome_trace(self) -> str:
-        """JSON text for chrome://tracing and ui.perfetto.dev: a thread per stage, in microseconds."""
-        zero_s = min((event.start_s for event in self.events), default=0.0)
-        rows: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
-            for stage in range(self.num_stages)
-        ]
-        for event in self.events:
-            unit = {key: getattr(event, key) for key in ("micro_batch_id", "slice_id", "chunk_id")}
-            times = {"ts": 1e6 * (event.start_s - zero_s), "dur": 1e6 * (event.end_s - event.start_s)}
-            what = {"name": event.action, "cat": event.kind, "ph": "X", "pid": 0, "tid": event.stage_id}
-            rows.append({**what, **times, "args": unit})
-        return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}, indent=0, allow_nan=False)
+        """JSON text for chrome://tracing and ui.perfetto.dev; see ``timeline_export``."""
+        from terapipe_ds.timeline_export import to_chrome_trace
+
+        return to_chrome_trace(self)
+
+    def to_csv(self) -> str:
+        """The events as CSV, a row each, times in seconds; see ``timeline_export``."""
+        from terapipe_ds.timeline_export import to_csv
+
+        return to_csv(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_json`` to a file; readers see all of it or nothing."""
@@ -219,6 +258,9 @@ _HEAD_TYPES: dict[str, Any] = {
     "peak_bytes": (list, type(None)),
     "events": list,
 }
+_OPTIONAL_TYPES: dict[str, Any] = {"bytes_over_time": (list, type(None)), "critical_path": (list, type(None))}
+"""What a simulation adds to the head; the files that ranks write do not have it."""
+
 _EVENT_TYPES: dict[str, Any] = {
     **dict.fromkeys(("stage_id", "micro_batch_id", "slice_id", "chunk_id"), int),
     **dict.fromkeys(("action", "kind"), str),
@@ -242,6 +284,46 @@ def _check_fields(data: object, where: str, types: dict[str, Any]) -> None:
             raise TimelineError(
                 f"{where} has {key} = {str(data[key])[:40]!r}, which is of the wrong type or size"
             )
+
+
+def _read_bytes(data: dict[str, Any]) -> tuple[tuple[tuple[float, int], ...], ...] | None:
+    stages = data.get("bytes_over_time")
+    if stages is None:
+        return None
+    try:
+        for step in (step for stage in stages for step in stage):
+            time_s, number = step
+            if not (_is_a(time_s, (int, float)) and math.isfinite(time_s) and _is_a(number, int)):
+                raise ValueError(f"{str(step)[:40]} is no step")
+        return tuple(tuple((float(time_s), number) for time_s, number in stage) for stage in stages)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TimelineError(f"bytes_over_time holds a list of [seconds, bytes] per stage: {error}") from None
+
+
+def _read_path(data: dict[str, Any], events: Sequence[TimelineEvent]) -> tuple[CriticalStep, ...] | None:
+    path = data.get("critical_path")
+    if path is None:
+        return None
+    steps = []
+    for step in path:
+        index, waited_for = step if isinstance(step, list) and len(step) == 2 else (-1, "")
+        if not (_is_a(index, int) and 0 <= index < len(events) and isinstance(waited_for, str)):
+            raise TimelineError(f"critical_path has {str(step)[:40]!r}: give [number of an event, what it waited for]")
+        steps.append(CriticalStep(events[index], waited_for))
+    return tuple(steps)
+
+
+def _count_over_time(
+    begins: dict[tuple[int, ...], float], ends: dict[tuple[int, ...], float]
+) -> tuple[tuple[float, int], ...]:
+    """How many of the things that begin and (maybe) end are there; what ends in a moment goes before what begins."""
+    changes = sorted([*((time_s, 1) for time_s in begins.values()), *((time_s, -1) for time_s in ends.values())])
+    steps: dict[float, int] = {}
+    count = 0
+    for time_s, change in changes:
+        count += change
+        steps[time_s] = count
+    return tuple(steps.items())
 
 
 def _merge_peaks(peaks: Sequence[tuple[int, ...] | None]) -> tuple[int, ...] | None:

@@ -19,7 +19,8 @@ PACKAGE = Path(__file__).parents[1] / "terapipe_ds"
 # The longest prefix counts. The command line and the package itself have a rule of their own: LAZY.
 RINGS = {
     "config": 0, "plan": 0, "cost_model": 0, "model_sizes": 0, "compat": 0, "simulator": 0, "timeline": 0,
-    "timeline_picture": 0, "cost_profile": 0, "timeline_compare": 0,
+    "timeline_picture": 0, "cost_profile": 0, "timeline_compare": 0, "timeline_export": 0,
+    "simulator_costs": 0, "simulator_memory": 0,
     "schedule": 0, "planner": 0,
     "attention": 1,
     "runtime": 2, "run": 2,
@@ -366,7 +367,7 @@ def test_the_package_alone_loads_nothing_at_all() -> None:
 
 
 def test_ring_0_names_come_without_torch() -> None:
-    names = "t.SlicePlan, t.TeraPipeConfig, t.TeraPipeConfigError, t.schedule.build"
+    names = "t.SlicePlan, t.TeraPipeConfig, t.TeraPipeConfigError, t.schedule.build, t.simulate, t.Timeline"
     assert run_python(f"import terapipe_ds as t; {names}; {HEAVY}") == "[]"
 
 
@@ -382,9 +383,11 @@ def test_public_names() -> None:
         "SlicePlan",
         "TeraPipeConfig",
         "TeraPipeConfigError",
+        "Timeline",
         "initialize",
         "register",
         "schedule",
+        "simulate",
         "unregister",
     }
     assert set(terapipe_ds.__all__) == names | {"__version__"}

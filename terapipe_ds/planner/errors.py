@@ -1,0 +1,19 @@
+"""What the planner refuses."""
+
+from __future__ import annotations
+
+
+class PlannerError(ValueError):
+    """A question that the planner cannot answer; the text names the value and what to change."""
+
+
+class MemoryLimitError(PlannerError):
+    """No plan fits in the memory limit. ``need_bytes`` is the least that any of them needs on ``stage_id``."""
+
+    def __init__(self, message: str, need_bytes: int = 0, stage_id: int = 0) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
+        self.stage_id = stage_id
+
+    def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int]]:
+        return type(self), (str(self), self.need_bytes, self.stage_id)

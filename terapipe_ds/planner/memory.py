@@ -1,0 +1,122 @@
+"""How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
+
+Every share is linear in tokens, so that a part is seven numbers (`PartMemory`). They are counted from model sizes
+(`MemoryModel.of_model`, see ``model_memory``) or measured on a real stage. The peak of a schedule follows from its orders
+alone, since which slices are live together does not depend on how long they take: ``simulator.Replay.peak_bytes``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from terapipe_ds.model_sizes import ModelSize
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import PlannerError
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    """One part, in bytes; the rates are bytes per token of a slice (or sequence) with all rows of a micro-batch.
+
+    Raises:
+        PlannerError: a number that is negative or not finite.
+    """
+
+    static_bytes: int  # parameters, gradients, optimizer states
+    slice_bytes_per_token: float  # what a live slice keeps for its backward
+    store_bytes_per_token: float = 0  # keys and values of a live micro-batch
+    store_grad_bytes_per_token: float = 0  # their gradients, while the micro-batch is in backward
+    working_bytes: int = 0  # more, only while an F, B or W runs
+    working_bytes_per_token: float = 0  # of the slice that runs; link buffers are in here
+    working_bytes_per_prefix_token: float = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and value >= 0):
+                raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """The parts of a pipeline, in bytes; what the simulator and the search ask for memory.
+
+    A sequence that is not sliced keeps its keys and values in its one slice instead of in the store: the sum is the
+    same, but for the fused query/key/value product that plain attention with rotary positions holds on to.
+    """
+
+    parts: tuple[PartMemory, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+        if not self.parts:
+            raise PlannerError("a memory model without parts: give one PartMemory per part")
+
+    @classmethod
+    def of_model(
+        cls, model_size: ModelSize, *, num_stages: int, dtype: str, micro_batch: int, tensor_parallel: int = 1,
+        data_parallel: int = 1, zero_stage: int = 0, optimizer: str = "adam", activation_checkpointing: bool = False,
+        sequence_parallel: bool = False, gradient_dtype: str | None = None, fused_norm: bool = True,
+        layers_per_part: Sequence[int] | None = None,
+    ) -> MemoryModel:  # fmt: skip
+        """Counted from model sizes; every argument and what is counted: `model_memory.count_parts`."""
+        from terapipe_ds.planner.model_memory import Setup, count_parts
+
+        setup = Setup(
+            model_size, num_stages, dtype, micro_batch, tensor_parallel, data_parallel, zero_stage, optimizer,
+            activation_checkpointing, sequence_parallel, gradient_dtype, fused_norm,
+            None if layers_per_part is None else tuple(layers_per_part),
+        )  # fmt: skip
+        return cls(count_parts(setup))
+
+    @classmethod
+    def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:
+        """From numbers of a running pipeline, one ``PartMemory`` per part."""
+        return cls(tuple(parts))
+
+    def static_bytes(self, part_id: int) -> int:
+        """Parameters, gradients and optimizer states."""
+        return math.ceil(self.parts[part_id].static_bytes)
+
+    def store_bytes(self, part_id: int, sequence_length: int) -> int:
+        """Keys and values of one live micro-batch, from its first F to the end of its last backward."""
+        return math.ceil(self.parts[part_id].store_bytes_per_token * sequence_length)
+
+    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int:
+        """Their gradients, from the B of the micro-batch's last slice to the end of that of slice 0."""
+        return math.ceil(self.parts[part_id].store_grad_bytes_per_token * sequence_length)
+
+    def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
+        """What a live slice keeps from its F to the end of its last of B and W."""
+        return math.ceil(self.parts[part_id].slice_bytes_per_token * tokens)
+
+    def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
+        """More, only while an F, B or W of that slice runs."""
+        part = self.parts[part_id]
+        per_slice = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
+        return math.ceil(part.working_bytes + per_slice)
+
+
+def fill_drain_peak_bytes(
+    plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
+) -> tuple[int, ...]:
+    """The most bytes of every stage where all forwards come before all backwards (``terapipe``, ``gpipe``).
+
+    What ``Replay.peak_bytes`` finds by a walk over the orders, without them: of all micro-batches but the one that
+    comes first in backward every slice is live, and of that one the slices up to the one that runs.
+    """
+    peaks = []
+    for part_id in range(num_stages):
+        slices = [memory.slice_bytes(part_id, *span) for span in zip(plan.lengths, plan.starts, strict=True)]
+        working = [memory.working_bytes(part_id, *span) for span in zip(plan.lengths, plan.starts, strict=True)]
+        running = max(live + more for live, more in zip(itertools.accumulate(slices), working, strict=True))
+        stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
+        grads = memory.store_grad_bytes(part_id, plan.sequence_length)
+        others = (num_micro_batches - 1) * sum(slices)
+        peaks.append(memory.static_bytes(part_id) + stores + grads + others + running)
+    return tuple(peaks)

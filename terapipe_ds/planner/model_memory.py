@@ -1,0 +1,225 @@
+"""The memory of a part counted from model sizes: what the layers of ``models/gpt.py`` save for their backward.
+
+Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of the MLP, V vocabulary:
+
+  norm          its input i h and statistics (LayerNorm, and RMSNorm where it is one kernel, as on a GPU); where it is
+                made of plain operations, as on a CPU, input and normalised input, both in fp32 at least
+  qkv, up       their input, the norm's output: i h each
+  attention     queries, output and log-sum-exp: 2 i q + max(4, i) H. Keys and values are in the slice store
+  out           its input is the attention's output, counted there
+  SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
+  residual adds nothing
+  loss          the log-probabilities in fp32 at least, V, and the labels
+  links         the received input and, kept until the gradient arrives, the output: i h each
+
+With activation checkpointing a decoder layer keeps its input alone and one layer at a time is whole in its backward;
+embedding, final norm, head and loss stay as they are (``checkpointable_layers: ["DecoderLayer"]``).
+
+Tensor parallelism divides what Megatron divides: q, kv, f, V and their weights; norms, residual stream and messages
+only with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terapipe_ds.model_sizes import ModelSize
+from terapipe_ds.plan import show_value
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.memory import PartMemory
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
+"""Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
+
+_RECEIVES_AHEAD = 2  # schedule.lower.RECEIVE_AHEAD; a received activation becomes the slice's input
+_INDEX_BYTES = 8  # token ids and labels are int64
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is trained; see `count_parts`."""
+
+    size: ModelSize
+    num_stages: int
+    dtype: str
+    micro_batch: int  # sequences
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    zero_stage: int = 0
+    optimizer: str = "adam"
+    activation_checkpointing: bool = False
+    sequence_parallel: bool = False
+    gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
+    fused_norm: bool = True  # RMSNorm in one kernel
+    layers_per_part: tuple[int, ...] | None = None  # None: as even as possible, more on the first parts
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise PlannerError(f"{name} = {show_value(value)}: give an integer >= 1")
+        self._check_names()
+        size, degree = self.size, self.tensor_parallel
+        for name in ("num_heads", "num_kv_heads", "ffn_size"):
+            repeated = name == "num_kv_heads" and degree % size.num_kv_heads == 0  # each on several ranks
+            if getattr(size, name) % degree and not repeated:
+                raise PlannerError(
+                    f"tensor_parallel = {degree} does not divide {name} = {getattr(size, name)} of {size.name}: "
+                    "give a divisor of it"
+                )
+        self._check_layers()
+
+    def _check_names(self) -> None:
+        gradient = self.dtype if self.gradient_dtype is None else self.gradient_dtype
+        for name, value, known in (
+            ("dtype", self.dtype, ITEMSIZE), ("gradient_dtype", gradient, ITEMSIZE),
+            ("optimizer", self.optimizer, OPTIMIZER_STATES), ("zero_stage", self.zero_stage, (0, 1)),
+        ):  # fmt: skip
+            if value not in known or isinstance(value, bool):
+                raise PlannerError(f"{name} = {show_value(value)}: give one of {', '.join(map(str, known))}")
+
+    def _check_layers(self) -> None:
+        if self.num_stages > self.size.num_layers and self.layers_per_part is None:
+            raise PlannerError(
+                f"num_stages = {self.num_stages} for the {self.size.num_layers} layers of {self.size.name}: "
+                f"give at most {self.size.num_layers} stages"
+            )
+        layers = self.layers
+        whole = all(type(count) is int and count >= 0 for count in layers)
+        if len(layers) != self.num_stages or not whole or sum(layers) != self.size.num_layers:
+            raise PlannerError(
+                f"layers_per_part = {show_value(list(layers))}: give {self.num_stages} numbers that add up to the "
+                f"{self.size.num_layers} layers of {self.size.name}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of a rank."""
+        return max(1, self.size.num_kv_heads // self.tensor_parallel)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers of each part."""
+        if self.layers_per_part is not None:
+            return self.layers_per_part
+        fewest, more = divmod(self.size.num_layers, self.num_stages)
+        return tuple(fewest + (part_id < more) for part_id in range(self.num_stages))
+
+
+def count_parts(setup: Setup) -> tuple[PartMemory, ...]:
+    """One ``PartMemory`` per part: embedding on the first, final norm, head and loss on the last.
+
+    Raises:
+        PlannerError: from ``Setup``, for values that no run can have.
+    """
+    return tuple(_count_part(setup, part_id, layers) for part_id, layers in enumerate(setup.layers))
+
+
+def _count_part(setup: Setup, part_id: int, layers: int) -> PartMemory:
+    size, rows, item = setup.size, setup.micro_batch, ITEMSIZE[setup.dtype]
+    is_first, is_last = part_id == 0, part_id == setup.num_stages - 1
+    message = _residual(setup) * item
+    per_layer = _layer_saved(setup)
+    kept = layers * (message if setup.activation_checkpointing else per_layer)
+    kept += _INDEX_BYTES if is_first else message
+    kept += _head_saved(setup) if is_last else message
+    keys_values = 2 * setup.kv_heads * size.head_dim
+    working = max(_layer_working(setup) if layers else 0, _head_working(setup) if is_last else 0)
+    if setup.activation_checkpointing and layers:
+        working += per_layer
+    working += (0 if is_first else 2 * _RECEIVES_AHEAD * message) + (0 if is_last else (1 + _RECEIVES_AHEAD) * message)
+    return PartMemory(
+        static_bytes=_static_bytes(setup, _parameters(setup, part_id, layers)),
+        slice_bytes_per_token=rows * kept,
+        store_bytes_per_token=rows * layers * keys_values * item,
+        store_grad_bytes_per_token=rows * layers * keys_values * max(4, item),
+        working_bytes=_largest_weight(setup, is_first or is_last, layers) * item,
+        working_bytes_per_token=rows * working,
+        working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # one layer's dK, dV of the prefix
+    )
+
+
+def _parameters(setup: Setup, part_id: int, layers: int) -> int:
+    """Of one rank. A tied output matrix has a copy on the last stage; norms are on every tensor-parallel rank."""
+    size, degree = setup.size, setup.tensor_parallel
+    norm = size.hidden_size * (2 if size.bias else 1)
+    layer = (size.layer_parameters() - 2 * norm) // degree + 2 * norm
+    vocabulary = -(-size.vocab_size // degree) * size.hidden_size
+    total = layers * layer
+    if part_id == 0:
+        positions = size.max_sequence_length if size.positions == "learned" else 0
+        total += vocabulary + positions * size.hidden_size
+    if part_id == setup.num_stages - 1:
+        has_matrix = not size.tied_embedding or setup.num_stages > 1
+        total += norm + (vocabulary if has_matrix else 0)
+    return total
+
+
+def _static_bytes(setup: Setup, parameters: int) -> int:
+    """Parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
+
+    fp32, fp64: parameter, gradient and the optimizer's states in the dtype; ZeRO-1 adds an fp32 master copy and divides
+    it and the states by the data-parallel ranks. fp16: parameter and gradient 2 + 2, master copy and states in fp32.
+    bf16: the same and a buffer that accumulates the gradients (``data_types.grad_accum_dtype``); its optimizer
+    (bf16_optimizer.py) divides master copy and states by the data-parallel ranks with and without ZeRO-1. What lives in
+    the optimizer step alone is not counted: no slice is live then.
+    """
+    item, states = ITEMSIZE[setup.dtype], OPTIMIZER_STATES[setup.optimizer]
+    gradients = ITEMSIZE[setup.gradient_dtype or setup.dtype]
+    if setup.dtype == "bfloat16":
+        gradients = item + ITEMSIZE[setup.gradient_dtype or "float32"]
+    width = max(item, 4)
+    has_master = item < 4 or setup.zero_stage == 1
+    divided = setup.data_parallel if setup.zero_stage == 1 or setup.dtype == "bfloat16" else 1
+    return parameters * (item + gradients) + -(-parameters * width * (states + has_master) // divided)
+
+
+def _largest_weight(setup: Setup, has_vocabulary: bool, layers: int) -> int:
+    """Numbers in the largest weight: its new gradient stands beside the accumulated one for a moment."""
+    size, degree = setup.size, setup.tensor_parallel
+    widths = [(2 if size.gated_mlp else 1) * size.ffn_size, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim]
+    widths = widths if layers else []
+    return max([*widths, size.vocab_size if has_vocabulary else 0]) * size.hidden_size // degree
+
+
+def _residual(setup: Setup) -> int:
+    """Numbers of the residual stream that a rank holds per token."""
+    return setup.size.hidden_size // (setup.tensor_parallel if setup.sequence_parallel else 1)
+
+
+def _norm_saved(setup: Setup) -> int:
+    """A norm's own, without its output."""
+    item, width = ITEMSIZE[setup.dtype], max(4, ITEMSIZE[setup.dtype])
+    if setup.size.bias or setup.fused_norm:
+        return _residual(setup) * item + 2 * width
+    return 2 * _residual(setup) * width + width
+
+
+def _layer_saved(setup: Setup) -> int:
+    size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
+    norms = 2 * (_norm_saved(setup) + _residual(setup) * item)
+    attention = 2 * size.num_heads * size.head_dim * item + size.num_heads * max(4, item)
+    mlp = (4 if size.gated_mlp else 2) * size.ffn_size * item
+    return norms + (attention + mlp) // degree
+
+
+def _head_saved(setup: Setup) -> int:
+    item = ITEMSIZE[setup.dtype]
+    log_probabilities = setup.size.vocab_size * max(4, item) // setup.tensor_parallel
+    return _norm_saved(setup) + _residual(setup) * item + log_probabilities + _INDEX_BYTES
+
+
+def _layer_working(setup: Setup) -> int:
+    """Gradients that stand beside what was saved: of the MLP's product and of gate and up, or of query, key, value."""
+    size, item = setup.size, ITEMSIZE[setup.dtype]
+    mlp = (4 if size.gated_mlp else 2) * size.ffn_size
+    query, key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+    attention = 4 * query + 2 * (query + key_value)  # of out, q, expanded k and v; then the fused product's
+    return (max(mlp, attention) // setup.tensor_parallel + 2 * _residual(setup)) * item
+
+
+def _head_working(setup: Setup) -> int:
+    """The gradients of log-probabilities and logits; a forward's logits are smaller."""
+    item = ITEMSIZE[setup.dtype]
+    return setup.size.vocab_size * (max(4, item) + item) // setup.tensor_parallel + 2 * _residual(setup) * item

@@ -1,0 +1,169 @@
+"""What the simulator asks of costs: seconds per (part, slice), looked up once per call and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from terapipe_ds.plan import SlicePlan, show_value
+
+FORWARD, BACKWARD, SPLIT_BACKWARD, WEIGHT, SEND = range(5)
+"""The rows of a table: F, a whole B, a B whose weight gradients are left to W, W, and a message on a link."""
+
+_METHODS = {FORWARD: "forward_s", BACKWARD: "backward_s", WEIGHT: "weight_s", SEND: "send_s"}
+
+Span = tuple[int, int]
+"""(tokens, prefix) of a slice."""
+Seconds = NDArray[np.float64]
+
+
+class SimulationError(ValueError):
+    """A schedule, plan, costs or memory that do not fit together, or times that no computation can have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitCosts:
+    """Costs without a machine: a forward over ``sequence_length`` tokens takes 1 s, a backward 2 s, its weight
+    gradients 1 s of that, and a message ``send_share`` s; a slice takes its share of the tokens."""
+
+    sequence_length: int
+    send_share: float = 0.0
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        """Seconds of the forward of ``tokens`` tokens after ``prefix`` others."""
+        return tokens / self.sequence_length
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        """Seconds of the backward, weight gradients included."""
+        return 2 * tokens / self.sequence_length
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        """Of ``backward_s``, the seconds of the weight gradients."""
+        return tokens / self.sequence_length
+
+    def send_s(self, tokens: int) -> float:
+        """Seconds that a message of ``tokens`` tokens is on its link."""
+        return self.send_share * tokens / self.sequence_length
+
+
+def costs_per_part(costs: Any, num_parts: int) -> tuple[Any, ...]:
+    """``costs`` as one object per part. Raises SimulationError where a list has another length."""
+    if not isinstance(costs, list | tuple):
+        return (costs,) * num_parts
+    if len(costs) != num_parts:
+        raise SimulationError(
+            f"{len(costs)} costs for {num_parts} parts: give one object for all parts, or a list with one per part"
+        )
+    return tuple(costs)
+
+
+def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequence[int]) -> tuple[SlicePlan, ...]:
+    """``plan`` as one plan per micro-batch. Raises SimulationError unless each has the schedule's slices."""
+    plans = (plan,) * len(num_slices) if isinstance(plan, SlicePlan) else tuple(plan)
+    if len(plans) != len(num_slices):
+        raise SimulationError(
+            f"{len(plans)} plans for {len(num_slices)} micro-batches: give one plan for all, or one per micro-batch"
+        )
+    for micro_batch_id, (one, count) in enumerate(zip(plans, num_slices, strict=True)):
+        if not isinstance(one, SlicePlan):
+            raise SimulationError(f"the plan of micro-batch {micro_batch_id} is {show_value(one)}: give a SlicePlan")
+        if one.num_slices != count:
+            raise SimulationError(
+                f"the plan of micro-batch {micro_batch_id} has {one.num_slices} slices {show_value(one.lengths)}, the"
+                f" schedule {count}: build the schedule with num_slices={one.num_slices}, or cut it into {count}"
+            )
+    return plans
+
+
+def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Span]) -> Seconds:
+    """Seconds as an array ``[parts, rows, spans]``: of part p the rows in ``rows[p]``, 0 elsewhere.
+
+    Every object is asked once per pair, whichever parts it stands for: with Python ints, or with arrays where it
+    says ``vectorized = True``. A part without ``send_s`` sends at no cost.
+
+    Raises:
+        SimulationError: a method that is needed is missing; a time that is negative, not finite or no number; a
+            ``weight_s`` above its ``backward_s``.
+    """
+    needed: dict[int, set[int]] = {}
+    for cost, mine in zip(parts, rows, strict=True):
+        needed.setdefault(id(cost), set()).update(mine)
+    tables: dict[int, Seconds] = {}
+    for part_id, cost in enumerate(parts):
+        if id(cost) not in tables:
+            tables[id(cost)] = _table(cost, f"the costs of part {part_id}", needed[id(cost)], spans)
+    return np.stack([tables[id(cost)] for cost in parts])
+
+
+def _table(cost: Any, whose: str, rows: Iterable[int], spans: Sequence[Span]) -> Seconds:
+    table = np.zeros((len(_METHODS) + 1, len(spans)))
+    wanted = set(rows)
+    if SPLIT_BACKWARD in wanted:
+        wanted |= {BACKWARD, WEIGHT}
+    for row in sorted(wanted - {SPLIT_BACKWARD}):
+        name = _METHODS[row]
+        method = getattr(cost, name, None)
+        if method is not None:
+            seconds = _ask(method, bool(getattr(cost, "vectorized", False)), spans, takes_prefix=row != SEND)
+            table[row] = _checked(seconds, f"{whose}, {name}", spans)
+        elif row == WEIGHT:
+            raise SimulationError(f"the schedule has W but {whose} have no weight_s(tokens, prefix): add it")
+        elif row != SEND:
+            raise SimulationError(f"{whose} ({type(cost).__name__}) have no {name}(tokens, prefix): add it")
+    if SPLIT_BACKWARD in wanted:
+        table[SPLIT_BACKWARD] = table[BACKWARD] - table[WEIGHT]
+        for span, left_s in zip(spans, table[SPLIT_BACKWARD], strict=True):
+            if left_s < 0:
+                raise SimulationError(
+                    f"{whose}: weight_s of {_show(span)} is {-left_s:.6g} s above its backward_s, of which it is a part"
+                )
+    return table
+
+
+def _ask(method: Callable[..., Any], vectorized: bool, spans: Sequence[Span], takes_prefix: bool) -> list[Any]:
+    if not takes_prefix:
+        distinct = list(dict.fromkeys(tokens for tokens, _ in spans))
+        answers = method(np.array(distinct)) if vectorized else [method(tokens) for tokens in distinct]
+        by_tokens = dict(zip(distinct, _spread(answers, len(distinct)) if vectorized else answers, strict=True))
+        return [by_tokens[tokens] for tokens, _ in spans]
+    if not vectorized:
+        return [method(tokens, prefix) for tokens, prefix in spans]
+    tokens, prefixes = np.array(spans).T
+    return _spread(method(tokens, prefixes), len(spans))
+
+
+def _spread(answer: Any, count: int) -> list[Any]:
+    """An array of answers as a list; one number stands for all."""
+    array = np.asarray(answer)
+    if array.shape not in ((), (count,)):
+        raise SimulationError(
+            f"vectorized costs gave an array of shape {array.shape} for {count} pairs: give one number per pair"
+        )
+    return list(np.broadcast_to(array, (count,)).tolist())
+
+
+def _checked(seconds: Sequence[Any], whose: str, spans: Sequence[Span]) -> Seconds:
+    values = np.array([_number(value) for value in seconds])
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if bad.size:
+        index = int(bad[0])
+        raise SimulationError(
+            f"{whose} gives {show_value(seconds[index])} for {_show(spans[index])}: give finite seconds, at least 0"
+        )
+    return values
+
+
+def _number(value: Any) -> float:
+    """``value`` as a float; what is no number is NaN, which is refused with the rest."""
+    try:
+        return float("nan") if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
+
+
+def _show(span: Span) -> str:
+    return f"{span[0]} tokens after {span[1]}"

@@ -1,0 +1,108 @@
+"""Bytes of every stage over a replay. They follow from the stage's order alone; times only say when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from terapipe_ds.schedule import Action, Kind, Schedule
+
+ByteSteps = tuple[tuple[float, int], ...]
+"""(from this time on, bytes), times ascending."""
+
+_Held = tuple[str, int, int, int]
+
+
+def during_and_after(
+    schedule: Schedule, spans: Sequence[Sequence[tuple[int, int]]], memory: Any
+) -> list[list[tuple[int, int]]]:
+    """Per stage and computation in order: the bytes while it runs, and those once it has run.
+
+    ``spans[micro_batch_id][slice_id]`` is (start, stop). ``memory`` has ``static_bytes(part_id)``,
+    ``store_bytes(part_id, sequence_length)``, ``store_grad_bytes(part_id, sequence_length)``, ``slice_bytes(part_id,
+    tokens, prefix)`` and ``working_bytes(part_id, tokens, prefix)``.
+
+    A slice counts from its F to the end of its last of B and W; the store of a micro-batch from its first F to its last
+    B or W on the part; the gradients of the store from its first B to its last. Without backward a slice counts while
+    its F runs, and the store until the F of the last slice: an evaluation keeps nothing else.
+    """
+    return [
+        _of_stage(order, static_bytes(schedule, stage_id, memory), spans, memory)
+        for stage_id, order in enumerate(schedule.orders)
+    ]
+
+
+def _of_stage(
+    order: Sequence[Action], static: int, spans: Sequence[Sequence[tuple[int, int]]], memory: Any
+) -> list[tuple[int, int]]:
+    first: dict[_Held, int] = {}
+    last: dict[_Held, int] = {}
+    for index, action in enumerate(order):
+        for held in _held_for(action):
+            first.setdefault(held, index)
+            last[held] = index
+    gained, lost = [0] * len(order), [0] * len(order)
+    for held, begin in first.items():
+        size = _size(held, spans, memory)
+        gained[begin] += size
+        lost[last[held]] += size
+    bytes_of = []
+    now = static
+    for index, action in enumerate(order):
+        now += gained[index]
+        start, stop = spans[action.micro_batch_id][action.slice_id]
+        during = now + memory.working_bytes(action.part_id, stop - start, start)
+        now -= lost[index]
+        bytes_of.append((during, now))
+    return bytes_of
+
+
+def _held_for(action: Action) -> list[_Held]:
+    """What has to be there while an action runs, as (method that says its bytes, part, micro-batch, slice)."""
+    part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
+    held = [("slice_bytes", part_id, micro_batch_id, slice_id), ("store_bytes", part_id, micro_batch_id, -1)]
+    if action.kind is Kind.BACKWARD:
+        held.append(("store_grad_bytes", part_id, micro_batch_id, -1))
+    return held
+
+
+def _size(held: _Held, spans: Sequence[Sequence[tuple[int, int]]], memory: Any) -> int:
+    method, part_id, micro_batch_id, slice_id = held
+    start, stop = spans[micro_batch_id][slice_id]
+    size: int = getattr(memory, method)(part_id, *((stop - start, start) if slice_id >= 0 else (stop,)))
+    return size
+
+
+def peaks(schedule: Schedule, bytes_of: list[list[tuple[int, int]]], memory: Any) -> tuple[int, ...]:
+    """The most bytes of every stage."""
+    return tuple(
+        max([static_bytes(schedule, stage_id, memory), *(during for during, _ in mine)])
+        for stage_id, mine in enumerate(bytes_of)
+    )
+
+
+def step_functions(
+    schedule: Schedule,
+    bytes_of: list[list[tuple[int, int]]],
+    memory: Any,
+    times: Sequence[Sequence[tuple[float, float]]],
+) -> tuple[ByteSteps, ...]:
+    """Bytes over time; ``times`` has start and end of each computation. What takes no time does not show."""
+    functions = []
+    for stage_id, mine in enumerate(bytes_of):
+        steps = {0.0: static_bytes(schedule, stage_id, memory)}
+        for (during, after), (start_s, end_s) in zip(mine, times[stage_id], strict=True):
+            steps[start_s] = during
+            steps[end_s] = after
+        changes: list[tuple[float, int]] = []
+        for time_s, number in steps.items():
+            if not changes or changes[-1][1] != number:
+                changes.append((time_s, number))
+        functions.append(tuple(changes))
+    return tuple(functions)
+
+
+def static_bytes(schedule: Schedule, stage_id: int, memory: Any) -> int:
+    """What the parts of a stage hold all along."""
+    parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
+    return sum(memory.static_bytes(part_id) for part_id in sorted(parts))

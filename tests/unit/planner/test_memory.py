@@ -1,0 +1,271 @@
+"""The memory model: against what torch saves for the backward, against the slice store, and worked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.model_sizes import ModelSize, model_size
+from terapipe_ds.models import gpt
+from terapipe_ds.models.gpt import GPTConfig, gpt_loss
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.memory import MemoryModel, PartMemory, fill_drain_peak_bytes
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
+
+# --- against torch
+
+ROWS, TOKENS, LENGTH = 2, 48, 144
+BASE: dict[str, Any] = {"hidden_size": 128, "num_heads": 8, "ffn_size": 344, "vocab_size": 600, "num_layers": 1}
+LLAMA: dict[str, Any] = {"num_kv_heads": 2}
+GPT3: dict[str, Any] = {"bias": True, "gated_mlp": False, "positions": "learned"}
+FAMILIES = pytest.mark.parametrize("family", [LLAMA, GPT3], ids=["llama", "gpt3"])
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+
+
+def config_and_size(family: dict[str, Any], dtype: str, num_layers: int = 1) -> tuple[GPTConfig, ModelSize]:
+    config = GPTConfig(**{**BASE, **family, "num_layers": num_layers}, max_sequence_length=LENGTH, dtype=dtype)
+    size = ModelSize(
+        "test", num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
+        config.ffn_size, config.vocab_size, LENGTH, config.gated_mlp, config.bias, positions=config.positions,
+    )  # fmt: skip
+    return config, size
+
+
+def saved_bytes(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of the storages that ``run`` saves for its backward, parameters and shared tables left out."""
+    known = {p.untyped_storage().data_ptr() for p in parameters}
+    storages: dict[int, int] = {}
+    kept = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known and not tensor.is_complex():  # complex: the rotary table of all layers
+            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)  # or its address could come again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
+
+
+def middle_slice(store: SliceStore, layers: list[nn.Module], x: Tensor) -> ActiveSlice:
+    """Run slice 0, so that the slice that is measured has a prefix."""
+    with push_slice(ActiveSlice(0, TOKENS, LENGTH, store=store)), torch.no_grad():
+        for layer in layers:
+            layer(x)
+    return ActiveSlice(TOKENS, 2 * TOKENS, LENGTH, slice_id=1, store=store)
+
+
+def leaf(config: GPTConfig) -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(ROWS, TOKENS, config.hidden_size, dtype=config.torch_dtype, requires_grad=True)
+
+
+def middle_part(family: dict[str, Any], dtype: str, **options: Any) -> PartMemory:
+    """The second of three parts with one layer each."""
+    _, size = config_and_size(family, dtype, num_layers=3)
+    model = MemoryModel.of_model(size, num_stages=3, dtype=dtype, micro_batch=ROWS, fused_norm=False, **options)
+    return model.parts[1]
+
+
+@FAMILIES
+@DTYPES
+def test_a_layer_saves_what_the_model_says(family: dict[str, Any], dtype: str) -> None:
+    config, _ = config_and_size(family, dtype)
+    layer, x, store = gpt.DecoderLayer(config, 0), leaf(config), SliceStore()
+    with push_slice(middle_slice(store, [layer], x)):
+        saved = saved_bytes(lambda: layer(x), layer.parameters())
+    # the engine keeps the leaf that it received and the output that it sent as well
+    kept = saved + 2 * x.nbytes
+    assert middle_part(family, dtype).slice_bytes_per_token * TOKENS == pytest.approx(kept, rel=0.05)
+
+
+@FAMILIES
+@DTYPES
+def test_the_last_part_saves_what_the_model_says(family: dict[str, Any], dtype: str) -> None:
+    config, size = config_and_size(family, dtype)
+    layers = [gpt.DecoderLayer(config, 0), gpt.FinalNorm(config), gpt.LMHead(config)]
+    x, store = leaf(config), SliceStore()
+    labels = torch.randint(0, config.vocab_size, (ROWS, TOKENS))
+
+    def run() -> Tensor:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        return gpt_loss(y, labels)
+
+    with push_slice(middle_slice(store, layers, x)):
+        kept = saved_bytes(run, (p for layer in layers for p in layer.parameters())) + x.nbytes
+    model = MemoryModel.of_model(
+        size, num_stages=2, dtype=dtype, micro_batch=ROWS, fused_norm=False, layers_per_part=(0, 1)
+    )
+    assert model.slice_bytes(1, TOKENS, TOKENS) == pytest.approx(kept, rel=0.05)
+
+
+@FAMILIES
+def test_checkpointing_keeps_the_input_and_recomputes_one_layer(family: dict[str, Any]) -> None:
+    config, _ = config_and_size(family, "float32")
+    layer, x, store = gpt.DecoderLayer(config, 0), leaf(config), SliceStore()
+    active = middle_slice(store, [layer], x)
+    with push_slice(active):
+        whole = saved_bytes(lambda: layer(x), layer.parameters())
+    store.reset()
+    with push_slice(middle_slice(store, [layer], x)):
+        inputs = saved_bytes(lambda: checkpoint(layer, x, use_reentrant=False), layer.parameters())
+    part = middle_part(family, "float32", activation_checkpointing=True)
+    plain = middle_part(family, "float32")
+    assert part.slice_bytes_per_token * TOKENS == pytest.approx(inputs + 2 * x.nbytes, rel=0.05)
+    assert (part.working_bytes_per_token - plain.working_bytes_per_token) * TOKENS == pytest.approx(whole, rel=0.05)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_slice_store_holds_what_the_model_says(dtype: str) -> None:
+    config, size = config_and_size(LLAMA, dtype, num_layers=2)
+    layers = [gpt.DecoderLayer(config, index) for index in range(2)]
+    store, plan, outputs = SliceStore(), SlicePlan((48, 60, 36)), []
+    for slice_id, (start, stop) in enumerate(plan.spans()):
+        with push_slice(ActiveSlice(start, stop, LENGTH, slice_id=slice_id, store=store)):
+            y = torch.ones(ROWS, stop - start, config.hidden_size, dtype=config.torch_dtype, requires_grad=True)
+            for layer in layers:
+                y = layer(y)
+            outputs.append(y)
+    model = MemoryModel.of_model(size, num_stages=1, dtype=dtype, micro_batch=ROWS)
+    assert store.live_bytes() == model.store_bytes(0, LENGTH)
+    for slice_id, (start, stop) in reversed(list(enumerate(plan.spans()))):
+        with push_slice(ActiveSlice(start, stop, LENGTH, slice_id=slice_id, mode="recompute", store=store)):
+            outputs[slice_id].sum().backward()
+    assert store.peak_bytes() == model.store_bytes(0, LENGTH) + model.store_grad_bytes(0, LENGTH)
+
+
+@FAMILIES
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_layers(family: dict[str, Any], tied: bool) -> None:
+    """fp32 without an optimizer's states: 4 + 4 bytes per parameter; a tied matrix stands on both ends."""
+    config, _ = config_and_size({**family, "tied_embedding": tied}, "float32", num_layers=2)
+    size = ModelSize(
+        "test", 2, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_size,
+        config.vocab_size, LENGTH, config.gated_mlp, config.bias, tied, config.positions,
+    )  # fmt: skip
+    ends = [[gpt.TokenEmbedding(config), gpt.DecoderLayer(config, 0)], [gpt.DecoderLayer(config, 1)]]
+    if config.positions == "learned":
+        ends[0].append(gpt.PositionEmbedding(config))
+    ends[1] += [gpt.FinalNorm(config), gpt.TokenEmbedding(config) if tied else gpt.LMHead(config)]
+    counts = [sum(p.numel() for layer in part for p in layer.parameters()) for part in ends]
+    model = MemoryModel.of_model(size, num_stages=2, dtype="float32", micro_batch=1, optimizer="sgd")
+    assert [model.static_bytes(part_id) for part_id in range(2)] == [8 * count for count in counts]
+
+
+# --- worked by hand
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_per_parameter"),
+    [
+        ({"dtype": "float32"}, 4 + 4 + 8),
+        ({"dtype": "float32", "zero_stage": 1, "data_parallel": 4}, 4 + 4 + 12 / 4),
+        ({"dtype": "float64"}, 8 + 8 + 16),
+        ({"dtype": "float16"}, 2 + 2 + 12),
+        ({"dtype": "float16", "data_parallel": 4}, 2 + 2 + 12),
+        ({"dtype": "float16", "zero_stage": 1, "data_parallel": 4}, 2 + 2 + 12 / 4),
+        ({"dtype": "bfloat16"}, 2 + 2 + 4 + 12),
+        ({"dtype": "bfloat16", "gradient_dtype": "bfloat16"}, 2 + 2 + 2 + 12),
+        ({"dtype": "bfloat16", "data_parallel": 4}, 2 + 2 + 4 + 12 / 4),
+        ({"dtype": "float32", "optimizer": "sgd"}, 4 + 4),
+    ],
+)
+def test_bytes_per_parameter(options: dict[str, Any], bytes_per_parameter: float) -> None:
+    size = model_size("llama-2-7b")
+    model = MemoryModel.of_model(size, num_stages=1, micro_batch=1, **options)
+    assert model.static_bytes(0) == pytest.approx(size.num_parameters() * bytes_per_parameter, rel=1e-6)
+
+
+def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:
+    size = model_size("llama-3-8b")
+    options: dict[str, Any] = {"num_stages": 4, "dtype": "bfloat16", "micro_batch": 1}
+    one, eight, sequence = (
+        MemoryModel.of_model(size, **options, **more).parts[1]
+        for more in ({}, {"tensor_parallel": 8}, {"tensor_parallel": 8, "sequence_parallel": True})
+    )
+    assert eight.store_bytes_per_token == one.store_bytes_per_token / 8 == 8 * 2 * 1024 * 2 / 8
+    assert eight.static_bytes == pytest.approx(one.static_bytes / 8, rel=1e-3)
+    assert one.slice_bytes_per_token / 8 < eight.slice_bytes_per_token < one.slice_bytes_per_token
+    assert sequence.slice_bytes_per_token == pytest.approx(one.slice_bytes_per_token / 8, rel=0.01)
+
+
+def test_layers_are_spread_evenly_or_as_they_are_given() -> None:
+    size = model_size("mini")
+    options: dict[str, Any] = {"num_stages": 3, "dtype": "float32", "micro_batch": 1}
+    even, given = (
+        [part.store_bytes_per_token / (2 * 512 * 4) for part in MemoryModel.of_model(size, **options, **more).parts]
+        for more in ({}, {"layers_per_part": [2, 4, 2]})
+    )
+    assert even == [3, 3, 2]
+    assert given == [2, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "int8"}, "dtype = 'int8': give one of float64, float32"),
+        ({"optimizer": "adamm"}, "optimizer = 'adamm'"),
+        ({"zero_stage": 2}, "zero_stage = 2: give one of 0, 1"),
+        ({"micro_batch": 0}, "micro_batch = 0: give an integer >= 1"),
+        ({"num_stages": 9}, "num_stages = 9 for the 8 layers of mini"),
+        ({"tensor_parallel": 3}, "tensor_parallel = 3 does not divide num_heads = 8"),
+        ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 numbers that add up to the 8 layers"),
+    ],
+)
+def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
+    options = {"num_stages": 2, "dtype": "float32", "micro_batch": 1} | changes
+    with pytest.raises(PlannerError, match=message):
+        MemoryModel.of_model(model_size("mini"), **options)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), "3", True])
+def test_impossible_measurements(wrong: Any) -> None:
+    with pytest.raises(PlannerError, match="slice_bytes_per_token"):
+        PartMemory(0, wrong)
+
+
+# --- the peak of a schedule
+
+
+
+def test_peak_worked_by_hand() -> None:
+    """Two stages, 1F1B, two micro-batches of slices 3 and 2: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 on stage 0.
+
+    Rates: slice 10 a token, store 100 a token, its gradients 1000, working 1 a token and 0.5 a token of prefix.
+    Most at B0.1: both micro-batches are live, 2 * (50 + 500), gradients 5000, working 2 + 1.5 (rounded up: 4).
+    On stage 1, F0.0 F0.1 B0.1 B0.0 F1.0 ...: B0.1 with 50 + 500 + 5000 + 4.
+    """
+    part = PartMemory(7, 10, 100, 1000, 0, 1, 0.5)
+    model = MemoryModel.measured([part, part])
+    peaks = Replay(build("1f1b", 2, 2, 2)).peak_bytes(SlicePlan((3, 2)), model)
+    assert peaks == (7 + 1100 + 5004, 7 + 550 + 5004)
+
+
+RATES = st.integers(0, 50)
+PARTS = st.builds(PartMemory, RATES, RATES, RATES, RATES, RATES, RATES, RATES)
+
+
+@given(
+    st.sampled_from(["gpipe", "terapipe"]), st.lists(PARTS, min_size=1, max_size=4), st.integers(1, 4),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+)  # fmt: skip
+def test_the_closed_form_of_all_forwards_before_all_backwards(
+    name: str, parts: list[PartMemory], num_micro_batches: int, lengths: list[int]
+) -> None:
+    model, plan = MemoryModel.measured(parts), SlicePlan(tuple(lengths))
+    walked = Replay(build(name, len(parts), num_micro_batches, len(lengths))).peak_bytes(plan, model)
+    assert fill_drain_peak_bytes(plan, model, len(parts), num_micro_batches) == walked

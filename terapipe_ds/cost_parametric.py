@@ -1,14 +1,16 @@
 """Costs from a handful of whole-step times, where nobody published or measured single slices.
 
-Five parameters: t(i, j) = max(floor, c0 + c1 i + c2 i (i/2 + j) + c3 j) is forward plus backward of a slice of i tokens
-after j. The floor stands over the whole, because what it stands for (launches from the host, reading the weights)
-runs beside the arithmetic of a small slice and hides it; c2 counts attention, c3 what each token of prefix costs
-however short the slice is (K and V moved).
+Five parameters, forward plus backward of a slice of i tokens after j:
+
+    t(i, j) = (floor^4 + work^4)^(1/4),    work = c0 + c1 i + c2 i (i + j) + c3 j
+
+The floor is launches from the host and reading the weights: they run beside the arithmetic and hide it where it is
+small, hence a (soft) maximum instead of a sum. c2 i (i + j) is attention as an implementation without a fused kernel
+computes it, the half above the diagonal included; c3 j is what a prefix costs however short the slice (K, V moved).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +23,9 @@ from terapipe_ds.plan import SlicePlan
 
 Array = npt.NDArray[np.float64]
 
-MAX_ITERATIONS = 30
-_SUBSETS = [np.array(c) for size in range(1, 5) for c in itertools.combinations(range(4), size)]
+SHARPNESS = 4.0  # of the soft maximum
+MAX_ITERATIONS = 60
+_SUBSETS = [np.array(c) for size in range(1, 6) for c in itertools.combinations(range(5), size)]
 
 
 class ParametricCostError(ValueError):
@@ -60,7 +63,7 @@ class ParametricCosts:
     def both_s(self, tokens: Any, prefix: Any) -> Any:
         """Forward plus backward, in seconds."""
         i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
-        seconds = np.maximum(self.floor_s, np.tensordot(self._coefficients(), _terms(i, j), axes=1))
+        seconds = _soft_maximum(self._parameters(), _terms(i, j))
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
@@ -81,85 +84,90 @@ class ParametricCosts:
         return [self.total_s(t.plan, t.num_stages, t.num_micro_batches) / t.latency_s - 1 for t in totals]
 
     @classmethod
-    def fit(cls, totals: Sequence[StepTotal], *, floor_s: float | None = None) -> ParametricCosts:
-        """Least squares of relative errors, all parameters >= 0; the floor by a grid that is refined around its best
-        value unless ``floor_s`` gives it. With fewer totals than parameters the fit is one of many.
+    def fit(cls, totals: Sequence[StepTotal]) -> ParametricCosts:
+        """Least squares of relative errors, all parameters >= 0. With fewer totals than parameters the fit is one of
+        many.
+
+        The times are homogeneous of degree 1 in the parameters, so each is the sum of its derivatives times the
+        parameters (Euler) and a Gauss-Newton step is a linear, nonnegative least-squares problem.
 
         Raises:
             ParametricCostError: no totals.
         """
         if not totals:
             raise ParametricCostError("no totals to fit: give at least one, better five or more")
-        if floor_s is not None:
-            return _fit_above(floor_s, totals)
         # A slice that takes the floor bounds it: no plan is faster than all its slices at the floor.
         units = [t.num_micro_batches * t.plan.num_slices + t.num_stages - 1 for t in totals]
-        low, high = 0.0, 1.2 * min(t.latency_s / count for t, count in zip(totals, units, strict=True))
-        best = cls(0.0)
-        for count in (41, 9, 9):
-            grid = np.linspace(low, high, count)
-            fits = [_fit_above(float(floor), totals) for floor in grid]
-            best = min(fits, key=lambda costs: _loss(costs, totals))
-            step = grid[1] - grid[0]
-            low, high = max(0.0, best.floor_s - step), best.floor_s + step
-        return best
+        highest = min(t.latency_s / count for t, count in zip(totals, units, strict=True))
+        starts = [cls(highest * share, per_token_s=_per_token_s(totals)) for share in (0.1, 0.5, 0.8, 1.0)]
+        return min((_improve(start, totals) for start in starts), key=lambda costs: _loss(costs, totals))
 
-    def _coefficients(self) -> Array:
-        return np.array([self.constant_s, self.per_token_s, self.per_pair_s, self.per_prefix_token_s])
+    def _parameters(self) -> Array:
+        return np.array(
+            [self.floor_s, self.constant_s, self.per_token_s, self.per_pair_s, self.per_prefix_token_s]
+        )  # fmt: skip
 
 
 def _terms(i: Array, j: Array) -> Array:
-    return np.stack([np.ones_like(i), i, i * (i / 2 + j), j])
+    return np.stack([np.ones_like(i), i, i * (i + j), j])
+
+
+def _soft_maximum(parameters: Array, terms: Array) -> Array:
+    work = np.tensordot(parameters[1:], terms, axes=1)
+    return np.asarray((parameters[0] ** SHARPNESS + work**SHARPNESS) ** (1 / SHARPNESS))
+
+
+def _derivatives(parameters: Array, terms: Array) -> Array:
+    """Of the seconds of each slice by each parameter, [5, slices]."""
+    work = np.tensordot(parameters[1:], terms, axes=1)
+    seconds = _soft_maximum(parameters, terms)
+    by_floor = (parameters[0] / seconds) ** (SHARPNESS - 1)
+    return np.concatenate([by_floor[None], terms * (work / seconds) ** (SHARPNESS - 1)])
+
+
+def _per_token_s(totals: Sequence[StepTotal]) -> float:
+    """What a token takes where floors count least: the largest slices that there are."""
+    return min(
+        t.latency_s / (t.num_micro_batches * t.plan.sequence_length + (t.num_stages - 1) * max(t.plan.lengths))
+        for t in totals
+    )
 
 
 def _loss(costs: ParametricCosts, totals: Sequence[StepTotal]) -> float:
     return float(np.sum(np.square(costs.errors(totals))))
 
 
-def _fit_above(floor_s: float, totals: Sequence[StepTotal]) -> ParametricCosts:
-    """The four linear parameters for one floor.
-
-    Which slices lie above the floor, and which one is the slowest, follow from the parameters, and given both the
-    totals are linear in the parameters: so solve, look again, and keep the best seen. Starts with all above.
-    """
+def _improve(costs: ParametricCosts, totals: Sequence[StepTotal]) -> ParametricCosts:
+    """Gauss-Newton with halved steps until none is better. The slowest slice of each total is looked up anew."""
     terms = [_terms(np.array(t.plan.lengths, float), np.array(t.plan.starts, float)) for t in totals]
-    latencies = np.array([t.latency_s for t in totals])
-    best, least, costs = ParametricCosts(floor_s), np.inf, None
-    for turn in range(MAX_ITERATIONS):
-        rows, rest = [], []
+    least = _loss(costs, totals)
+    for _ in range(MAX_ITERATIONS):
+        parameters, rows = costs._parameters(), []
         for total, x in zip(totals, terms, strict=True):
-            seconds = x[1] if costs is None else np.tensordot(costs._coefficients(), x, axes=1)
-            above = np.ones_like(seconds, bool) if costs is None else seconds > floor_s
-            weight = np.full(len(seconds), float(total.num_micro_batches))
-            weight[np.argmax(np.maximum(seconds, floor_s))] += total.num_stages - 1
-            rows.append((x * (weight * above)).sum(axis=1))
-            rest.append(floor_s * (weight * ~above).sum())
-        solution = _nonnegative(np.array(rows) / latencies[:, None], 1 - np.array(rest) / latencies)
-        if costs is not None and turn > 5:  # a cycle of two sets: meet in the middle
-            solution = (solution + costs._coefficients()) / 2
-        previous, costs = costs, ParametricCosts(floor_s, *solution.tolist())
-        if (loss := _loss(costs, totals)) < least:
-            best, least = costs, loss
-        if previous == costs:
-            break
-    return best
+            weight = np.full(x.shape[1], float(total.num_micro_batches))
+            weight[np.argmax(_soft_maximum(parameters, x))] += total.num_stages - 1
+            rows.append(_derivatives(parameters, x) @ weight / total.latency_s)
+        wanted = _nonnegative(np.array(rows), np.ones(len(totals)))
+        for step in 0.5 ** np.arange(8):
+            tried = ParametricCosts(*(parameters + step * (wanted - parameters)).tolist())
+            loss = _loss(tried, totals)
+            if loss < least * (1 - 1e-9):
+                costs, least = tried, loss
+                break
+        else:
+            return costs
+    return costs
 
 
 def _nonnegative(rows: Array, wanted: Array) -> Array:
-    """Least squares with solutions >= 0, by trying every set of the four parameters."""
+    """Least squares with solutions >= 0, by trying every set of parameters (five: 31 sets)."""
     scale = np.maximum(np.linalg.norm(rows, axis=0), 1e-300)
-    best, least = np.zeros(4), float(wanted @ wanted)
+    best, least = np.zeros(len(scale)), float(wanted @ wanted)
     for subset in _SUBSETS:
         columns = (rows / scale)[:, subset]
         solution = np.linalg.lstsq(columns, wanted, rcond=None)[0]
         loss = float(np.sum(np.square(columns @ solution - wanted)))
         if (solution >= 0).all() and loss < least * (1 - 1e-9):
-            best, least = np.zeros(4), loss
+            best, least = np.zeros(len(scale)), loss
             best[subset] = solution
-    return best / scale
-
-
-def scaled(costs: ParametricCosts, factor: float) -> ParametricCosts:
-    """Every time multiplied, for a part of so many times the layers."""
-    names = [field.name for field in dataclasses.fields(costs) if field.name.endswith("_s")]
-    return dataclasses.replace(costs, **{name: getattr(costs, name) * factor for name in names})
+    return np.asarray(best / scale)

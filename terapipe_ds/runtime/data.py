@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,10 @@ def _own(tensors: Any) -> Any:
     return tensors
 
 
+def _number_of(fingerprint: str) -> int:
+    return int(fingerprint[:16], 16) & (2**62 - 1)
+
+
 class BatchSource:
     """Draws batches for one stage.
 
@@ -66,7 +71,11 @@ class BatchSource:
         self._num_stages = num_stages
         self._group = group
         self._everyone = everyone
-        self._fingerprint = int(config.fingerprint(), 16) & (2**62 - 1)
+        self._fingerprint = _number_of(config.fingerprint())
+
+    def also_agree_on(self, text: str) -> None:
+        """What the stages must have alike besides the config: the next header compares it."""
+        self._fingerprint = _number_of(hashlib.sha256((self._config.fingerprint() + text).encode()).hexdigest())
 
     def draw(self, num_micro_batches: int, training: bool) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
         """All micro-batches of a batch, and their shapes as all stages know them. A collective over the pipeline."""

@@ -6,10 +6,7 @@ tensor-parallel peers and replicas measure in step and run the same plan.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile, ProfileKey
@@ -27,9 +23,9 @@ from terapipe_ds.planner import plan_slices
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
-from terapipe_ds.runtime.machine import device_name
 from terapipe_ds.runtime.measuring import StageCosts, measure_stage
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
+from terapipe_ds.runtime.profile_key import describe_layers, profile_key
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -128,26 +124,15 @@ class AutoPlanner:
     def _key(self, length: int, rows: int) -> ProfileKey:
         """What a profile must have been measured on. A collective over the stages, which know their own layers."""
         engine = self._engine
-        layers = [_describe_layers(engine.module)]
+        layers = [describe_layers(engine.module)]
         if self._groups.control is not None:
             everyone: list[Any] = [None] * len(self._groups.ranks)
             torch_dist.all_gather_object(everyone, layers[0], group=self._groups.control)
             layers = everyone
-        parameter = next(engine.module.parameters(), torch.empty(0))
-        numbers = sum(p.numel() for p in engine.module.parameters())
-        return ProfileKey(
-            model_fingerprint=hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16],
-            model=f"{type(engine.module).__name__} of {len(layers)} stages, {numbers} parameters on one",
-            device=device_name(torch.device(engine.device)),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            micro_batch=rows,
+        return profile_key(
+            layers, module=engine.module, device=torch.device(engine.device), rows=rows, length=length,
             tensor_parallel=engine.grid.get_slice_parallel_world_size(),
-            num_stages=engine.num_stages,
-            activation_checkpointing=engine.module.activation_checkpoint_interval > 0,
-            sequence_length=length,
-            attention_backend="automatic",
-            versions=installed_versions(),
-        )
+        )  # fmt: skip
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -209,14 +194,6 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[StageCosts]) -
                 "write, or null"
             ) from error
     return measured
-
-
-def _describe_layers(module: Any) -> list[Any]:
-    """The layers of one stage, as text that two models share exactly when the same slices cost the same."""
-    specs = module._layer_specs[module._local_start : module._local_stop]
-    made_of = [re.sub(r" at 0x[0-9a-f]+", "", f"{spec!r} {getattr(spec, 'module_args', ())!r}") for spec in specs]
-    parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in module.parameters()]
-    return [made_of, parameters, module.activation_checkpoint_interval]
 
 
 class _Progress:

@@ -60,6 +60,10 @@ class AskedCosts:
         tokens = np.where(rows[:, None] + rows[None, :] < self.num_granules, tokens, self._length + 1)
         return np.asarray(self._ask(name, tokens, prefix), dtype=np.float64)
 
+    def first_slice_tokens(self) -> npt.NDArray[np.int64]:
+        """[n]: the tokens of the slices that begin the sequence."""
+        return np.minimum(np.arange(1, self.num_granules + 1) * self._granule, self._length)
+
     def _ask(self, name: str, tokens: Any, prefix: Any) -> Any:
         if np.ndim(tokens) == 0 and np.ndim(prefix) == 0:
             return float(self._ask(name, np.array([tokens]), np.array([prefix]))[0])

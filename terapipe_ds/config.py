@@ -23,7 +23,6 @@ SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b")
 _SECTION = "terapipe"
 _MAX_INT = 2**63 - 1  # torch's int64
 _MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
-_LATER = "planning from measured costs comes in a later release"
 
 
 class TeraPipeConfigError(ValueError):
@@ -86,10 +85,10 @@ class TeraPipeConfig(_StrictModel):
     """
 
     enabled: bool = Field(False, description="true or false")
-    schedule: _Schedule = Field("seq1f1b", description=f"one of {', '.join(SCHEDULES)}")
+    schedule: _Schedule = Field("seq1f1b", description=f"one of {', '.join(SCHEDULES)}, or auto")
     slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
         "auto",
-        description="a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1",
+        description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1',
     )
     sequence_dim: _Index = Field(1, description="an integer >= 0, counted from the front")
     sliced_inputs: Annotated[_Indices | None, BeforeValidator(_list_to_tuple)] = Field(
@@ -157,7 +156,10 @@ class TeraPipeConfig(_StrictModel):
         """
         whole = SlicePlan.equal(sequence_length, 1)
         if self.slices == "auto":
-            raise TeraPipeConfigError(_no_auto_slices())
+            raise TeraPipeConfigError(
+                f'{_name(("slices",))} = "auto": planned from measured costs while training runs; for a plan without '
+                "them give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
+            )
         try:
             if isinstance(self.slices, int):
                 return SlicePlan.equal(whole.sequence_length, self.slices, self.granularity_tokens)
@@ -235,22 +237,15 @@ def _show_key(key: Any) -> str:
     return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else show_value(key)
 
 
-def _no_auto_slices() -> str:
-    return (
-        f'{_name(("slices",))} = "auto": {_LATER}; give a number of equal slices, for example 8, or a list '
-        "of slice lengths in tokens that add up to the sequence length, for example [512, 384, 128]"
-    )
-
-
 def _not_available_yet(section: Mapping[str, Any]) -> Iterator[str]:
     """What an enabled section may not ask for in this release."""
-    slices = section.get("slices", "auto")
-    if isinstance(slices, str) and slices == "auto":
-        yield _no_auto_slices()
     schedule = section.get("schedule")
-    if isinstance(schedule, str) and (schedule == "auto" or schedule.endswith(".csv")):
-        why = _LATER if schedule == "auto" else "schedules from a file come in a later release"
-        yield f"{_name(('schedule',))} = {show_value(schedule)}: {why}; give one of {', '.join(SCHEDULES)}"
+    if isinstance(schedule, str) and schedule.endswith(".csv"):
+        known = ", ".join(SCHEDULES)
+        yield (
+            f"{_name(('schedule',))} = {show_value(schedule)}: schedules from a file come in a later release; give one "
+            f'of {known}, or "auto"'
+        )
     verify = section.get("verify")
     if isinstance(verify, str) and verify == "first_batch":
         yield f'{_name(("verify",))} = "first_batch": comes in a later release; give "off"'

@@ -213,6 +213,13 @@ class SliceStore:
                 f"micro-batch of every part"
             )
 
+    def bytes_of(self, part_id: int, micro_batch_id: int) -> tuple[int, int]:
+        """Bytes of keys and values of a micro-batch on all layers of a part, and of their gradients in backward."""
+        layers = self._entries.get((part_id, micro_batch_id), {}).values()
+        keys = sum(entry.kv.numel() * entry.kv.element_size() for entry in layers)
+        grads = sum(entry.kv.numel() * max(4, entry.kv.element_size()) for entry in layers if entry.kv_needs_grad)
+        return keys, grads
+
     def live_bytes(self) -> int:
         """Bytes of keys, values and gradients in use now."""
         return self._pool.live_bytes

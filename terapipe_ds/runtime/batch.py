@@ -108,6 +108,17 @@ class SliceableTensors:
             for t, cut in zip(self.tensors, self.sliced, strict=True)
         )
 
+    def stretched(self, length: int) -> SliceableTensors:
+        """The same with sequences of ``length`` tokens: cut off, or repeated from the start. For measurements."""
+        if length == self.length:
+            return self
+        places = torch.arange(length) % self.length
+        tensors = tuple(
+            t.index_select(self.dim, places.to(t.device)) if cut else t
+            for t, cut in zip(self.tensors, self.sliced, strict=True)
+        )
+        return SliceableTensors(tensors, self.sliced, self.dim, self.is_tuple)
+
     def part(self, start: int, stop: int) -> Any:
         """Tokens [start, stop) for the user's code, which may call ``view()``: contiguous, and packed."""
         return self.packed(tuple(t.contiguous() for t in self.span(start, stop)))

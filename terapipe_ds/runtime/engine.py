@@ -39,6 +39,7 @@ from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.planning import AutoPlanner
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
@@ -89,7 +90,8 @@ class TeraPipeEngine(PipelineEngine):
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans: dict[int, SlicePlan] = {}
-        self._schedules: dict[tuple[bool, tuple[int, ...]], Schedule] = {}
+        self._planner = AutoPlanner(self, self._groups, self._watchdog.note) if self._plans_itself else None
+        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
         self._batch: BatchInFlight | None = None
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
         self._is_last_part = self.stage_id == self.num_stages - 1
@@ -116,7 +118,16 @@ class TeraPipeEngine(PipelineEngine):
             self.set_dataiterator(training_iterator)
 
     def slice_plan(self, sequence_length: int) -> SlicePlan:
-        """The slices of a sequence of ``sequence_length`` tokens; kept per length."""
+        """The slices of a sequence of ``sequence_length`` tokens; kept per length.
+
+        Raises:
+            ValueError: with ``"slices": "auto"``, before a batch with sequences of that length has come.
+        """
+        if self._planner is not None:
+            choice = self._planner.known(sequence_length)
+            if choice is None:
+                raise ValueError(f"slices of {sequence_length} tokens are planned when the first such batch comes")
+            return choice.plan
         if sequence_length not in self._plans:
             plan = self.terapipe_config.plan_for(sequence_length)
             self._plans[sequence_length] = plan
@@ -130,6 +141,15 @@ class TeraPipeEngine(PipelineEngine):
         if watchdog is not None:
             watchdog.close()
         super().destroy()
+
+    @property
+    def slice_store(self) -> SliceStore:
+        """Where keys, values and their gradients are kept."""
+        return self._store
+
+    @property
+    def _plans_itself(self) -> bool:
+        return "auto" in (self.terapipe_config.slices, self.terapipe_config.schedule)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
@@ -169,16 +189,25 @@ class TeraPipeEngine(PipelineEngine):
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
         drawn, shapes = self._source.draw(num_micro_batches, training)
-        try:
-            plans = [self.slice_plan(shape.length) for shape in shapes]
-        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
-            raise on_every_rank(error) if self._groups.everyone is None else error from None
-        schedule = self._schedule(training, tuple(plan.num_slices for plan in plans))
+        name, plans = self._planned(drawn, shapes)
+        schedule = self._schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
         self._links.open_batch(self._batch)
         self._tracer.begin(self.global_steps + 1 if training else None)
         return schedule.for_stage(self.stage_id)
+
+    def _planned(
+        self, drawn: list[DrawnMicroBatch], shapes: tuple[MicroBatchShape, ...]
+    ) -> tuple[str, list[SlicePlan]]:
+        """The name of the batch's schedule, and a plan for each micro-batch."""
+        if self._planner is not None:
+            choices = self._planner.choose_all(drawn, shapes)
+            return choices[max(choices)].schedule, [choices[shape.length].plan for shape in shapes]
+        try:
+            return self.terapipe_config.schedule, [self.slice_plan(shape.length) for shape in shapes]
+        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
+            raise on_every_rank(error) if self._groups.everyone is None else error from None
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape.length) if self.is_first_stage() else None
@@ -192,16 +221,10 @@ class TeraPipeEngine(PipelineEngine):
             )  # fmt: skip
         return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
 
-    def _schedule(self, training: bool, num_slices: tuple[int, ...]) -> Schedule:
-        key = (training, num_slices)
+    def _schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        key = (name, training, num_slices)
         if key not in self._schedules:
-            schedule = build(
-                self.terapipe_config.schedule,
-                self.num_stages,
-                len(num_slices),
-                num_slices,
-                forward_only=not training,
-            )
+            schedule = build(name, self.num_stages, len(num_slices), num_slices, forward_only=not training)
             validate(schedule)
             if len(self._schedules) >= _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]

@@ -24,6 +24,11 @@ class PipelineGroups:
     control: Any = None
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
 
+    @property
+    def world(self) -> Any:
+        """A group of all ranks on the CPU; None for a single rank."""
+        return self.everyone if self.everyone is not None else self.control
+
     def wire(self, what: str, stage_id: int, towards: bool, device: torch.device) -> Wire:
         """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``."""
         return Wire(

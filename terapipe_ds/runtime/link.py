@@ -12,6 +12,7 @@ shape of the activation that was sent for it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class MessageSpec:
@@ -70,6 +75,11 @@ class MessageSpec:
                 f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them"
             )
         return torch.tensor(ints + [0] * (_ANNOUNCEMENT_INTS - len(ints)), dtype=torch.int64)
+
+    @staticmethod
+    def blank() -> torch.Tensor:
+        """A tensor to receive an announcement in."""
+        return torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
 
     @classmethod
     def decode(cls, announcement: torch.Tensor) -> MessageSpec:
@@ -233,6 +243,6 @@ class AnnouncedSpecs:
 
     def learn(self, unit: Unit) -> None:
         """Receive the announcement of the unit's signature: the next one that the sender has made."""
-        announcement = torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
+        announcement = MessageSpec.blank()
         torch_dist.recv(announcement, self._wire.peer, group=self._wire.control)
         self._known[self._signature_of(unit)] = MessageSpec.decode(announcement)

@@ -1,0 +1,213 @@
+"""Measure the stages of a running pipeline in place: what its slices, its links and its memory cost.
+
+A collective over all ranks. Stages hear from the stage before what they will receive, measure together, and try their
+links, pair by pair.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from terapipe_ds.attention import SliceStore, guard_plain_attention
+from terapipe_ds.cost_profile import CostSample, LinkSample
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.data import DrawnMicroBatch
+from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.header import MicroBatchShape
+from terapipe_ds.runtime.link import MessageSpec
+from terapipe_ds.runtime.probe import StageProbe, synchronize
+from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning
+from terapipe_ds.runtime.untouched import untouched
+
+_LINK_REPEATS = 5
+_STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """What one rank has measured of its stage."""
+
+    stage_id: int
+    samples: tuple[CostSample, ...]
+    links: tuple[LinkSample, ...]  # from this stage to the next one
+    memory: PartMemory
+    warning: str | None
+    seconds: float
+
+
+class WorldPeers:
+    """All ranks, by a group on the CPU."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        torch_dist.barrier(group=self._group)
+
+    def largest(self, value: float) -> float:
+        """The largest value that any rank has."""
+        number = torch.tensor([value], dtype=torch.float64)
+        torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=self._group)
+        return float(number)
+
+
+def measure_stage(
+    engine: Any,
+    drawn: Sequence[DrawnMicroBatch],
+    shapes: Sequence[MicroBatchShape],
+    sequence_length: int,
+    groups: PipelineGroups,
+    store: SliceStore,
+    progress: Callable[[float], None],
+) -> StageCosts:
+    """The costs of this rank's stage of ``engine``, for slices of sequences of ``sequence_length`` tokens.
+
+    Args:
+        drawn, shapes: micro-batches of this pipeline; the longest serves, stretched where it is too short.
+        store: the engine's, so that its buffers are taken once; empty before and after.
+    """
+    probe = _probe(engine, drawn, shapes, sequence_length, store)
+    peers: Peers = Alone() if groups.world is None else WorldPeers(groups.world)
+    points = grid(sequence_length, engine.terapipe_config.granularity_tokens)
+    lengths = sorted({tokens for tokens, _ in points})
+    try:
+        with untouched(engine.module, _accumulates_in_fp32(engine)), guard_plain_attention():
+            specs = {tokens: _hear_and_tell(probe, tokens, groups, engine.stage_id) for tokens in lengths}
+            measured = measure(
+                probe.run, points, sequence_length, num_stages=engine.num_stages,
+                num_micro_batches=engine.micro_batches, peers=peers, progress=progress,
+            )  # fmt: skip
+            memory = _memory(engine, probe, lengths, specs)
+    finally:
+        store.reset()
+    links = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
+    samples = measured.samples()
+    return StageCosts(engine.stage_id, samples, links, memory, noise_warning(samples), measured.seconds)
+
+
+def _probe(
+    engine: Any, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], length: int, store: SliceStore
+) -> StageProbe:
+    device, config = torch.device(engine.device), engine.terapipe_config
+    own_length, longest = max(zip((shape.length for shape in shapes), drawn, strict=True), key=lambda pair: pair[0])
+    inputs = labels = None
+    if engine.is_first_stage():
+        found = SliceableTensors.of_inputs(longest.inputs, own_length, config.sequence_dim, config.sliced_inputs)
+        inputs = found.stretched(length).to(device)
+    if engine.is_last_stage() and longest.labels is not None:
+        labels = longest.labels.stretched(length).to(device)
+    return StageProbe(
+        engine.module, engine.module, length, device, store, part_id=engine.stage_id, inputs=inputs, labels=labels,
+        is_last=engine.is_last_stage(), loss_fn=engine.module.loss_fn, autocast=partial(autocast_if_enabled, engine),
+    )  # fmt: skip
+
+
+def _accumulates_in_fp32(engine: Any) -> bool:
+    """DeepSpeed's BF16_Optimizer adds each gradient to one in fp32 as soon as it is there."""
+    return bool(getattr(engine.optimizer, "immediate_grad_update", False))
+
+
+def _hear_and_tell(probe: StageProbe, tokens: int, groups: PipelineGroups, stage_id: int) -> MessageSpec:
+    """What this stage hands on for slices of ``tokens`` tokens, after it heard what it gets; warms the slice up."""
+    if stage_id > 0:
+        announcement = MessageSpec.blank()
+        torch_dist.recv(announcement, groups.ranks[stage_id - 1], group=groups.control)
+        probe.receive(tokens, MessageSpec.decode(announcement))
+    spec = probe.output_spec(tokens)
+    if stage_id < len(groups.ranks) - 1:
+        torch_dist.send(spec.encode(), groups.ranks[stage_id + 1], group=groups.control)
+    return spec
+
+
+def _links(
+    specs: dict[int, MessageSpec], groups: PipelineGroups, stage_id: int, peers: Peers, device: torch.device
+) -> tuple[LinkSample, ...]:
+    """Half of the way there and back over the link to the next stage, for the smallest, a middle and the largest
+    slice. Links 0-1, 2-3, ... first and then the others, so that a stage has one at a time."""
+    lengths = sorted(specs)
+    chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+    samples = []
+    last = len(groups.ranks) - 1
+    for first in (0, 1):
+        peers.barrier()
+        upper = stage_id if stage_id % 2 == first else stage_id - 1
+        if upper < 0 or upper >= last:
+            continue
+        for tokens in chosen:
+            spec = _spec_over(specs[tokens], groups, upper, stage_id)
+            times = [_there_and_back(spec, groups, upper, stage_id, device) for _ in range(1 + _LINK_REPEATS)][1:]
+            if stage_id == upper:
+                samples.append(LinkSample(tokens, statistics.median(times), stage_id, repeats=_LINK_REPEATS))
+    return tuple(samples)
+
+
+def _spec_over(mine: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int) -> MessageSpec:
+    """What goes over the link from stage ``upper``, on both of its ends."""
+    if stage_id == upper:
+        torch_dist.send(mine.encode(), groups.ranks[upper + 1], group=groups.control)
+        return mine
+    announcement = MessageSpec.blank()
+    torch_dist.recv(announcement, groups.ranks[upper], group=groups.control)
+    return MessageSpec.decode(announcement)
+
+
+def _there_and_back(
+    spec: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int, device: torch.device
+) -> float:
+    tensors = [torch.zeros(t.shape, dtype=torch.uint8 if t.dtype == torch.bool else t.dtype, device=device)
+               for t in spec.tensors]  # fmt: skip
+    peer = groups.ranks[upper + 1 if stage_id == upper else upper]
+    synchronize()
+    begin_s = time.perf_counter()
+    for tensor in tensors:
+        if stage_id == upper:
+            torch_dist.send(tensor, peer, group=groups.activations)
+            torch_dist.recv(tensor, peer, group=groups.gradients)
+        else:
+            torch_dist.recv(tensor, peer, group=groups.activations)
+            torch_dist.send(tensor, peer, group=groups.gradients)
+    synchronize()
+    return (time.perf_counter() - begin_s) / 2
+
+
+def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec]) -> PartMemory:
+    """The bytes of this stage; what a running computation needs beside them is known on accelerators only."""
+    tokens = lengths[len(lengths) // 2]
+    keys_bytes, grads_bytes = probe.store_bytes()
+    message = sum(t.num_bytes for t in specs[tokens].tensors)
+    working = probe.working_bytes(tokens)
+    return PartMemory(
+        static_bytes=_static_bytes(engine),
+        slice_bytes_per_token=probe.saved_bytes(tokens, probe.sequence_length - tokens) / tokens,
+        store_bytes_per_token=keys_bytes / probe.sequence_length,
+        store_grad_bytes_per_token=grads_bytes / probe.sequence_length,
+        working_bytes_per_token=(2 * message + working) / tokens,
+    )
+
+
+def _static_bytes(engine: Any) -> int:
+    """Parameters, their gradients, and the optimizer's states, which need not exist yet."""
+    parameters = list(engine.module.parameters())
+    here = sum(p.numel() * p.element_size() for p in parameters)
+    trained = [p for p in parameters if p.requires_grad]
+    count = sum(p.numel() for p in trained)
+    half = any(p.element_size() < 4 for p in trained)
+    gradients = sum(p.numel() * (4 if half else p.element_size()) for p in trained)
+    if engine.optimizer is None:
+        return here + gradients
+    name = str(engine.optimizer_name() or "adam").lower()
+    states = _STATES.get(next((known for known in _STATES if known in name), ""), 2)
+    per_parameter = 4 * states + (4 if half else 0)
+    ranks = engine.dp_world_size if engine.zero_optimization() else 1
+    return here + gradients + count * per_parameter // ranks

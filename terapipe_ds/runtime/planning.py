@@ -1,0 +1,237 @@
+"""Plan slices from measured costs, on all ranks alike.
+
+Rank 0 reads or gathers the profile and plans; every rank gets the outcome, an error too. A collective over all ranks:
+tensor-parallel peers and replicas measure in step and run the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.compat import installed_versions
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.cost_model import CostModel
+from terapipe_ds.cost_profile import Profile, ProfileKey
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import plan_slices
+from terapipe_ds.runtime.data import DrawnMicroBatch
+from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
+from terapipe_ds.runtime.machine import device_name
+from terapipe_ds.runtime.measuring import StageCosts, measure_stage
+from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
+
+logger = logging.getLogger("terapipe_ds")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs for sequences of one length."""
+
+    plan: SlicePlan
+    schedule: str
+    predicted_s: float | None = None  # compute and links of one step
+
+
+class AutoPlanner:
+    """Chooses the plan (and the schedule, where that is "auto") for each sequence length that comes.
+
+    Args:
+        engine: whose stages are measured; must know its module, its grid and its ``terapipe_config``.
+        watched: told what is going on, so that a long measurement does not look like a stall.
+    """
+
+    def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
+        self._engine, self._groups, self._watched = engine, groups, watched
+        self._config = engine.terapipe_config
+        self._measured: Measured | None = None
+        self._choices: dict[tuple[int, int], Choice] = {}
+
+    # -- what the engine calls ---------------------------------------------------------------------------------------
+
+    def known(self, length: int) -> Choice | None:
+        """The choice for sequences of ``length`` tokens, if it was made for this number of micro-batches."""
+        return self._choices.get((length, self._engine.micro_batches))
+
+    def choose_all(
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> dict[int, Choice]:
+        """The choice for each length in ``shapes``; plans those that are new. A collective over all ranks."""
+        wanted = self._wanted(shapes)
+        while wanted:
+            self._choices[wanted, self._engine.micro_batches] = self._choose(wanted, drawn, shapes)
+            wanted = self._wanted(shapes)
+        return {shape.length: self._choices[shape.length, self._engine.micro_batches] for shape in shapes}
+
+    def _wanted(self, shapes: Sequence[MicroBatchShape]) -> int:
+        """The longest sequence of any pipeline that has no plan yet; 0 where all have."""
+        wanted = max((shape.length for shape in shapes if self.known(shape.length) is None), default=0)
+        if self._groups.everyone is None:  # all stages of the one pipeline know the same shapes
+            return wanted
+        number = torch.tensor([wanted], dtype=torch.int64)
+        torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=self._groups.everyone)
+        return int(number)
+
+    def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
+        if self._measured is None or self._measured.profile.key.sequence_length < length:
+            self._measured = self._measured_for(length, drawn, shapes)
+        outcome = self._from_rank_0(lambda: self._plan(length))
+        if self._engine.global_rank == 0:
+            logger.info("%s", outcome[1])
+        return outcome[0]
+
+    # -- the profile -------------------------------------------------------------------------------------------------
+
+    def _measured_for(
+        self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> Measured:
+        key = self._key(length, max(shape.rows for shape in shapes))
+        planner = self._config.planner
+        if planner.profile != "measure":
+            return self._from_rank_0(lambda: _given(planner.profile, key))
+        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key)
+        cached = self._from_rank_0(lambda: read_cache(path, key))
+        if cached is not None:
+            return cached
+        costs = self._measure(length, drawn, shapes)
+        return self._from_rank_0(lambda: _combined(path, key, costs))
+
+    def _measure(
+        self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> list[StageCosts]:
+        """What every rank has measured of its stage."""
+        if self._engine.global_rank == 0:
+            logger.info("measuring slices of sequences of %d tokens, to plan them", length)
+        with _Progress(self._engine.global_rank == 0) as shown:
+
+            def progress(share: float) -> None:
+                self._watched(f"measuring slices ({share:.0%} done)")
+                shown(share)
+
+            mine = measure_stage(self._engine, drawn, shapes, length, self._groups, self._engine.slice_store, progress)
+        if self._groups.world is None:
+            return [mine]
+        everyone: list[Any] = [None] * torch_dist.get_world_size()
+        torch_dist.all_gather_object(everyone, mine, group=self._groups.world)
+        return everyone
+
+    def _key(self, length: int, rows: int) -> ProfileKey:
+        """What a profile must have been measured on. A collective over the stages, which know their own layers."""
+        engine = self._engine
+        layers = [_describe_layers(engine.module)]
+        if self._groups.control is not None:
+            everyone: list[Any] = [None] * len(self._groups.ranks)
+            torch_dist.all_gather_object(everyone, layers[0], group=self._groups.control)
+            layers = everyone
+        parameter = next(engine.module.parameters(), torch.empty(0))
+        numbers = sum(p.numel() for p in engine.module.parameters())
+        return ProfileKey(
+            model_fingerprint=hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16],
+            model=f"{type(engine.module).__name__} of {len(layers)} stages, {numbers} parameters on one",
+            device=device_name(torch.device(engine.device)),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            micro_batch=rows,
+            tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+            num_stages=engine.num_stages,
+            activation_checkpointing=engine.module.activation_checkpoint_interval > 0,
+            sequence_length=length,
+            attention_backend="automatic",
+            versions=installed_versions(),
+        )
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def _plan(self, length: int) -> tuple[Choice, str]:
+        """On rank 0: the choice, and the block for the log."""
+        assert self._measured is not None
+        engine, limit_gb, memory = self._engine, self._config.planner.memory_limit_gb, self._measured.memory
+        if limit_gb is not None and memory is None:
+            raise TeraPipeConfigError(
+                f"terapipe.planner.memory_limit_gb = {limit_gb}: a profile from a file has no memory figures; set "
+                'terapipe.planner.profile to "measure", or remove the limit'
+            )
+        result = plan_slices(
+            CostModel.from_profile(self._measured.profile),
+            length,
+            engine.num_stages,
+            engine.micro_batches,
+            granularity_tokens=min(self._config.granularity_tokens, length),
+            schedule=self._config.schedule,
+            memory=memory,
+            memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+        )
+        return Choice(result.plan, result.schedule, result.predicted_s), result.describe()
+
+    def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
+        """What rank 0 gets from ``ask``, on every rank; its ValueErrors as well."""
+        if self._groups.world is None:
+            return ask()
+        outcome: list[Any] = [None, None]
+        if torch_dist.get_rank() == 0:
+            try:
+                outcome[0] = ask()
+            except ValueError as error:
+                outcome[1] = error
+        torch_dist.broadcast_object_list(outcome, src=0, group=self._groups.world)
+        if outcome[1] is not None:
+            raise on_every_rank(outcome[1])
+        return outcome[0]
+
+
+def _given(path: str, key: ProfileKey) -> Measured:
+    """The profile that the config names."""
+    profile = Profile.load(path)
+    profile.require(key)
+    return Measured(profile, None)
+
+
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
+    """What all ranks measured, kept in the cache."""
+    for warning in dict.fromkeys(cost.warning for cost in costs if cost.warning is not None):
+        logger.warning("%s", warning)
+    measured = combine(key, costs)
+    if path is not None:
+        try:
+            write_cache(path, measured)
+        except OSError as error:
+            raise TeraPipeConfigError(
+                f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may "
+                "write, or null"
+            ) from error
+    return measured
+
+
+def _describe_layers(module: Any) -> list[Any]:
+    """The layers of one stage, as text that two models share exactly when the same slices cost the same."""
+    specs = module._layer_specs[module._local_start : module._local_stop]
+    made_of = [re.sub(r" at 0x[0-9a-f]+", "", f"{spec!r} {getattr(spec, 'module_args', ())!r}") for spec in specs]
+    parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in module.parameters()]
+    return [made_of, parameters, module.activation_checkpoint_interval]
+
+
+class _Progress:
+    """A progress bar on rank 0, where somebody looks at a terminal."""
+
+    def __init__(self, shown: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=100, desc="measuring slices", unit="%", disable=None if shown else True, leave=False)
+
+    def __enter__(self) -> Callable[[float], None]:
+        return self._advance
+
+    def _advance(self, share: float) -> None:
+        self._bar.update(round(100 * share) - self._bar.n)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

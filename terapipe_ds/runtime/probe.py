@@ -1,0 +1,166 @@
+"""One slice of a stage, run and timed as training runs it.
+
+The prefix of a probed slice never ran: its keys and values are made up, because only their number costs time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.loss import weighted_loss
+
+_HALF = 0.5  # any weight that is not 1: the weights of slices are not
+
+
+@dataclass
+class StageProbe:
+    """Times slices of ``sequence_length`` tokens on the layers of one stage. Use it inside ``untouched(module)``.
+
+    Args:
+        layers: what runs the stage: inputs, a tensor or a tuple, to outputs.
+        inputs: of one micro-batch, on the first stage; None elsewhere, where :meth:`receive` says what comes.
+        labels: of one micro-batch, on the last stage; None elsewhere.
+        loss_fn: of the last stage, None where the model computes the loss itself.
+        autocast: a context in which the engine runs the layers.
+    """
+
+    module: nn.Module
+    layers: Callable[[Any], Any]
+    sequence_length: int
+    device: torch.device
+    store: SliceStore
+    part_id: int = 0
+    inputs: SliceableTensors | None = None
+    labels: SliceableTensors | None = None
+    is_last: bool = False
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None
+    _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
+    _gradients: dict[int, Tensors] = field(default_factory=dict)
+
+    def receive(self, tokens: int, spec: MessageSpec) -> None:
+        """What the stage before hands on for slices of ``tokens`` tokens; the values are made up."""
+        self._received[tokens] = spec, tuple(_made_up(t, self.device) for t in spec.tensors)
+
+    def run(self, tokens: int, prefix: int) -> tuple[float, float]:
+        """(forward, backward) seconds of the slice of ``tokens`` tokens after ``prefix`` tokens."""
+        active = self._active(tokens, prefix)
+        begin_s = _now_s()
+        outputs, loss = self._forward(active)
+        middle_s = _now_s()
+        self._backward(active, outputs, loss)
+        return middle_s - begin_s, _now_s() - middle_s
+
+    def output_spec(self, tokens: int) -> MessageSpec:
+        """What this stage hands on for a slice of ``tokens`` tokens. Runs it once, which warms it up as well."""
+        outputs, loss = self._forward(self._active(tokens, self.sequence_length - tokens))
+        tensors = () if self.is_last else as_tuple(outputs, "the outputs of a stage")
+        spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
+        self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)
+        self._backward(self._active(tokens, self.sequence_length - tokens), outputs, loss)
+        return spec
+
+    def saved_bytes(self, tokens: int, prefix: int) -> int:
+        """Bytes that a live slice keeps for its backward: neither parameters nor buffers, nor keys and values."""
+        shared = {t.untyped_storage().data_ptr() for t in (*self.module.parameters(), *self.module.buffers())}
+        saved: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in shared:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        active = self._active(tokens, prefix)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            outputs, loss = self._forward(active)
+        kept = [] if self.is_last else list(as_tuple(outputs, "the outputs of a stage"))
+        for tensor in kept:
+            note(tensor)
+        self._backward(active, outputs, loss)
+        return sum(saved.values())
+
+    def store_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and values of the whole sequence on this stage, and of their gradients."""
+        return self.store.bytes_of(self.part_id, 0)
+
+    def working_bytes(self, tokens: int) -> int:
+        """What a slice needs at its peak beyond what it keeps; 0 on a CPU, which does not tell."""
+        accelerator = get_accelerator()
+        if accelerator.is_synchronized_device():
+            return 0
+        accelerator.reset_peak_memory_stats()
+        before = int(accelerator.memory_allocated())
+        self.run(tokens, self.sequence_length - tokens)
+        peak = int(accelerator.max_memory_allocated()) - before
+        return max(0, peak - self.saved_bytes(tokens, self.sequence_length - tokens))
+
+    def _active(self, tokens: int, prefix: int) -> ActiveSlice:
+        return ActiveSlice(
+            start=prefix, stop=prefix + tokens, sequence_length=self.sequence_length, part_id=self.part_id,
+            mode="probe", store=self.store,
+        )  # fmt: skip
+
+    def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
+        if self.inputs is not None:
+            return self.inputs.span(active.start, active.stop), self.inputs.is_tuple
+        spec, tensors = self._received[active.num_tokens]
+        leaves = tuple(
+            t.detach().requires_grad_(s.requires_grad) for t, s in zip(tensors, spec.tensors, strict=True)
+        )
+        return leaves, spec.is_tuple
+
+    def _forward(self, active: ActiveSlice) -> tuple[Any, Any]:
+        """What the engine's F does, bookkeeping apart."""
+        leaves, is_tuple = self._leaves(active)
+        copies = tuple(leaf.clone() for leaf in leaves)
+        with push_slice(active):
+            if self.autocast is None:
+                outputs = self.layers(copies if is_tuple else copies[0])
+            else:
+                with self.autocast():
+                    outputs = self.layers(copies if is_tuple else copies[0])
+            if not self.is_last:
+                return outputs, None
+            labels = None if self.labels is None else self.labels.part(active.start, active.stop)
+            loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
+            return None, loss if torch.is_tensor(loss) else sum(loss)
+
+    def _backward(self, active: ActiveSlice, outputs: Any, loss: Any) -> None:
+        """What the engine's B does, bookkeeping apart."""
+        with push_slice(active):
+            if loss is not None:
+                loss.backward()
+                return
+            tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
+            if tensors:
+                torch.autograd.backward(tensors, list(self._gradients[active.num_tokens]))
+
+
+def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Ordinary numbers, so that no arithmetic on them is slower or faster than on real ones."""
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.randn(spec.shape, dtype=spec.dtype, device=device)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _now_s() -> float:
+    synchronize()
+    return time.perf_counter()
+
+
+def synchronize() -> None:
+    """Wait for the device, where it runs behind the host."""
+    if not get_accelerator().is_synchronized_device():
+        get_accelerator().synchronize()

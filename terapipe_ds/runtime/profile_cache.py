@@ -1,0 +1,96 @@
+"""Measured profiles on disk, so that a second start measures nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.planner import MemoryModel
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.measuring import StageCosts
+from terapipe_ds.timeline import write_atomically
+
+logger = logging.getLogger("terapipe_ds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What is known of the stages: times, and where it was measured here, memory."""
+
+    profile: Profile
+    memory: MemoryModel | None
+
+
+def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
+    """One profile of what all ranks have measured; replicas of a stage by the median."""
+    by_stage: dict[int, list[StageCosts]] = {}
+    for cost in costs:
+        by_stage.setdefault(cost.stage_id, []).append(cost)
+    stages = [by_stage[stage_id] for stage_id in sorted(by_stage)]
+    parts = [
+        PartProfile(same[0].stage_id, tuple(_median_sample(s) for s in zip(*(c.samples for c in same), strict=True)))
+        for same in stages
+    ]
+    links = [
+        dataclasses.replace(link[0], send_s=statistics.median(sample.send_s for sample in link))
+        for same in stages
+        for link in zip(*(c.links for c in same), strict=True)
+    ]
+    memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in stages)
+    return Measured(Profile(key, tuple(parts), _with_every_part(links)), memory)
+
+
+def _median_sample(same: Sequence[CostSample]) -> CostSample:
+    numbers = ("forward_s", "backward_s", "forward_spread", "backward_spread")
+    medians = {name: statistics.median(getattr(sample, name) for sample in same) for name in numbers}
+    return dataclasses.replace(same[0], **medians)
+
+
+def _with_every_part(links: Sequence[LinkSample]) -> tuple[LinkSample, ...]:
+    """The links; the last part, which sends gradients only, as the link before it."""
+    if not links:
+        return ()
+    last = max(link.part_id or 0 for link in links)
+    copies = [dataclasses.replace(link, part_id=last + 1) for link in links if link.part_id == last]
+    return (*links, *copies)
+
+
+def cache_path(folder: str, key: ProfileKey) -> Path:
+    """Where the profile of ``key`` is kept."""
+    text = json.dumps(dataclasses.asdict(key), sort_keys=True)
+    return Path(folder) / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_cache(path: Path | None, key: ProfileKey) -> Measured | None:
+    """What :func:`write_cache` kept, or None. A file that cannot be used is measured again, with a warning."""
+    if path is None or not path.exists():
+        return None
+    try:
+        profile = Profile.load(path)
+        profile.require(key)
+        parts = json.loads(_memory_path(path).read_text(encoding="utf-8"))
+        measured = Measured(profile, MemoryModel.measured(PartMemory(**part) for part in parts))
+    except (ProfileError, OSError, ValueError, TypeError) as error:
+        logger.warning("the cached profile cannot be used and is measured again: %s", error)
+        return None
+    logger.info("slices are planned from the profile in %s; delete it to measure again", path)
+    return measured
+
+
+def write_cache(path: Path, measured: Measured) -> None:
+    """Keep a profile, and the memory figures beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = [] if measured.memory is None else [dataclasses.asdict(part) for part in measured.memory.parts]
+    write_atomically(_memory_path(path), lambda file: file.write_text(json.dumps(parts, indent=1), encoding="utf-8"))
+    measured.profile.save(path)
+    logger.info("the measured profile is kept in %s", path)
+
+
+def _memory_path(path: Path) -> Path:
+    return path.with_name(path.stem + ".memory.json")

@@ -1,0 +1,154 @@
+"""Measure what slices of a stage take, on all stages at once, before or between batches.
+
+All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
+tensor-parallel peers meet inside the layers. Points come round after round, so that a machine that drifts meets all of
+them alike, and the median over the rounds is what counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from terapipe_ds.cost_profile import CostSample
+
+Point = tuple[int, int]
+"""(tokens, prefix)."""
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 8
+LIMIT_STEPS = 12  # all of it takes at most so many unsliced steps, as far as the least number of rounds allows
+WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
+_SMALL_TOKENS = 256  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
+_PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
+
+
+class Peers(Protocol):
+    """The other ranks that measure at the same time."""
+
+    def barrier(self) -> None:
+        """Wait for all of them."""
+
+    def largest(self, value: float) -> float:
+        """The largest of the values that the ranks have."""
+
+
+class Alone:
+    """No other rank."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def largest(self, value: float) -> float:
+        """It is the only one."""
+        return value
+
+
+def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
+    """The points to measure: slices without a prefix from one granule, doubling, to the whole sequence, and some of
+    these lengths with prefixes up to all that fits. Few: the cost model fills in the rest."""
+    smallest = min(granularity_tokens, sequence_length)
+    lengths = [smallest]
+    while 2 * lengths[-1] < sequence_length:
+        lengths.append(2 * lengths[-1])
+    bases = [(tokens, 0) for tokens in (*lengths, sequence_length) if tokens == sequence_length or tokens in lengths]
+    candidates = [tokens for tokens in lengths if 2 * tokens <= sequence_length]
+    stride = max(1, -(-len(candidates) // _PREFIX_SIZES))
+    contexts = []
+    for tokens in candidates[::-stride]:
+        contexts.append((tokens, sequence_length - tokens))
+        if (sequence_length - tokens) // 2 >= tokens:
+            contexts.append((tokens, (sequence_length - tokens) // 2))
+    return tuple(dict.fromkeys(bases + contexts))
+
+
+@dataclass
+class Measurement:
+    """The times of one rank, in seconds, by point."""
+
+    forward_s: dict[Point, list[float]] = field(default_factory=dict)
+    backward_s: dict[Point, list[float]] = field(default_factory=dict)
+    rounds: int = 0
+    seconds: float = 0.0
+
+    def add(self, point: Point, times: tuple[float, float]) -> None:
+        """One more run of a point."""
+        self.forward_s.setdefault(point, []).append(times[0])
+        self.backward_s.setdefault(point, []).append(times[1])
+
+    def samples(self) -> tuple[CostSample, ...]:
+        """Medians and spreads."""
+        return tuple(
+            CostSample(
+                *point, statistics.median(forward), statistics.median(self.backward_s[point]),
+                forward_spread=spread(forward), backward_spread=spread(self.backward_s[point]), repeats=len(forward),
+            )
+            for point, forward in self.forward_s.items()
+        )  # fmt: skip
+
+
+def spread(values: Sequence[float]) -> float:
+    """The interquartile range over the median; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return (upper - lower) / statistics.median(values)
+
+
+def measure(
+    run: Callable[[int, int], tuple[float, float]],
+    points: Sequence[Point],
+    sequence_length: int,
+    *,
+    num_stages: int = 1,
+    num_micro_batches: int = 1,
+    peers: Peers | None = None,
+    progress: Callable[[float], Any] = lambda share: None,
+) -> Measurement:
+    """Run all ``points`` round after round; a collective over ``peers``.
+
+    Args:
+        run: (tokens, prefix) -> (forward, backward) seconds of this rank's stage.
+        num_stages, num_micro_batches: of a training step; its unsliced time is what measuring is limited by.
+        progress: told the share that is done, between 0 and 1.
+    """
+    peers = peers or Alone()
+    result, begin_s = Measurement(), time.perf_counter()
+    run(sequence_length, 0)  # once to warm up, and once to know what a step takes
+    peers.barrier()
+    whole_s = peers.largest(sum(run(sequence_length, 0)))
+    limit_s = LIMIT_STEPS * (num_micro_batches + num_stages - 1) * whole_s
+    planned = MAX_ROUNDS
+    while result.rounds < planned:
+        round_s = time.perf_counter()
+        for index, point in enumerate(points):
+            for _ in range(max(1, _SMALL_TOKENS // point[0])):
+                peers.barrier()
+                result.add(point, run(*point))
+            progress((result.rounds + (index + 1) / len(points)) / planned)
+        result.rounds += 1
+        now_s = time.perf_counter()
+        affordable = peers.largest(now_s - begin_s) + peers.largest(now_s - round_s) <= limit_s
+        if result.rounds >= MIN_ROUNDS and not affordable:
+            break
+        if not affordable:
+            planned = max(MIN_ROUNDS, result.rounds)
+    progress(1.0)
+    result.seconds = time.perf_counter() - begin_s
+    return result
+
+
+def noise_warning(samples: Sequence[CostSample]) -> str | None:
+    """A sentence where the spread is too wide for a plan that could be trusted; None where it is not."""
+    wide = [s for s in samples if max(s.forward_spread, s.backward_spread) > WIDE_SPREAD]
+    if len(wide) * 2 <= len(samples):
+        return None
+    worst = max(wide, key=lambda s: max(s.forward_spread, s.backward_spread))
+    share = max(worst.forward_spread, worst.backward_spread)
+    return (
+        f"{len(wide)} of {len(samples)} measured slices vary by more than {WIDE_SPREAD:.0%} (the worst, {worst.tokens} "
+        f"tokens after {worst.prefix}, by {share:.0%}): the machine is busy with something else, and the plan may not "
+        "be the best; measure again when it is quiet"
+    )

@@ -1,0 +1,112 @@
+"""Run the layers of a stage, forward and backward, without leaving a trace of it.
+
+Measurements happen in place, on the very layers that train. Inside :func:`untouched` the layers work on stand-ins: the
+same weights in memory, but other ``Parameter`` objects, with gradients of their own and without the hooks by which
+optimizers gather gradients. What else a forward may change (buffers, random numbers, training mode, DeepSpeed's counter
+of micro-batches) is put back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch import nn
+
+
+@contextmanager
+def untouched(module: nn.Module, accumulates_in_fp32: bool = False) -> Iterator[None]:
+    """Around measurements on ``module``: parameters, gradients, buffers and random numbers are as before afterwards.
+
+    The stand-ins' gradients begin as zeros, so that a backward adds to them as that of a later slice does.
+    ``accumulates_in_fp32``: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
+    precision may do.
+    """
+    with _same_random_numbers(), _same_state(module), _stand_ins(module, accumulates_in_fp32):
+        yield
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    accelerator, tracker = get_accelerator(), ds_checkpointing.get_cuda_rng_tracker()
+    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
+    tracked = {name: state.clone() for name, state in tracker.get_states().items()}
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if on_device is not None:
+            accelerator.set_rng_state(on_device)
+        tracker.set_states(tracked)
+
+
+@contextmanager
+def _same_state(module: nn.Module) -> Iterator[None]:
+    modes = {part: part.training for part in module.modules()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    offset = getattr(module, "micro_offset", None)
+    module.train()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        if offset is not None:
+            module.micro_offset = offset  # type: ignore[assignment]
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, accumulates_in_fp32: bool) -> Iterator[None]:
+    originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                originals.append((part._parameters, name, parameter))
+                if id(parameter) not in stand_ins:
+                    stand_ins[id(parameter)] = _stand_in(parameter, accumulates_in_fp32)
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
+        for owner, name, parameter in originals:
+            owner[name] = stand_ins[id(parameter)]
+        yield
+    finally:
+        for owner, name, parameter in originals:
+            owner[name] = parameter
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
+            setattr(stand_in, name, value)
+    if not parameter.requires_grad:
+        return stand_in
+    if accumulates_in_fp32:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+
+        def accumulate(fresh: torch.Tensor) -> None:
+            if fresh.grad is not None:
+                total.add_(fresh.grad)
+                fresh.grad = None
+
+        stand_in.register_post_accumulate_grad_hook(accumulate)
+    else:
+        stand_in.grad = torch.zeros_like(parameter)
+    return stand_in

@@ -27,10 +27,10 @@ _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand fo
 class Judge:
     """Scores slice lengths (in granules) under one schedule; every score is kept.
 
-    Where all stages are alike and links cost nothing, ``terapipe`` and ``gpipe`` take exactly
-    m sum(f + b) + (K - 1) (max f + max b), and nothing is replayed. Otherwise the schedule is replayed: as it is
-    (`seconds`), or, where it is large, with two smaller numbers of micro-batches that are continued on a line
-    (`estimate`).
+    Where all stages are alike and no message takes longer than the computation before it, ``terapipe`` and ``gpipe``
+    take exactly m sum(f + b) + (K - 1) (max(f + send) + max(b + send)), and nothing is replayed. Otherwise the schedule
+    is replayed: as it is (`seconds`), or, where it is large, with two smaller numbers of micro-batches that are
+    continued on a line (`estimate`).
     """
 
     def __init__(
@@ -42,8 +42,7 @@ class Judge:
         self.num_granules = -(-sequence_length // granularity_tokens)
         self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
         self.budget, self.spent = budget, 0
-        alike = all(part is parts[0] for part in parts)
-        self.has_formula = schedule in FILL_DRAIN and alike and not hasattr(parts[0], "send_s")
+        self.may_have_formula = schedule in FILL_DRAIN and all(part is parts[0] for part in parts)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._peaks: dict[Lengths, tuple[int, ...] | None] = {}
@@ -73,7 +72,13 @@ class Judge:
 
     def is_exact(self, lengths: Lengths) -> bool:
         """`estimate` replays every micro-batch."""
-        return self.has_formula or self._computations(self.num_micro_batches, lengths) <= _FEW
+        if self._computations(self.num_micro_batches, lengths) <= _FEW:
+            return True
+        return self.has_formula(lengths)
+
+    def has_formula(self, lengths: Lengths) -> bool:
+        """The time is known without a replay."""
+        return self.may_have_formula and self._formula(lengths) is not None
 
     def estimate(self, lengths: Lengths) -> float:
         """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay, and half of them."""
@@ -87,7 +92,7 @@ class Judge:
 
     def cost_of(self, counts: dict[int, int]) -> int:
         """What it takes of the budget to judge so many plans: number of slices -> number of plans."""
-        if self.has_formula:
+        if self.may_have_formula:
             return _CALL * sum(counts.values())
         per_slice = 2 * self.num_stages * self.num_micro_batches
         walk = _WALK if self.memory_limit_bytes is not None else 0
@@ -134,13 +139,21 @@ class Judge:
     def _of(self, num_micro_batches: int, lengths: Lengths) -> float:
         key = num_micro_batches, lengths
         if key not in self._seconds:
-            self._seconds[key] = self._formula(lengths) if self.has_formula else self._replayed(*key)
+            known_s = self._formula(lengths) if self.may_have_formula else None
+            self._seconds[key] = self._replayed(*key) if known_s is None else known_s
         return self._seconds[key]
 
-    def _formula(self, lengths: Lengths) -> float:
+    def _formula(self, lengths: Lengths) -> float | None:
+        """None where a link is slower than the computation before it."""
         self.spent += _CALL
-        forward, backward = self._times(self.parts[0], lengths)
-        slowest = float(forward.max() + backward.max())
+        part = self.parts[0]
+        forward, backward = self._times(part, lengths)
+        sends = np.zeros(len(lengths))
+        if hasattr(part, "send_s"):
+            sends = part.send_s(np.array(self.plan(lengths).lengths))
+        if (sends > np.minimum(forward, backward)).any():
+            return None
+        slowest = float((forward + sends).max() + (backward + sends).max())
         return self.num_micro_batches * math.fsum(forward + backward) + (self.num_stages - 1) * slowest
 
     def _replayed(self, num_micro_batches: int, lengths: Lengths) -> float:

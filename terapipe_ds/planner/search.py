@@ -8,6 +8,7 @@ the best of them by moving granules, merging and splitting; where there are few 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
@@ -177,9 +178,7 @@ class _Problem:
         most = granules if max_slices is None else min(_count("max_slices", max_slices), granules)
         parts = ask_parts(costs, _count("num_stages", num_stages), sequence_length, granularity_tokens)
         m = _count("num_micro_batches", num_micro_batches)
-        problem = cls(parts, sequence_length, m, granularity_tokens, most, memory, limit, progress)
-        problem._solutions = {}
-        return problem
+        return cls(parts, sequence_length, m, granularity_tokens, most, memory, limit, progress)
 
     def __post_init__(self) -> None:
         self._solutions: dict[tuple[int, int], SliceSolution] = {}
@@ -200,10 +199,10 @@ class _Problem:
             granularity_tokens=self.granularity_tokens, memory=self.memory,
             memory_limit_bytes=self.memory_limit_bytes, budget=budget,
         )  # fmt: skip
-        if judge.has_formula:
+        if judge.may_have_formula:
             solution = self._solve(self.parts[0], self.num_stages)
             lengths = self._lengths(solution)
-            if judge.fits(lengths):
+            if judge.has_formula(lengths) and judge.fits(lengths):
                 return self._result(judge, lengths, solution.optimal, solution.lower_bound_s)
         if self._can_judge_all(judge):
             lengths = self._best_of_all(judge)
@@ -323,10 +322,10 @@ class _Climb:
             before = best
             step = 1 << (max(best).bit_length() - 1)
             while step:
-                best = self._improved(best, lambda lengths, step=step: candidates.moved(lengths, step))
+                best = self._improved(best, functools.partial(candidates.moved, step=step))
                 step //= 2
-            most = self.problem.max_slices
-            best = self._improved(best, lambda lengths: candidates.merged_or_split(lengths, most))
+            changed = functools.partial(candidates.merged_or_split, max_slices=self.problem.max_slices)
+            best = self._improved(best, changed)
             if best == before or self.judge.exhausted:
                 return best
 

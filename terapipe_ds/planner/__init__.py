@@ -5,6 +5,7 @@ from __future__ import annotations
 from .errors import MemoryLimitError, PlannerError
 from .memory import MemoryModel, PartMemory
 from .search import PlanResult, choose, granularity_for, plan_slices
+from .slice_dp import SliceSolution, solve
 
 __all__ = [
     "MemoryLimitError",
@@ -12,7 +13,9 @@ __all__ = [
     "PartMemory",
     "PlanResult",
     "PlannerError",
+    "SliceSolution",
     "choose",
     "granularity_for",
     "plan_slices",
+    "solve",
 ]

@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
-
 from terapipe_ds.plan import SlicePlan
 
 Lengths = tuple[int, ...]
-Floats = npt.NDArray[np.float64]
 
 
 def to_plan(lengths: Lengths, sequence_length: int, granularity_tokens: int) -> SlicePlan:
@@ -36,37 +32,6 @@ def uniform(num_granules: int, count: int) -> Lengths:
     """``count`` slices as equal as granules allow, larger first, as ``SlicePlan.equal``."""
     fewest, larger = divmod(num_granules, count)
     return tuple(fewest + (i < larger) for i in range(count))
-
-
-def equal_time(seconds: Floats, count: int) -> Lengths:
-    """About ``count`` slices, none longer than the least limit that greedy cutting in ``count`` slices can keep.
-
-    ``seconds`` [n, n]: of the slice of ``column + 1`` granules after ``row`` granules. Bisection over the limit; times
-    that do not grow with the tokens only make the result worse, never wrong.
-    """
-    low, high = 0.0, float(seconds[0, -1])
-    best: Lengths = (seconds.shape[0],)
-    for _ in range(40):
-        limit = (low + high) / 2
-        lengths = _greedy(seconds, limit, count)
-        if lengths is None:
-            low = limit
-        else:
-            high, best = limit, lengths
-    return best
-
-
-def _greedy(seconds: Floats, limit: float, most: int) -> Lengths | None:
-    """Longest slices within the limit, or None where more than ``most`` are needed or one granule passes it."""
-    num_granules, start = seconds.shape[0], 0
-    lengths: list[int] = []
-    while start < num_granules:
-        longest = int(np.searchsorted(seconds[start, : num_granules - start], limit, side="right"))
-        if longest == 0 or len(lengths) == most:
-            return None
-        lengths.append(longest)
-        start += longest
-    return tuple(lengths)
 
 
 def compositions(num_granules: int, max_slices: int) -> Iterator[Lengths]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,9 @@ import numpy as np
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.asked import AskedCosts
 from terapipe_ds.planner.candidates import Lengths, to_plan
+from terapipe_ds.planner.flow_shop import fill_drain_s
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
+from terapipe_ds.planner.programs import Floats
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
@@ -27,9 +28,8 @@ _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand fo
 class Judge:
     """Scores slice lengths (in granules) under one schedule; every score is kept.
 
-    Where all stages are alike and no message takes longer than the computation before it, ``terapipe`` and ``gpipe``
-    take exactly m sum(f + b) + (K - 1) (max(f + send) + max(b + send)), and nothing is replayed. Otherwise the schedule
-    is replayed: as it is (`seconds`), or, where it is large, with two smaller numbers of micro-batches that are
+    ``terapipe`` and ``gpipe`` are two flow shops one after the other, whose recursion takes no replay. The others are
+    replayed: as they are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are
     continued on a line (`estimate`).
     """
 
@@ -42,7 +42,7 @@ class Judge:
         self.num_granules = -(-sequence_length // granularity_tokens)
         self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
         self.budget, self.spent = budget, 0
-        self.may_have_formula = schedule in FILL_DRAIN and all(part is parts[0] for part in parts)
+        self.is_flow_shop = schedule in FILL_DRAIN
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._peaks: dict[Lengths, tuple[int, ...] | None] = {}
@@ -71,14 +71,8 @@ class Judge:
         return self._of(self.num_micro_batches, lengths)
 
     def is_exact(self, lengths: Lengths) -> bool:
-        """`estimate` replays every micro-batch."""
-        if self._computations(self.num_micro_batches, lengths) <= _FEW:
-            return True
-        return self.has_formula(lengths)
-
-    def has_formula(self, lengths: Lengths) -> bool:
-        """The time is known without a replay."""
-        return self.may_have_formula and self._formula(lengths) is not None
+        """`estimate` counts every micro-batch."""
+        return self.is_flow_shop or self._computations(self.num_micro_batches, lengths) <= _FEW
 
     def estimate(self, lengths: Lengths) -> float:
         """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay, and half of them."""
@@ -92,8 +86,8 @@ class Judge:
 
     def cost_of(self, counts: dict[int, int]) -> int:
         """What it takes of the budget to judge so many plans: number of slices -> number of plans."""
-        if self.may_have_formula:
-            return _CALL * sum(counts.values())
+        if self.is_flow_shop:
+            return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
         per_slice = 2 * self.num_stages * self.num_micro_batches
         walk = _WALK if self.memory_limit_bytes is not None else 0
         return sum(
@@ -120,41 +114,34 @@ class Judge:
         peaks = self.peak_bytes(lengths)
         return peaks is None or max(peaks) <= self.memory_limit_bytes
 
-    def work_s(self, lengths: Lengths) -> list[float]:
-        """Per part, the seconds of all its computations."""
-        found: dict[int, float] = {}
-        for part in self.parts:
-            if id(part) not in found:
-                found[id(part)] = self.num_micro_batches * math.fsum(sum(self._times(part, lengths)))
-        return [found[id(part)] for part in self.parts]
+    def work_s(self, lengths: Lengths) -> float:
+        """The seconds of all computations of all stages."""
+        forward, backward, _ = self._times(lengths)
+        return self.num_micro_batches * float(forward.sum() + backward.sum())
 
-    def _times(self, part: AskedCosts, lengths: Lengths) -> tuple[Any, Any]:
+    def _times(self, lengths: Lengths) -> tuple[Floats, Floats, Floats]:
+        """Forward, backward and send seconds, [K, s]."""
         plan = self.plan(lengths)
         tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
-        return part.forward_s(tokens, prefixes), part.backward_s(tokens, prefixes)
+        found = {id(part): part.times(tokens, prefixes) for part in {id(part): part for part in self.parts}.values()}
+        forward, backward, send = (np.array([found[id(part)][i] for part in self.parts]) for i in range(3))
+        return forward, backward, send
 
     def _computations(self, num_micro_batches: int, lengths: Lengths) -> int:
         return 2 * self.num_stages * num_micro_batches * len(lengths)
 
+    def _flow_shop_cost(self, num_slices: int) -> int:
+        return _CALL + self.num_stages * (60 + self.num_micro_batches * num_slices // 20)
+
     def _of(self, num_micro_batches: int, lengths: Lengths) -> float:
         key = num_micro_batches, lengths
         if key not in self._seconds:
-            known_s = self._formula(lengths) if self.may_have_formula else None
-            self._seconds[key] = self._replayed(*key) if known_s is None else known_s
+            if self.is_flow_shop:
+                self.spent += self._flow_shop_cost(len(lengths))
+                self._seconds[key] = fill_drain_s(*self._times(lengths), num_micro_batches)
+            else:
+                self._seconds[key] = self._replayed(*key)
         return self._seconds[key]
-
-    def _formula(self, lengths: Lengths) -> float | None:
-        """None where a link is slower than the computation before it."""
-        self.spent += _CALL
-        part = self.parts[0]
-        forward, backward = self._times(part, lengths)
-        sends = np.zeros(len(lengths))
-        if hasattr(part, "send_s"):
-            sends = part.send_s(np.array(self.plan(lengths).lengths))
-        if (sends > np.minimum(forward, backward)).any():
-            return None
-        slowest = float((forward + sends).max() + (backward + sends).max())
-        return self.num_micro_batches * math.fsum(forward + backward) + (self.num_stages - 1) * slowest
 
     def _replayed(self, num_micro_batches: int, lengths: Lengths) -> float:
         replay = self._replay(num_micro_batches, len(lengths))

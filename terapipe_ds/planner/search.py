@@ -17,13 +17,15 @@ from typing import Any
 
 from terapipe_ds.plan import SlicePlan, show_value
 from terapipe_ds.planner import candidates
-from terapipe_ds.planner.asked import AskedCosts, ask_parts
-from terapipe_ds.planner.bounds import alike_bound_s, stage_bound_s
+from terapipe_ds.planner.asked import AskedCosts, ask_parts, whole_s
+from terapipe_ds.planner.bounds import searches
+from terapipe_ds.planner.branch import Search
 from terapipe_ds.planner.candidates import Lengths
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.judge import Judge
 from terapipe_ds.planner.limits import memory_limit_error
-from terapipe_ds.planner.slice_dp import SliceSolution, solve
+from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
+from terapipe_ds.planner.slice_dp import candidates as program_plans
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 PREFERENCE = ("seq1f1b", "1f1b", "terapipe", "gpipe")
@@ -32,7 +34,10 @@ PREFERENCE = ("seq1f1b", "1f1b", "terapipe", "gpipe")
 _TIE = 1e-3  # a difference in time below the noise of any measurement
 _BUDGET = 6_000_000  # computations replayed; about 3 s on one core of 2025
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
-_MANY_GRANULES = 512  # a slice program per effective number of stages would take long
+_MANY_GRANULES = 512  # above, the slice program's own plan is not looked at more closely
+_EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
+_PROGRAM_PLANS = 16  # of each search
+_ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
 _CLIMBS = 3  # starts, one after the other, each with what the ones before left of the budget
 
 Progress = Callable[[str, int, int], None]
@@ -180,17 +185,13 @@ class _Problem:
         m = _count("num_micro_batches", num_micro_batches)
         return cls(parts, sequence_length, m, granularity_tokens, most, memory, limit, progress)
 
-    def __post_init__(self) -> None:
-        self._solutions: dict[tuple[int, int], SliceSolution] = {}
-        self._bound_s: float | None = None
-
     @property
     def num_stages(self) -> int:
         return len(self.parts)
 
     @property
     def num_granules(self) -> int:
-        return self.parts[0].num_granules
+        return -(-self.sequence_length // self.granularity_tokens)
 
     def best(self, schedule: str, budget: int) -> PlanResult:
         """The best plan for one schedule."""
@@ -199,15 +200,19 @@ class _Problem:
             granularity_tokens=self.granularity_tokens, memory=self.memory,
             memory_limit_bytes=self.memory_limit_bytes, budget=budget,
         )  # fmt: skip
-        if judge.may_have_formula:
-            solution = self._solve(self.parts[0], self.num_stages)
-            lengths = self._lengths(solution)
-            if judge.has_formula(lengths) and judge.fits(lengths):
-                return self._result(judge, lengths, solution.optimal, solution.lower_bound_s)
+        self.report(schedule, 0, budget)
+        if judge.is_flow_shop:
+            solution, lengths = self.solution, self._lengths(self.solution.plan)
+            if (solution.optimal or not self._can_judge_all(judge)) and judge.fits(lengths):
+                # links slower than the computation before them are not in the program's formula for equal stages
+                proven = solution.optimal and judge.seconds(lengths) <= solution.lower_bound_s * (1 + _ROUNDING)
+                if proven or self.num_granules > _MANY_GRANULES:
+                    return self._result(judge, lengths, proven, solution.lower_bound_s)
         if self._can_judge_all(judge):
             lengths = self._best_of_all(judge)
             return self._result(judge, lengths, True, judge.seconds(lengths))
-        return self._result(judge, _Climb(self, judge).best(), False, self._bound())
+        bound_s = max(self.searched[1], self.solution.lower_bound_s if judge.is_flow_shop else 0.0)
+        return self._result(judge, _Climb(self, judge).best(), False, bound_s)
 
     def report(self, what: str, done: int, of: int) -> None:
         """Tell the caller how far the search is."""
@@ -234,57 +239,56 @@ class _Problem:
 
     def starts(self) -> Iterator[Lengths]:
         """Equal slices, slices of equal time on the slowest part, and the slice program's plans."""
-        slowest = self.slowest()
-        both = slowest.whole_table("forward_s") + slowest.whole_table("backward_s")
+        table = self.slowest.table
+        assert table is not None
         for count in candidates.slice_counts(self.max_slices):
             yield candidates.uniform(self.num_granules, count)
-            if 1 < count < self.num_granules:
-                yield candidates.equal_time(both, count)
-        yield from map(self._lengths, self._program_plans())
+            if count <= _EQUAL_TIMES and self.num_granules <= _MANY_GRANULES:
+                yield self._lengths(equal_time(table, count))
+        yield self._lengths(self.solution.plan)
+        if self.num_granules <= _MANY_GRANULES:
+            found = program_plans(table, self.num_stages, self.num_micro_batches, self.max_slices)
+            yield from (self._lengths(one.plan) for one in found[:_PROGRAM_PLANS])
+        for search in self.searched[0]:
+            fitting = [found for found in search.found.values() if found.num_slices <= self.max_slices]
+            yield from (found.lengths for found in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
 
-    def _program_plans(self) -> Iterator[SliceSolution]:
-        """For all stages, and for effective numbers of stages: more of them ask for shorter slices."""
-        if any(part is not self.parts[0] for part in self.parts):
-            yield solve(
-                list(self.parts), self.sequence_length, self.num_stages, self.num_micro_batches,
-                self.granularity_tokens, self.max_slices,
-            )  # fmt: skip
-        shares = (1.0,) if self.num_granules > _MANY_GRANULES else (0.25, 0.5, 1.0, 2.0, 4.0)
-        for count in sorted({1 + math.ceil(share * (self.num_stages - 1)) for share in shares}):
-            yield self._solve(self.slowest(), count)
-
+    @functools.cached_property
     def slowest(self) -> AskedCosts:
-        """The part that takes longest for a whole sequence."""
-        length = self.sequence_length
-        return max(self.parts, key=lambda part: float(part.forward_s(length, 0) + part.backward_s(length, 0)))
+        """The part that takes longest for a whole sequence, of those that have tables."""
+        tabulated = [part for part in self.parts if part.table is not None]
+        return max(tabulated, key=lambda part: whole_s(part, self.sequence_length))
 
-    def _solve(self, part: AskedCosts, num_stages: int) -> SliceSolution:
-        key = id(part), num_stages
-        if key not in self._solutions:
-            self._solutions[key] = solve(
-                part, self.sequence_length, num_stages, self.num_micro_batches, self.granularity_tokens,
-                self.max_slices,
-            )  # fmt: skip
-        return self._solutions[key]
+    @functools.cached_property
+    def solution(self) -> SliceSolution:
+        """The slice program's answer, for all forwards before all backwards."""
+        most = None if self.max_slices == self.num_granules else self.max_slices
+        table = self.parts[0].table
+        if table is not None and all(part is self.parts[0] for part in self.parts):
+            return solve_equal(table, self.num_stages, self.num_micro_batches, most)
+        return solve(
+            list(self.parts), self.sequence_length, self.num_stages, self.num_micro_batches, self.granularity_tokens,
+            most,
+        )  # fmt: skip
 
-    def _bound(self) -> float:
-        if self._bound_s is None:
-            alike = alike_bound_s(self.parts, lambda part, count: self._solve(part, count).lower_bound_s)
-            self._bound_s = max(alike, stage_bound_s(self.parts, self.num_micro_batches))
-        return self._bound_s
+    @functools.cached_property
+    def searched(self) -> tuple[list[Search], float]:
+        """The searches for the bound that holds for every schedule, and the bound."""
+        most = None if self.max_slices == self.num_granules else self.max_slices
+        return searches(self.parts, self.num_micro_batches, most)
 
-    def _lengths(self, solution: SliceSolution) -> Lengths:
-        return candidates.to_lengths(solution.plan, self.granularity_tokens)
+    def _lengths(self, plan: SlicePlan) -> Lengths:
+        return candidates.to_lengths(plan, self.granularity_tokens)
 
     def _result(self, judge: Judge, lengths: Lengths, optimal: bool, lower_bound_s: float) -> PlanResult:
         predicted_s = judge.seconds(lengths)
         equal = self._best_equal(judge)
-        busy_s, whole_s = math.fsum(judge.work_s(lengths)), self.num_stages * predicted_s
+        busy_s, all_s = judge.work_s(lengths), self.num_stages * predicted_s
         lower_bound_s = min(lower_bound_s, predicted_s)  # both are sums of many floats
         return PlanResult(
-            judge.plan(lengths), judge.schedule, predicted_s, optimal or lower_bound_s >= predicted_s * (1 - 1e-12),
+            judge.plan(lengths), judge.schedule, predicted_s, optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
             lower_bound_s, self.num_stages, self.num_micro_batches, judge.seconds((self.num_granules,)),
-            judge.plan(equal), judge.seconds(equal), max(1.0 - busy_s / whole_s, 0.0) if whole_s > 0 else 0.0,
+            judge.plan(equal), judge.seconds(equal), max(1.0 - busy_s / all_s, 0.0) if all_s > 0 else 0.0,
             judge.peak_bytes(lengths), self.memory_limit_bytes, judge.num_tried,
         )  # fmt: skip
 

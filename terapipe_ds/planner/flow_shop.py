@@ -35,6 +35,22 @@ def makespan(times_s: Floats, links_s: Floats | None, repeats: int = 1) -> float
     return float(ready[-1])
 
 
+def ends_s(times_s: Floats, links_s: Floats) -> Floats:
+    """[K]: when each machine has done all jobs; arguments as `makespan`.
+
+    By the mirror image, with the times of backwards and ``links_s[k]`` the way from machine k + 1 to k: how long the
+    jobs take from the start of the last one on each machine, last first, until the first one leaves machine 0.
+    """
+    ready = np.zeros(times_s.shape[1])
+    ends = []
+    for k, row in enumerate(times_s):
+        ready = _through(ready, row)
+        ends.append(ready[-1])
+        if k < len(links_s):
+            ready = _through(ready, links_s[k])
+    return np.array(ends)
+
+
 def _through(ready: Floats, times_s: Floats) -> Floats:
     """When each job leaves one machine: the latest, over j <= i, of ready[j] plus the times of j..i."""
     ends = np.cumsum(times_s)

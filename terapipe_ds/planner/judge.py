@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.asked import AskedCosts
 from terapipe_ds.planner.candidates import Lengths, to_plan
-from terapipe_ds.planner.flow_shop import fill_drain_s
+from terapipe_ds.planner.flow_shop import ends_s, fill_drain_s
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.programs import Floats
 from terapipe_ds.schedule import build
@@ -19,8 +20,8 @@ FILL_DRAIN = ("terapipe", "gpipe")
 """All forwards before all backwards, by any order of micro-batches."""
 
 # Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
-_BUILD = 12  # to build and order a computation of a schedule, in replays of one
-_WALK = 8  # to add up its bytes
+_BUILD = 30  # to build and order a computation of a schedule, in replays of one
+_WALK = 6  # to add up its bytes
 _CALL = 400  # of a call besides its computations
 _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand for all of them
 
@@ -45,6 +46,7 @@ class Judge:
         self.is_flow_shop = schedule in FILL_DRAIN
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
+        self._bounds: dict[Lengths, float] = {}
         self._peaks: dict[Lengths, tuple[int, ...] | None] = {}
 
     @property
@@ -59,8 +61,8 @@ class Judge:
 
     @property
     def num_tried(self) -> int:
-        """Plans that have a score."""
-        return len({lengths for _, lengths in self._seconds})
+        """Plans that have a score, or a bound that made a score needless."""
+        return len({lengths for _, lengths in self._seconds} | self._bounds.keys())
 
     def plan(self, lengths: Lengths) -> SlicePlan:
         """In tokens."""
@@ -73,6 +75,22 @@ class Judge:
     def is_exact(self, lengths: Lengths) -> bool:
         """`estimate` counts every micro-batch."""
         return self.is_flow_shop or self._computations(self.num_micro_batches, lengths) <= _FEW
+
+    def bound_s(self, lengths: Lengths) -> float:
+        """What this plan takes at least, at a small part of the cost of a replay.
+
+        On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
+        of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
+        backward from k up to stage 0 (the mirror image). See `bounds`.
+        """
+        if self.is_flow_shop:
+            return self.seconds(lengths)
+        if lengths not in self._bounds:
+            self.spent += self._flow_shop_cost(0)
+            forward, backward, send = self._times(lengths)
+            between = (self.num_micro_batches - 1) * (forward + backward).sum(axis=1)
+            self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + ends_s(backward, send[1:])).max())
+        return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
         """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay, and half of them."""
@@ -93,6 +111,18 @@ class Judge:
         return sum(
             per_slice * slices * (_BUILD + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
         )
+
+    def fastest(self, plans: Iterable[Lengths], score: Callable[[Lengths], float]) -> Lengths | None:
+        """The plan with the least ``score`` (`seconds` or `estimate`) that fits, of equals the one with fewer slices;
+        None where none fits. Plans whose bound is above the best score so far are not replayed."""
+        best: tuple[float, int, Lengths] | None = None
+        for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
+            if best is not None and self.bound_s(lengths) > best[0]:
+                break
+            rank = score(lengths), len(lengths), lengths
+            if (best is None or rank < best) and self.fits(lengths):
+                best = rank
+        return None if best is None else best[2]
 
     def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
         """Per stage, or None without memory."""

@@ -31,6 +31,9 @@ from terapipe_ds.schedule import SCHEDULE_NAMES
 PREFERENCE = ("seq1f1b", "1f1b", "terapipe", "gpipe")
 """Which schedule wins where time and memory are the same."""
 
+_AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
+"""What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
+
 _TIE = 1e-3  # a difference in time below the noise of any measurement
 _BUDGET = 6_000_000  # computations replayed; about 3 s on one core of 2025
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
@@ -103,9 +106,9 @@ def plan_slices(
         return problem.best(schedule, budget)
     found: list[PlanResult] = []
     refused: list[MemoryLimitError] = []
-    for name in PREFERENCE:
+    for name, share in _AUTO.items():
         try:
-            found.append(problem.best(name, budget // len(PREFERENCE)))
+            found.append(problem.best(name, round(share * budget)))
         except MemoryLimitError as error:
             refused.append(error)
     if not found:
@@ -161,6 +164,7 @@ class _Problem:
     memory: Any
     memory_limit_bytes: float | None
     progress: Progress | None
+    found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules of this call chose
 
     @classmethod
     def checked(
@@ -228,12 +232,11 @@ class _Problem:
         return sum(counts) <= _ALL_PLANS and judge.cost_of(dict(enumerate(counts, start=1))) <= judge.budget
 
     def _best_of_all(self, judge: Judge) -> Lengths:
-        ranked = candidates.compositions(self.num_granules, self.max_slices)
-        order = sorted(ranked, key=lambda lengths: (judge.seconds(lengths), len(lengths)))
-        fitting = next(filter(judge.fits, order), None)
-        if fitting is None:
-            raise memory_limit_error(judge, order)
-        return fitting
+        ranked = list(candidates.compositions(self.num_granules, self.max_slices))
+        best = judge.fastest(ranked, judge.seconds)
+        if best is None:
+            raise memory_limit_error(judge, ranked)
+        return best
 
     # --- what the schedules share
 
@@ -245,7 +248,7 @@ class _Problem:
             yield candidates.uniform(self.num_granules, count)
             if count <= _EQUAL_TIMES and self.num_granules <= _MANY_GRANULES:
                 yield self._lengths(equal_time(table, count))
-        yield self._lengths(self.solution.plan)
+        yield from (self._lengths(self.solution.plan), *self.found)
         if self.num_granules <= _MANY_GRANULES:
             found = program_plans(table, self.num_stages, self.num_micro_batches, self.max_slices)
             yield from (self._lengths(one.plan) for one in found[:_PROGRAM_PLANS])
@@ -282,6 +285,7 @@ class _Problem:
 
     def _result(self, judge: Judge, lengths: Lengths, optimal: bool, lower_bound_s: float) -> PlanResult:
         predicted_s = judge.seconds(lengths)
+        self.found.append(lengths)
         equal = self._best_equal(judge)
         busy_s, all_s = judge.work_s(lengths), self.num_stages * predicted_s
         lower_bound_s = min(lower_bound_s, predicted_s)  # both are sums of many floats
@@ -293,10 +297,9 @@ class _Problem:
         )  # fmt: skip
 
     def _best_equal(self, judge: Judge) -> Lengths:
-        """Among those that fit; where none does, the fastest."""
+        """Among those that fit; where none does, unsliced."""
         plans = [candidates.uniform(self.num_granules, count) for count in candidates.slice_counts(self.max_slices)]
-        order = sorted(plans, key=lambda plan: (judge.estimate(plan), len(plan)))
-        return next(filter(judge.fits, order), order[0])
+        return judge.fastest(plans, judge.estimate) or plans[0]
 
 
 class _Climb:
@@ -307,15 +310,19 @@ class _Climb:
 
     def best(self) -> Lengths:
         """Raises MemoryLimitError where nothing fits."""
-        starts = sorted(dict.fromkeys(self.problem.starts()), key=self._rank)
-        fitting = [lengths for lengths in starts if self.judge.fits(lengths)]
-        if not fitting:
+        starts = list(dict.fromkeys(self.problem.starts()))
+        tops: list[Lengths] = []
+        for _ in range(_CLIMBS):
+            start = self.judge.fastest([one for one in starts if one not in tops], self.judge.estimate)
+            if start is not None:
+                tops.append(start)
+        if not tops:
             raise memory_limit_error(self.judge, starts)
-        tops = [self._climbed(lengths) for lengths in fitting[:_CLIMBS]]
+        climbed = [self._climbed(start) for start in tops]
         if self.judge.is_exact(tops[0]):
-            return min(tops, key=self._rank)
+            return min(climbed, key=self._rank)
         # what was estimated is replayed as a whole, for the best of each kind
-        finalists = {min(tops, key=self._rank), fitting[0]}
+        finalists = {min(climbed, key=self._rank), tops[0]}
         return min(finalists, key=lambda lengths: (self.judge.seconds(lengths), len(lengths), lengths))
 
     def _rank(self, lengths: Lengths) -> tuple[float, int, Lengths]:
@@ -342,7 +349,8 @@ class _Climb:
             for lengths in neighbours(best):
                 if judge.exhausted:
                     return best
-                if judge.estimate(lengths) < seconds * (1 - 1e-12) and judge.fits(lengths):
+                enough = seconds * (1 - 1e-12)
+                if judge.bound_s(lengths) < enough and judge.estimate(lengths) < enough and judge.fits(lengths):
                     best, seconds, found = lengths, judge.estimate(lengths), True
                     break
             self.problem.report(judge.schedule, min(judge.spent, judge.budget), judge.budget)

@@ -9,8 +9,9 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.branch import Found, Objective, Search, greedy_plan, weigh
+from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.programs import Band, least_tails, trace
-from terapipe_ds.planner.tabulate import CostTable, PlannerError, check_count
+from terapipe_ds.planner.tabulate import CostTable, check_count
 
 NUM_THRESHOLDS = 16
 

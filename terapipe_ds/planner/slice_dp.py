@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from terapipe_ds.planner.equal_stages import Candidate, SliceSolution, candidates, equal_time, solve_equal
-from terapipe_ds.planner.tabulate import CostTable, PlannerError, check_count, tabulate
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.tabulate import CostTable, check_count, tabulate
 from terapipe_ds.planner.unequal_stages import solve_unequal
 
 __all__ = [

@@ -99,7 +99,7 @@ def least_tails(
         block = band.masked(slice(start, stop), width, limits)
         sums = buffer[:, :, :width]
         for j in range(stop - 1, start - 1, -1):
-            combine(block[:, None, j - start], source[:, :, j + shortest : j + shortest + width], sums)
+            combine(block[:, None, j - start], source[:, :, j + shortest : j + shortest + width], out=sums)
             np.minimum.reduce(sums, axis=2, out=target[:, :, j])
         stop = start
     return least[:, :, : n + 1]
@@ -115,7 +115,7 @@ def least_heads(band: Band, limits: Floats = NO_LIMITS) -> Floats:
         block = band.masked(slice(start, min(n, start + rows)), band.width, limits)[0]
         for j, row in enumerate(block, start):
             reached = least[j + shortest : j + shortest + band.width]
-            np.minimum(reached, row + least[j], reached)
+            np.minimum(reached, row + least[j], out=reached)
     return least[: n + 1]
 
 

@@ -73,8 +73,8 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     Python ints are passed, unless ``costs.vectorized`` is true: then one call gets int64 arrays of all pairs.
 
     Raises:
-        PlannerError: the granularity is larger than the sequence or not a whole number of at least 1, or a time is
-            NaN, negative, infinite or no number; the message names the pair and the value.
+        PlannerError: the granularity is larger than the sequence or not a whole number of at least 1, ``costs`` lacks a
+            method, or a time is NaN, negative, infinite or no number; the message names the pair and the value.
     """
     sequence_length = check_count("sequence_length", sequence_length)
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
@@ -83,6 +83,9 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
             f"granularity_tokens = {granularity_tokens} is larger than the sequence of {sequence_length} tokens: "
             f"give at most {sequence_length}"
         )
+    for name in ("forward_s", "backward_s"):
+        if not callable(getattr(costs, name, None)):
+            raise PlannerError(f"costs {show_value(costs)} have no {name}(tokens, prefix): add it")
     grid = _Grid(sequence_length, granularity_tokens)
     ask = grid.ask_arrays if getattr(costs, "vectorized", False) else grid.ask_scalars
     forward_s, backward_s = ask(costs.forward_s, "forward_s"), ask(costs.backward_s, "backward_s")

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from terapipe_ds.plan import show_value
 from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.programs import Floats
+from terapipe_ds.planner.tabulate import CostTable, check_seconds, tabulate
 
-Floats = npt.NDArray[np.float64]
+MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward and links
 
 
 class AskedCosts:
-    """A cost object behind tables: vectorized whatever the object is, each pair asked at most once, answers checked.
+    """A cost object whose answers are kept and checked; it is vectorized where it has a table.
 
-    Slices begin at multiples of the granularity, so that (granules, granules before) names a slice; the last granule
-    of a sequence may be partial. Pairs that pass the end of the sequence are infinite and never asked.
+    ``table`` holds every slice that can be cut, or is None where the tables of all parts would be too large: then
+    answers are kept pair by pair.
 
     Raises:
         PlannerError: the object lacks ``forward_s`` or ``backward_s``, or answers with a time that cannot be.
     """
 
-    vectorized = True
-
-    def __init__(self, costs: Any, sequence_length: int, granularity_tokens: int) -> None:
+    def __init__(self, costs: Any, sequence_length: int, granularity_tokens: int, with_table: bool = True) -> None:
         for name in ("forward_s", "backward_s"):
             if not callable(getattr(costs, name, None)):
-                raise PlannerError(f"costs {show_value(costs)} have no {name}(tokens, prefix): add it")
+                raise PlannerError(f"costs of type {type(costs).__name__} have no {name}(tokens, prefix): add it")
         self._costs = costs
-        self._length, self._granule = sequence_length, granularity_tokens
-        self._is_vectorized = bool(getattr(costs, "vectorized", False))
-        self.num_granules = -(-sequence_length // granularity_tokens)
-        self._tables: dict[str, Floats] = {}
+        self._granule = granularity_tokens
+        self.table: CostTable | None = tabulate(costs, sequence_length, granularity_tokens) if with_table else None
+        self.vectorized = with_table
+        self._pairs: dict[tuple[str, int, int], float] = {}
         self._sends: dict[int, float] = {}
-        # a part without links or split backward must not look as if it had them
-        if callable(getattr(costs, "send_s", None)):
+        if callable(getattr(costs, "send_s", None)):  # a part without links must not look as if it had them
             self.send_s = self._send_s
-        if callable(getattr(costs, "weight_s", None)):
-            self.weight_s: Callable[[Any, Any], Any] = lambda tokens, prefix: self._ask("weight_s", tokens, prefix)
-        if callable(getattr(costs, "step_s", None)):
-            self.step_s = costs.step_s
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         """Seconds of a forward; ints give a float, arrays an array."""
@@ -52,70 +44,47 @@ class AskedCosts:
         """Seconds of a backward."""
         return self._ask("backward_s", tokens, prefix)
 
-    def whole_table(self, name: str) -> Floats:
-        """[n, n]: seconds of the slice of ``column + 1`` granules after ``row`` granules; inf past the end."""
-        rows = np.arange(self.num_granules)
-        prefix = rows[:, None] * self._granule
-        tokens = np.minimum((rows[None, :] + 1) * self._granule, self._length - prefix)
-        tokens = np.where(rows[:, None] + rows[None, :] < self.num_granules, tokens, self._length + 1)
-        return np.asarray(self._ask(name, tokens, prefix), dtype=np.float64)
+    def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
+        """Forward, backward and send seconds of slices given as arrays."""
+        sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
+        return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
 
     def _ask(self, name: str, tokens: Any, prefix: Any) -> Any:
-        if np.ndim(tokens) == 0 and np.ndim(prefix) == 0:
-            return float(self._ask(name, np.array([tokens]), np.array([prefix]))[0])
-        tokens, prefix = np.broadcast_arrays(np.asarray(tokens), np.asarray(prefix))
-        table = self._tables.setdefault(name, np.full((self.num_granules, self.num_granules), np.nan))
-        inside = tokens + prefix <= self._length
-        rows = np.where(inside, prefix // self._granule, 0)
-        columns = np.where(inside, -(-tokens // self._granule) - 1, 0)
-        missing = inside & np.isnan(table[rows, columns])
-        if missing.any():
-            self._fill(name, table, rows[missing], columns[missing], tokens[missing], prefix[missing])
-        return np.where(inside, table[rows, columns], np.inf)
+        if self.table is not None:
+            # a slice is named by its granules: only the last granule of the sequence can be partial
+            row, granules = np.asarray(prefix) // self._granule, -(-np.asarray(tokens) // self._granule)
+            found = getattr(self.table, name)[row, granules - 1]
+            return float(found) if np.ndim(found) == 0 else found
+        if np.ndim(tokens) == 0:
+            return self._pair(name, int(tokens), int(prefix))
+        return np.array([self._pair(name, int(i), int(j)) for i, j in zip(tokens, prefix, strict=True)])
 
-    def _fill(self, name: str, table: Floats, rows: Any, columns: Any, tokens: Any, prefix: Any) -> None:
-        places = np.unique(rows * self.num_granules + columns, return_index=True)[1]
-        rows, columns, tokens, prefix = (x[places] for x in (rows, columns, tokens, prefix))
-        method = getattr(self._costs, name)
-        if self._is_vectorized:
-            answers: Any = np.broadcast_to(method(tokens, prefix), tokens.shape)
-        else:
-            answers = [method(i, j) for i, j in zip(tokens.tolist(), prefix.tolist(), strict=True)]
-        seconds = checked(name, answers, [tokens, prefix])
-        table[rows, columns] = seconds
+    def _pair(self, name: str, tokens: int, prefix: int) -> float:
+        key = name, tokens, prefix
+        if key not in self._pairs:
+            answer = getattr(self._costs, name)(tokens, prefix)
+            self._pairs[key] = check_seconds(name, tokens, prefix, float(answer))
+        return self._pairs[key]
 
     def _send_s(self, tokens: Any) -> Any:
-        wanted = np.asarray(tokens)
-        for count in sorted(set(wanted.ravel().tolist()) - self._sends.keys()):
-            answer = self._costs.send_s(np.array([count]) if self._is_vectorized else count)
-            self._sends[count] = float(checked("send_s", np.ravel(answer)[:1], [np.array([count])])[0])
-        seconds = np.array([self._sends[count] for count in wanted.ravel().tolist()]).reshape(wanted.shape)
-        return float(seconds) if wanted.ndim == 0 else seconds
+        counts = np.ravel(tokens).tolist()
+        for count in counts:
+            if count not in self._sends:
+                self._sends[count] = self._ask_send(count)
+        seconds = [self._sends[count] for count in counts]
+        return seconds[0] if np.ndim(tokens) == 0 else np.array(seconds).reshape(np.shape(tokens))
 
-
-def checked(name: str, answers: Any, asked: Sequence[Any]) -> Floats:
-    """``answers`` as floats. Raises PlannerError for the first that is no time."""
-    try:
-        seconds = np.asarray(answers, dtype=np.float64)
-    except (TypeError, ValueError):
-        seconds = np.array([_number(answer) for answer in answers])
-    wrong = np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0)))
-    if wrong.size:
-        place = int(wrong[0])
-        question = ", ".join(f"{what}={int(x[place])}" for what, x in zip(("tokens", "prefix"), asked, strict=False))
-        raise PlannerError(f"{name}({question}) = {show_value(answers[place])}: costs are finite seconds >= 0")
-    return seconds
-
-
-def _number(answer: Any) -> float:
-    try:
-        return float(answer)
-    except (TypeError, ValueError):
-        return float("nan")
+    def _ask_send(self, tokens: int) -> float:
+        if self.table is not None and self.table.send_s is not None:  # every size is that of a first or a last slice
+            granules = -(-tokens // self._granule)
+            row = 0 if tokens % self._granule == 0 else self.table.num_granules - granules
+            return float(self.table.send_s[row, granules - 1])
+        return check_seconds("send_s", tokens, None, float(self._costs.send_s(tokens)))
 
 
 def ask_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[AskedCosts, ...]:
-    """One per part; parts that share an object share its tables.
+    """One per part; parts that share an object share its answers. Where the tables of all would be too large, only the
+    part that takes longest for a whole sequence has one.
 
     Raises:
         PlannerError: a list of another length.
@@ -123,6 +92,17 @@ def ask_parts(costs: Any, num_parts: int, sequence_length: int, granularity_toke
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:
         raise PlannerError(f"{len(parts)} costs for {num_parts} stages: give one object, or a list with one per stage")
-    kept = {id(cost): cost for cost in parts}
-    asked = {key: AskedCosts(cost, sequence_length, granularity_tokens) for key, cost in kept.items()}
+    kinds = {id(cost): cost for cost in parts}
+    granules = -(-sequence_length // granularity_tokens)
+    if len(kinds) * granules**2 <= MAX_TABLE_ELEMENTS:
+        asked = {key: AskedCosts(cost, sequence_length, granularity_tokens) for key, cost in kinds.items()}
+    else:
+        asked = {key: AskedCosts(cost, sequence_length, granularity_tokens, False) for key, cost in kinds.items()}
+        slowest = max(asked, key=lambda key: whole_s(asked[key], sequence_length))
+        asked[slowest] = AskedCosts(asked[slowest], sequence_length, granularity_tokens)
     return tuple(asked[id(cost)] for cost in parts)
+
+
+def whole_s(part: AskedCosts, sequence_length: int) -> float:
+    """Seconds of forward and backward of a whole sequence."""
+    return float(part.forward_s(sequence_length, 0) + part.backward_s(sequence_length, 0))

@@ -1,8 +1,8 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, so that a part is seven numbers (`PartMemory`). They are counted from model sizes
-(`MemoryModel.of_model`, see ``model_memory``) or measured on a real stage. The peak of a schedule follows from its orders
-alone, since which slices are live together does not depend on how long they take: ``simulator.Replay.peak_bytes``.
+(`MemoryModel.of_model`, see ``model_memory``) or measured on a real stage. The peak of a schedule follows from its
+orders alone, since which slices are live together does not depend on how long they take: ``Replay.peak_bytes``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,21 @@
+"""Where to cut a sequence: the slice program, memory and the search over schedules."""
+
+from __future__ import annotations
+
+from .errors import MemoryLimitError, PlannerError
+from .memory import MemoryModel, PartMemory
+from .search import PlanResult, choose, granularity_for, plan_slices
+from .slice_dp import SliceSolution, solve
+
+__all__ = [
+    "MemoryLimitError",
+    "MemoryModel",
+    "PartMemory",
+    "PlanResult",
+    "PlannerError",
+    "SliceSolution",
+    "choose",
+    "granularity_for",
+    "plan_slices",
+    "solve",
+]

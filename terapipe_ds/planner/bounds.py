@@ -1,0 +1,101 @@
+"""What no plan can beat, whichever of the schedules runs it, and the plans that come close to it.
+
+In ``gpipe``, ``1f1b``, ``terapipe`` and ``seq1f1b`` every stage begins with the forwards of micro-batch 0, slice by
+slice, and ends with the backward of one micro-batch, slice by slice in reverse, after all of its other work. Take
+stages a <= k and two slices i, i'. In any of these schedules
+
+- the first slice comes down to stage a; there run the slices before i; slice i goes on to k;
+- stage k works: slices from i on, all that lies between, the last backward down to slice i';
+- slice i' goes back to a; there run the backwards of the slices before i'; that of the first slice goes up to stage 0.
+
+Each step waits for the one before, so that a batch takes at least, with h = min over a and k, and for every i and i'
+
+    (m - 1) sum_j (f_k + b_k)(j) + sum_j (h_f + h_b)(j) + way of the first slice
+        + [sum of f(i) over a..k and its links - h_f(i)] + [sum of b(i') over k..a and its links - h_b(i')]
+
+which is a sum over slices plus two maxima: the form of the slice program. On equal stages with a = 0 and k = K - 1 it
+is the exact time of ``terapipe``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from terapipe_ds.planner.asked import AskedCosts
+from terapipe_ds.planner.branch import Objective, Search
+from terapipe_ds.planner.equal_stages import search_plans
+from terapipe_ds.planner.programs import Band, Floats
+
+_MANY_GRANULES = 512  # above, one bound, and a limit on its work
+_WORK = 400_000_000  # of one search, as `slice_dp.solve` counts it; about a second
+
+
+def searches(
+    parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None
+) -> tuple[list[Search], float]:
+    """One finished search per pair of stages, and the largest of their bounds, in seconds.
+
+    Parts without a table (too large) cost nothing here: still a bound, a weaker one.
+    """
+    found = []
+    for first, last in _pairs(parts):
+        band = _band(parts, first, last, num_micro_batches)
+        work = None if band.num_granules <= 64 else _WORK
+        found.append(search_plans(band, Objective(1, 1.0), max_slices, work))
+    return found, max(search.lower_bound_s for search in found)
+
+
+def _pairs(parts: Sequence[AskedCosts]) -> list[tuple[int, int]]:
+    """Stages (a, k): k the last one of each kind, a the first of all, of that kind and of the most common one."""
+    kinds = [id(part) for part in parts]
+    common = kinds.index(max(kinds, key=kinds.count))
+    heaviest = kinds.index(max(kinds, key=lambda kind: _work_s(parts[kinds.index(kind)])))
+    lasts = {len(kinds) - 1 - kinds[::-1].index(kind) for kind in (kinds[-1], kinds[common], kinds[heaviest])}
+    pairs = {(a, k) for k in lasts for a in (0, common, kinds.index(kinds[k]), k) if a <= k and parts[k].table}
+    tables = [part.table for part in parts if part.table is not None]
+    if tables[0].num_granules > _MANY_GRANULES:
+        most = max(lasts, key=lambda k: (_work_s(parts[k]), k))
+        pairs = {(0, most)}
+    return sorted(pairs)
+
+
+def _work_s(part: AskedCosts) -> float:
+    return 0.0 if part.table is None else float(part.table.total_s[0, -1])
+
+
+def _band(parts: Sequence[AskedCosts], first: int, last: int, num_micro_batches: int) -> Band:
+    """The bound of stages ``first`` and ``last`` as a problem of the slice program."""
+    end = parts[last].table
+    assert end is not None
+    valid = np.isfinite(end.forward_s)
+    total = np.where(valid, (num_micro_batches - 1) * np.where(valid, end.total_s, 0.0), np.inf)
+    spare = []
+    for name in ("forward_s", "backward_s"):
+        least = np.minimum(_table(parts[first], name, valid), _table(parts[last], name, valid))
+        through = np.zeros_like(total)
+        for part, count in _counted(parts[first : last + 1]):
+            through += count * _table(part, name, valid)
+        senders = parts[first:last] if name == "forward_s" else parts[first + 1 : last + 1]
+        for part, count in _counted(senders):
+            through += count * _table(part, "send_s", valid)
+        spare.append(np.maximum(through - least, 0.0))
+        total += least
+        before = parts[: first + 1]
+        for part in before[:-1]:
+            total[0] += _table(part, name, valid)[0]
+        for part in before[:-1] if name == "forward_s" else before[1:]:
+            total[0] += _table(part, "send_s", valid)[0]
+    return Band(total, spare[0], spare[1])
+
+
+def _table(part: AskedCosts, name: str, valid: np.typing.NDArray[np.bool_]) -> Floats:
+    table = None if part.table is None else getattr(part.table, name)
+    return np.zeros(valid.shape) if table is None else np.where(valid, table, 0.0)
+
+
+def _counted(parts: Sequence[AskedCosts]) -> Iterator[tuple[AskedCosts, int]]:
+    kinds = {id(part): part for part in parts}
+    for key, part in kinds.items():
+        yield part, sum(id(other) == key for other in parts)

@@ -1,0 +1,186 @@
+"""What a plan costs under one schedule: predicted seconds, and whether it fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.asked import AskedCosts
+from terapipe_ds.planner.candidates import Lengths, to_plan
+from terapipe_ds.planner.flow_shop import ends_s, fill_drain_s
+from terapipe_ds.planner.memory import fill_drain_peak_bytes
+from terapipe_ds.planner.programs import Floats
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
+
+FILL_DRAIN = ("terapipe", "gpipe")
+"""All forwards before all backwards, by any order of micro-batches."""
+
+# Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
+_BUILD = 30  # to build and order a computation of a schedule, in replays of one
+_WALK = 6  # to add up its bytes
+_CALL = 400  # of a call besides its computations
+_FEW = 40_000  # computations of one replay; above, fewer micro-batches stand for all of them
+
+
+class Judge:
+    """Scores slice lengths (in granules) under one schedule; every score is kept.
+
+    ``terapipe`` and ``gpipe`` are two flow shops one after the other, whose recursion takes no replay. The others are
+    replayed: as they are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are
+    continued on a line (`estimate`).
+    """
+
+    def __init__(
+        self, schedule: str, parts: tuple[AskedCosts, ...], num_micro_batches: int, *, sequence_length: int,
+        granularity_tokens: int, memory: Any = None, memory_limit_bytes: float | None = None, budget: int = 0,
+    ) -> None:  # fmt: skip
+        self.schedule, self.parts, self.num_micro_batches = schedule, parts, num_micro_batches
+        self.sequence_length, self.granularity_tokens = sequence_length, granularity_tokens
+        self.num_granules = -(-sequence_length // granularity_tokens)
+        self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
+        self.budget, self.spent = budget, 0
+        self.is_flow_shop = schedule in FILL_DRAIN
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._seconds: dict[tuple[int, Lengths], float] = {}
+        self._bounds: dict[Lengths, float] = {}
+        self._peaks: dict[Lengths, tuple[int, ...] | None] = {}
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return len(self.parts)
+
+    @property
+    def exhausted(self) -> bool:
+        """The budget is spent."""
+        return self.spent > self.budget
+
+    @property
+    def num_tried(self) -> int:
+        """Plans that have a score, or a bound that made a score needless."""
+        return len({lengths for _, lengths in self._seconds} | self._bounds.keys())
+
+    def plan(self, lengths: Lengths) -> SlicePlan:
+        """In tokens."""
+        return to_plan(lengths, self.sequence_length, self.granularity_tokens)
+
+    def seconds(self, lengths: Lengths) -> float:
+        """The predicted seconds of a batch, every micro-batch replayed."""
+        return self._of(self.num_micro_batches, lengths)
+
+    def is_exact(self, lengths: Lengths) -> bool:
+        """`estimate` counts every micro-batch."""
+        return self.is_flow_shop or self._computations(self.num_micro_batches, lengths) <= _FEW
+
+    def bound_s(self, lengths: Lengths) -> float:
+        """What this plan takes at least, at a small part of the cost of a replay.
+
+        On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
+        of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
+        backward from k up to stage 0 (the mirror image). See `bounds`.
+        """
+        if self.is_flow_shop:
+            return self.seconds(lengths)
+        if lengths not in self._bounds:
+            self.spent += self._flow_shop_cost(0)
+            forward, backward, send = self._times(lengths)
+            between = (self.num_micro_batches - 1) * (forward + backward).sum(axis=1)
+            self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + ends_s(backward, send[1:])).max())
+        return self._bounds[lengths]
+
+    def estimate(self, lengths: Lengths) -> float:
+        """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay, and half of them."""
+        if self.is_exact(lengths):
+            return self.seconds(lengths)
+        few = max(2, _FEW // self._computations(1, lengths))
+        if few >= self.num_micro_batches:
+            return self.seconds(lengths)
+        whole, half = self._of(few, lengths), self._of(few // 2, lengths)
+        return whole + (self.num_micro_batches - few) * (whole - half) / (few - few // 2)
+
+    def cost_of(self, counts: dict[int, int]) -> int:
+        """What it takes of the budget to judge so many plans: number of slices -> number of plans."""
+        if self.is_flow_shop:
+            return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
+        per_slice = 2 * self.num_stages * self.num_micro_batches
+        walk = _WALK if self.memory_limit_bytes is not None else 0
+        return sum(
+            per_slice * slices * (_BUILD + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
+        )
+
+    def fastest(self, plans: Iterable[Lengths], score: Callable[[Lengths], float]) -> Lengths | None:
+        """The plan with the least ``score`` (`seconds` or `estimate`) that fits, of equals the one with fewer slices;
+        None where none fits. Plans whose bound is above the best score so far are not replayed."""
+        best: tuple[float, int, Lengths] | None = None
+        for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
+            if best is not None and self.bound_s(lengths) > best[0]:
+                break
+            rank = score(lengths), len(lengths), lengths
+            if (best is None or rank < best) and self.fits(lengths):
+                best = rank
+        return None if best is None else best[2]
+
+    def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
+        """Per stage, or None without memory."""
+        if self.memory is not None and lengths not in self._peaks:
+            plan = self.plan(lengths)
+            if self.schedule in FILL_DRAIN:
+                peaks = fill_drain_peak_bytes(plan, self.memory, self.num_stages, self.num_micro_batches)
+            else:
+                replay = self._replay(self.num_micro_batches, len(lengths))
+                self.spent += _WALK * self._computations(self.num_micro_batches, lengths)
+                peaks = replay.peak_bytes(plan, self.memory)
+            self._peaks[lengths] = peaks
+        return self._peaks.get(lengths)
+
+    def fits(self, lengths: Lengths) -> bool:
+        """Every stage stays within the limit; True without one."""
+        if self.memory_limit_bytes is None:
+            return True
+        peaks = self.peak_bytes(lengths)
+        return peaks is None or max(peaks) <= self.memory_limit_bytes
+
+    def work_s(self, lengths: Lengths) -> float:
+        """The seconds of all computations of all stages."""
+        forward, backward, _ = self._times(lengths)
+        return self.num_micro_batches * float(forward.sum() + backward.sum())
+
+    def _times(self, lengths: Lengths) -> tuple[Floats, Floats, Floats]:
+        """Forward, backward and send seconds, [K, s]."""
+        plan = self.plan(lengths)
+        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
+        found = {id(part): part.times(tokens, prefixes) for part in {id(part): part for part in self.parts}.values()}
+        forward, backward, send = (np.array([found[id(part)][i] for part in self.parts]) for i in range(3))
+        return forward, backward, send
+
+    def _computations(self, num_micro_batches: int, lengths: Lengths) -> int:
+        return 2 * self.num_stages * num_micro_batches * len(lengths)
+
+    def _flow_shop_cost(self, num_slices: int) -> int:
+        return _CALL + self.num_stages * (60 + self.num_micro_batches * num_slices // 20)
+
+    def _of(self, num_micro_batches: int, lengths: Lengths) -> float:
+        key = num_micro_batches, lengths
+        if key not in self._seconds:
+            if self.is_flow_shop:
+                self.spent += self._flow_shop_cost(len(lengths))
+                self._seconds[key] = fill_drain_s(*self._times(lengths), num_micro_batches)
+            else:
+                self._seconds[key] = self._replayed(*key)
+        return self._seconds[key]
+
+    def _replayed(self, num_micro_batches: int, lengths: Lengths) -> float:
+        replay = self._replay(num_micro_batches, len(lengths))
+        self.spent += _CALL + self._computations(num_micro_batches, lengths)
+        return replay.makespan(self.plan(lengths), list(self.parts))
+
+    def _replay(self, num_micro_batches: int, num_slices: int) -> Replay:
+        key = num_micro_batches, num_slices
+        if key not in self._replays:
+            self.spent += _BUILD * 2 * self.num_stages * num_micro_batches * num_slices
+            self._replays[key] = Replay(build(self.schedule, self.num_stages, num_micro_batches, num_slices))
+        return self._replays[key]

@@ -1,0 +1,357 @@
+"""The final choice: candidate plans, judged by a replay of the very schedule that will run them.
+
+``terapipe`` on equal stages is the slice program itself (``slice_dp``). Every other schedule, and unequal stages, start
+from equal slices, slices of equal time and the program's plans for several effective numbers of stages, and climb from
+the best of them by moving granules, merging and splitting; where there are few plans, all of them are judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.plan import SlicePlan, show_value
+from terapipe_ds.planner import candidates
+from terapipe_ds.planner.asked import AskedCosts, ask_parts, whole_s
+from terapipe_ds.planner.bounds import searches
+from terapipe_ds.planner.branch import Search
+from terapipe_ds.planner.candidates import Lengths
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.judge import Judge
+from terapipe_ds.planner.limits import memory_limit_error
+from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
+from terapipe_ds.planner.slice_dp import candidates as program_plans
+from terapipe_ds.schedule import SCHEDULE_NAMES
+
+PREFERENCE = ("seq1f1b", "1f1b", "terapipe", "gpipe")
+"""Which schedule wins where time and memory are the same."""
+
+_AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
+"""What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
+
+_TIE = 1e-3  # a difference in time below the noise of any measurement
+_BUDGET = 6_000_000  # computations replayed; about 3 s on one core of 2025
+_ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
+_MANY_GRANULES = 512  # above, the slice program's own plan is not looked at more closely
+_EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
+_PROGRAM_PLANS = 16  # of each search
+_ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
+_CLIMBS = 3  # starts, one after the other, each with what the ones before left of the budget
+
+Progress = Callable[[str, int, int], None]
+"""Called now and then with (what, done, of how many), for a progress line."""
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """A plan and what it is worth; seconds are those of one batch without reduce and optimizer step."""
+
+    plan: SlicePlan
+    schedule: str
+    predicted_s: float
+    optimal: bool  # proven: no plan with this schedule, granularity and limits takes less
+    lower_bound_s: float  # proven: no plan takes less than this
+    num_stages: int
+    num_micro_batches: int
+    unsliced_s: float
+    equal_plan: SlicePlan  # the best of the equal plans that fit
+    equal_s: float
+    bubble_fraction: float
+    peak_bytes: tuple[int, ...] | None  # per stage
+    memory_limit_bytes: float | None
+    num_candidates: int
+
+    @property
+    def gap(self) -> float:
+        """How far the prediction is above the proven bound: 0.02 for 2 %."""
+        return max(self.predicted_s / self.lower_bound_s - 1.0, 0.0) if self.lower_bound_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers and lists, for JSON."""
+        plans = {"plan": list(self.plan.lengths), "equal_plan": list(self.equal_plan.lengths)}
+        return dataclasses.asdict(self) | plans | {"gap": self.gap}
+
+
+def plan_slices(
+    costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int = 1, granularity_tokens: int = 64,
+    schedule: str = "terapipe", max_slices: int | None = None, memory: Any = None,
+    memory_limit_bytes: float | None = None, *, progress: Progress | None = None, budget: int = _BUDGET,
+) -> PlanResult:  # fmt: skip
+    """The plan with the least predicted time under ``schedule`` (or ``"auto"``) that fits in memory.
+
+    Args:
+        costs: ``forward_s(tokens, prefix)``, ``backward_s(tokens, prefix)`` and, where links cost something,
+            ``send_s(tokens)``; one object for all parts or a list with one per part. Each pair is asked at most once.
+        granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
+        memory: a `MemoryModel`, or what has its methods.
+        budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
+
+    Raises:
+        MemoryLimitError: no plan fits ``memory_limit_bytes``; says the least need and what would lower it.
+        PlannerError: an argument that cannot be, or costs that are negative or not finite.
+    """
+    problem = _Problem.checked(
+        costs, sequence_length, num_stages, num_micro_batches, granularity_tokens, max_slices, memory,
+        memory_limit_bytes, progress,
+    )  # fmt: skip
+    if schedule != "auto":
+        if schedule not in SCHEDULE_NAMES:
+            known = ", ".join((*SCHEDULE_NAMES, "auto"))
+            raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}")
+        return problem.best(schedule, budget)
+    found: list[PlanResult] = []
+    refused: list[MemoryLimitError] = []
+    for name, share in _AUTO.items():
+        try:
+            found.append(problem.best(name, round(share * budget)))
+        except MemoryLimitError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.need_bytes)
+    return choose(found)
+
+
+def choose(results: Iterable[PlanResult]) -> PlanResult:
+    """The result with the least time; within 0.1 % of it the one with the least memory, then the preferred schedule."""
+    found = list(results)
+    if not found:
+        raise PlannerError("no results to choose from: give at least one")
+    least_s = min(result.predicted_s for result in found)
+    near = [result for result in found if result.predicted_s <= least_s * (1 + _TIE)]
+
+    def rank(result: PlanResult) -> tuple[int, int]:
+        known = result.schedule in PREFERENCE
+        place = PREFERENCE.index(result.schedule) if known else len(PREFERENCE)
+        return max(result.peak_bytes or (0,)), place
+
+    return min(near, key=rank)
+
+
+def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
+    """The least multiple of ``granularity_tokens`` that every slice can be cut by on the tensor-parallel ranks.
+
+    Megatron's sequence parallelism spreads the tokens of a slice over these ranks, so it has to divide by them.
+    """
+    granularity_tokens = _count("granularity_tokens", granularity_tokens)
+    tensor_parallel = _count("tensor_parallel", tensor_parallel)
+    return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
+
+
+def _count(what: str, value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise PlannerError(f"{what} = {show_value(value)}: give an integer >= 1")
+    return number
+
+
+@dataclass
+class _Problem:
+    """What the schedules of one call share: the costs, the slice program's plans, the bound."""
+
+    parts: tuple[AskedCosts, ...]
+    sequence_length: int
+    num_micro_batches: int
+    granularity_tokens: int
+    max_slices: int
+    memory: Any
+    memory_limit_bytes: float | None
+    progress: Progress | None
+    found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules of this call chose
+
+    @classmethod
+    def checked(
+        cls, costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int, granularity_tokens: int,
+        max_slices: int | None, memory: Any, memory_limit_bytes: float | None, progress: Progress | None,
+    ) -> _Problem:  # fmt: skip
+        sequence_length = _count("sequence_length", sequence_length)
+        granularity_tokens = _count("granularity_tokens", granularity_tokens)
+        if granularity_tokens > sequence_length:
+            raise PlannerError(
+                f"granularity_tokens = {granularity_tokens} is larger than the sequence of {sequence_length} tokens: "
+                f"give at most {sequence_length}"
+            )
+        limit = memory_limit_bytes
+        if limit is not None and memory is None:
+            raise PlannerError("memory_limit_bytes needs memory: give a MemoryModel, or leave the limit out")
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
+        granules = -(-sequence_length // granularity_tokens)
+        most = granules if max_slices is None else min(_count("max_slices", max_slices), granules)
+        parts = ask_parts(costs, _count("num_stages", num_stages), sequence_length, granularity_tokens)
+        m = _count("num_micro_batches", num_micro_batches)
+        return cls(parts, sequence_length, m, granularity_tokens, most, memory, limit, progress)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.parts)
+
+    @property
+    def num_granules(self) -> int:
+        return -(-self.sequence_length // self.granularity_tokens)
+
+    def best(self, schedule: str, budget: int) -> PlanResult:
+        """The best plan for one schedule."""
+        judge = Judge(
+            schedule, self.parts, self.num_micro_batches, sequence_length=self.sequence_length,
+            granularity_tokens=self.granularity_tokens, memory=self.memory,
+            memory_limit_bytes=self.memory_limit_bytes, budget=budget,
+        )  # fmt: skip
+        self.report(schedule, 0, budget)
+        if judge.is_flow_shop:
+            solution, lengths = self.solution, self._lengths(self.solution.plan)
+            if (solution.optimal or not self._can_judge_all(judge)) and judge.fits(lengths):
+                # links slower than the computation before them are not in the program's formula for equal stages
+                proven = solution.optimal and judge.seconds(lengths) <= solution.lower_bound_s * (1 + _ROUNDING)
+                if proven or self.num_granules > _MANY_GRANULES:
+                    return self._result(judge, lengths, proven, solution.lower_bound_s)
+        if self._can_judge_all(judge):
+            lengths = self._best_of_all(judge)
+            return self._result(judge, lengths, True, judge.seconds(lengths))
+        bound_s = max(self.searched[1], self.solution.lower_bound_s if judge.is_flow_shop else 0.0)
+        return self._result(judge, _Climb(self, judge).best(), False, bound_s)
+
+    def report(self, what: str, done: int, of: int) -> None:
+        """Tell the caller how far the search is."""
+        if self.progress is not None:
+            self.progress(what, done, of)
+
+    # --- all plans
+
+    def _can_judge_all(self, judge: Judge) -> bool:
+        if self.num_granules > _ALL_PLANS.bit_length():
+            return False
+        counts = [math.comb(self.num_granules - 1, count - 1) for count in range(1, self.max_slices + 1)]
+        return sum(counts) <= _ALL_PLANS and judge.cost_of(dict(enumerate(counts, start=1))) <= judge.budget
+
+    def _best_of_all(self, judge: Judge) -> Lengths:
+        ranked = list(candidates.compositions(self.num_granules, self.max_slices))
+        best = judge.fastest(ranked, judge.seconds)
+        if best is None:
+            raise memory_limit_error(judge, ranked)
+        return best
+
+    # --- what the schedules share
+
+    def starts(self) -> Iterator[Lengths]:
+        """Equal slices, slices of equal time on the slowest part, and the slice program's plans."""
+        table = self.slowest.table
+        assert table is not None
+        for count in candidates.slice_counts(self.max_slices):
+            yield candidates.uniform(self.num_granules, count)
+            if count <= _EQUAL_TIMES and self.num_granules <= _MANY_GRANULES:
+                yield self._lengths(equal_time(table, count))
+        yield from (self._lengths(self.solution.plan), *self.found)
+        if self.num_granules <= _MANY_GRANULES:
+            found = program_plans(table, self.num_stages, self.num_micro_batches, self.max_slices)
+            yield from (self._lengths(one.plan) for one in found[:_PROGRAM_PLANS])
+        for search in self.searched[0]:
+            fitting = [found for found in search.found.values() if found.num_slices <= self.max_slices]
+            yield from (found.lengths for found in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
+
+    @functools.cached_property
+    def slowest(self) -> AskedCosts:
+        """The part that takes longest for a whole sequence, of those that have tables."""
+        tabulated = [part for part in self.parts if part.table is not None]
+        return max(tabulated, key=lambda part: whole_s(part, self.sequence_length))
+
+    @functools.cached_property
+    def solution(self) -> SliceSolution:
+        """The slice program's answer, for all forwards before all backwards."""
+        most = None if self.max_slices == self.num_granules else self.max_slices
+        table = self.parts[0].table
+        if table is not None and all(part is self.parts[0] for part in self.parts):
+            return solve_equal(table, self.num_stages, self.num_micro_batches, most)
+        return solve(
+            list(self.parts), self.sequence_length, self.num_stages, self.num_micro_batches, self.granularity_tokens,
+            most,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def searched(self) -> tuple[list[Search], float]:
+        """The searches for the bound that holds for every schedule, and the bound."""
+        most = None if self.max_slices == self.num_granules else self.max_slices
+        return searches(self.parts, self.num_micro_batches, most)
+
+    def _lengths(self, plan: SlicePlan) -> Lengths:
+        return candidates.to_lengths(plan, self.granularity_tokens)
+
+    def _result(self, judge: Judge, lengths: Lengths, optimal: bool, lower_bound_s: float) -> PlanResult:
+        predicted_s = judge.seconds(lengths)
+        self.found.append(lengths)
+        equal = self._best_equal(judge)
+        busy_s, all_s = judge.work_s(lengths), self.num_stages * predicted_s
+        lower_bound_s = min(lower_bound_s, predicted_s)  # both are sums of many floats
+        return PlanResult(
+            judge.plan(lengths), judge.schedule, predicted_s, optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
+            lower_bound_s, self.num_stages, self.num_micro_batches, judge.seconds((self.num_granules,)),
+            judge.plan(equal), judge.seconds(equal), max(1.0 - busy_s / all_s, 0.0) if all_s > 0 else 0.0,
+            judge.peak_bytes(lengths), self.memory_limit_bytes, judge.num_tried,
+        )  # fmt: skip
+
+    def _best_equal(self, judge: Judge) -> Lengths:
+        """Among those that fit; where none does, unsliced."""
+        plans = [candidates.uniform(self.num_granules, count) for count in candidates.slice_counts(self.max_slices)]
+        return judge.fastest(plans, judge.estimate) or plans[0]
+
+
+class _Climb:
+    """From the best of the starts to a plan that no small change makes better, within the budget."""
+
+    def __init__(self, problem: _Problem, judge: Judge) -> None:
+        self.problem, self.judge = problem, judge
+
+    def best(self) -> Lengths:
+        """Raises MemoryLimitError where nothing fits."""
+        starts = list(dict.fromkeys(self.problem.starts()))
+        tops: list[Lengths] = []
+        for _ in range(_CLIMBS):
+            start = self.judge.fastest([one for one in starts if one not in tops], self.judge.estimate)
+            if start is not None:
+                tops.append(start)
+        if not tops:
+            raise memory_limit_error(self.judge, starts)
+        climbed = [self._climbed(start) for start in tops]
+        if self.judge.is_exact(tops[0]):
+            return min(climbed, key=self._rank)
+        # what was estimated is replayed as a whole, for the best of each kind
+        finalists = {min(climbed, key=self._rank), tops[0]}
+        return min(finalists, key=lambda lengths: (self.judge.seconds(lengths), len(lengths), lengths))
+
+    def _rank(self, lengths: Lengths) -> tuple[float, int, Lengths]:
+        return self.judge.estimate(lengths), len(lengths), lengths
+
+    def _climbed(self, best: Lengths) -> Lengths:
+        while True:
+            before = best
+            step = 1 << (max(best).bit_length() - 1)
+            while step:
+                best = self._improved(best, functools.partial(candidates.moved, step=step))
+                step //= 2
+            changed = functools.partial(candidates.merged_or_split, max_slices=self.problem.max_slices)
+            best = self._improved(best, changed)
+            if best == before or self.judge.exhausted:
+                return best
+
+    def _improved(self, best: Lengths, neighbours: Callable[[Lengths], Iterator[Lengths]]) -> Lengths:
+        """Take the first better neighbour, and again, until there is none."""
+        judge, seconds = self.judge, self.judge.estimate(best)
+        found = True
+        while found:
+            found = False
+            for lengths in neighbours(best):
+                if judge.exhausted:
+                    return best
+                enough = seconds * (1 - 1e-12)
+                if judge.bound_s(lengths) < enough and judge.estimate(lengths) < enough and judge.fits(lengths):
+                    best, seconds, found = lengths, judge.estimate(lengths), True
+                    break
+            self.problem.report(judge.schedule, min(judge.spent, judge.budget), judge.budget)
+        return best

@@ -1,0 +1,126 @@
+"""Cost objects and slow, obvious answers to compare the planner with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Slices = list[tuple[int, int]]  # (tokens, prefix)
+
+
+@dataclass
+class TableCosts:
+    """Times by (tokens, prefix) from a function; counts who asks for what."""
+
+    forward: Callable[[int, int], float]
+    backward: Callable[[int, int], float]
+    asked: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        self.asked.append(("forward", tokens, prefix))
+        return self.forward(tokens, prefix)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        self.asked.append(("backward", tokens, prefix))
+        return self.backward(tokens, prefix)
+
+
+class LinkCosts(TableCosts):
+    """The same with links."""
+
+    send: Callable[[int], float]
+
+    def send_s(self, tokens: int) -> float:
+        self.asked.append(("send", tokens, -1))
+        return self.send(tokens)
+
+
+KINDS = ("random", "zeros_and_ties", "proportional", "small_noise", "measured", "opposed", "floor")
+
+
+def random_costs(rng: np.random.Generator, length: int, granularity: int, kind: str, links: bool = False) -> TableCosts:
+    """Costs of every slice of a sequence, of a given kind; a plain dictionary behind."""
+    forward, backward = {}, {}
+    for prefix in range(0, length, granularity):
+        for stop in [*range(prefix + granularity, length, granularity), length]:
+            granules = (stop - prefix) / granularity
+            smooth = (0.5 + granules + 0.1 * granules * (prefix + stop) / granularity) * 1e-3
+            if kind == "random":
+                pair = rng.random(), rng.random()
+            elif kind == "zeros_and_ties":
+                pair = float(rng.integers(0, 3)), float(rng.integers(0, 3))
+            elif kind == "proportional":
+                pair = smooth, 2 * smooth
+            elif kind == "small_noise":
+                pair = smooth, 2 * smooth * (1 + 1e-3 * rng.standard_normal())
+            elif kind == "measured":
+                pair = smooth * rng.lognormal(0, 0.05), 2 * smooth * rng.lognormal(0, 0.05)
+            elif kind == "opposed":  # forward is worst at the end of the sequence, backward at its begin
+                pair = (1 + granules) * (1 + prefix / granularity), (1 + granules) * (1 + (length - stop) / granularity)
+            else:
+                pair = max(3.0, granules) * rng.uniform(1, 1.1), max(4.0, granules) * rng.uniform(1, 1.1)
+            forward[stop - prefix, prefix], backward[stop - prefix, prefix] = pair
+    costs = (LinkCosts if links else TableCosts)(
+        lambda tokens, prefix: forward[tokens, prefix], lambda tokens, prefix: backward[tokens, prefix]
+    )
+    if isinstance(costs, LinkCosts):
+        slope = float(rng.uniform(0, 2)) * max(forward.values()) / length
+        costs.send = lambda tokens: slope * tokens + 1e-4
+    return costs
+
+
+def compositions(length: int, granularity: int, max_slices: int | None = None) -> Iterator[Slices]:
+    """Every way to cut the sequence at multiples of the granularity."""
+    places = range(granularity, length, granularity)
+    for count in range(min(len(places) + 1, max_slices or len(places) + 1)):
+        for cuts in itertools.combinations(places, count):
+            edges = [0, *cuts, length]
+            yield [(stop - start, start) for start, stop in itertools.pairwise(edges)]
+
+
+def fill_drain_time(costs: TableCosts, slices: Slices, num_stages: int, num_micro_batches: int) -> float:
+    """The formula of equal stages, word by word."""
+    forward = [costs.forward(*x) for x in slices]
+    backward = [costs.backward(*x) for x in slices]
+    send = [costs.send(x[0]) if isinstance(costs, LinkCosts) else 0.0 for x in slices]
+    slowest = max(f + s for f, s in zip(forward, send, strict=True))
+    slowest += max(b + s for b, s in zip(backward, send, strict=True))
+    return num_micro_batches * (sum(forward) + sum(backward)) + (num_stages - 1) * slowest
+
+
+def longest_path(rows: list[list[float]]) -> float:
+    """The makespan of a flow shop: the longest monotone path through [machines][jobs], tried one by one."""
+    num_machines, num_jobs = len(rows), len(rows[0])
+    best = 0.0
+    for turns in itertools.combinations_with_replacement(range(num_jobs), num_machines - 1):
+        edges = [0, *turns, num_jobs - 1]
+        best = max(best, sum(sum(rows[k][edges[k] : edges[k + 1] + 1]) for k in range(num_machines)))
+    return best
+
+
+def unequal_time(stages: list[TableCosts], slices: Slices, num_micro_batches: int) -> float:
+    """Forward and backward flow shops, one after the other, the links being machines between the stages."""
+    total = 0.0
+    for forward in (True, False):
+        order = stages if forward else stages[::-1]
+        jobs = (slices if forward else slices[::-1]) * num_micro_batches
+        rows = []
+        for i, costs in enumerate(order):
+            rows.append([(costs.forward if forward else costs.backward)(*job) for job in jobs])
+            if i < len(order) - 1:
+                rows.append([costs.send(job[0]) if isinstance(costs, LinkCosts) else 0.0 for job in jobs])
+        total += makespan_by_grid(rows)
+    return total
+
+
+def makespan_by_grid(rows: list[list[float]]) -> float:
+    """`longest_path` by its recursion over the grid, for more jobs than paths can be tried."""
+    ends = [0.0] * len(rows[0])
+    for row in rows:
+        before = 0.0
+        for i, seconds in enumerate(row):
+            ends[i] = before = max(before, ends[i]) + seconds
+    return ends[-1]

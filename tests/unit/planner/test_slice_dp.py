@@ -1,0 +1,221 @@
+"""The plan is the best of all compositions: compared with every one of them, on thousands of tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, random_costs
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.slice_dp import PlannerError, candidates, equal_time, solve, tabulate
+
+
+def pairs(plan: SlicePlan) -> list[tuple[int, int]]:
+    return list(zip(plan.lengths, plan.starts, strict=True))
+
+
+def check_best(
+    costs: TableCosts, length: int, granularity: int, num_stages: int, micro_batches: int, most: int | None = None
+) -> None:
+    solution = solve(costs, length, num_stages, micro_batches, granularity, most)
+    times = {
+        tuple(tokens for tokens, _ in slices): fill_drain_time(costs, slices, num_stages, micro_batches)
+        for slices in compositions(length, granularity, most)
+    }
+    best = min(times.values())
+    assert solution.optimal
+    assert solution.predicted_s == pytest.approx(best, rel=1e-9, abs=1e-15)
+    assert times[solution.plan.lengths] == pytest.approx(best, rel=1e-9, abs=1e-15)
+    assert solution.lower_bound_s == pytest.approx(best, rel=1e-9, abs=1e-15)
+    slices = pairs(solution.plan)
+    assert solution.sum_s == pytest.approx(sum(costs.forward(*x) + costs.backward(*x) for x in slices))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_brute_force(kind: str) -> None:
+    rng = np.random.default_rng(KINDS.index(kind))
+    for _ in range(250):
+        granules, granularity = int(rng.integers(1, 9)), int(rng.integers(1, 65))
+        length = max(granularity, granules * granularity - int(rng.integers(0, granularity)))  # a partial last granule
+        costs = random_costs(rng, length, granularity, kind, links=bool(rng.integers(2)))
+        num_stages, micro_batches = int(rng.choice([1, 2, 3, 4, 8, 16, 48, 96])), int(rng.integers(1, 9))
+        most = int(rng.integers(1, granules + 2)) if rng.integers(2) else None
+        check_best(costs, length, granularity, num_stages, micro_batches, most)
+
+
+@pytest.mark.parametrize("num_stages", [2, 8, 96])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_brute_force_with_twelve_granules(kind: str, num_stages: int) -> None:
+    rng = np.random.default_rng(100 + KINDS.index(kind))
+    check_best(random_costs(rng, 12, 1, kind), 12, 1, num_stages, 1)
+    check_best(random_costs(rng, 12, 1, kind), 12, 1, num_stages, 2, most=4)
+
+
+times = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 1e-300, 1e6]), st.floats(0, 10, allow_subnormal=False))
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.tuples(st.just(n), *[st.lists(times, min_size=n * n, max_size=n * n) for _ in range(2)])
+    ),
+    st.integers(1, 96),
+    st.integers(1, 8),
+    st.none() | st.integers(1, 5),
+)
+def test_any_table(
+    case: tuple[int, list[float], list[float]], num_stages: int, micro_batches: int, most: int | None
+) -> None:
+    n, forward, backward = case
+    costs = TableCosts(lambda t, p: forward[p * n + t - 1], lambda t, p: backward[p * n + t - 1])
+    check_best(costs, n, 1, num_stages, micro_batches, most)
+
+
+def by_thresholds(costs: TableCosts, n: int, num_stages: int, micro_batches: int) -> float:
+    """The optimum by one plain program for every pair of limits that a slice has; proportional costs need no pairs."""
+    slices = [(stop - start, start) for start, stop in itertools.combinations(range(n + 1), 2)]
+    best = math.inf
+    for limit in {costs.forward(*x) for x in slices}:
+        least = [0.0] + [math.inf] * n
+        for start, stop in itertools.combinations(range(n + 1), 2):  # by start, so least[start] is final
+            x = stop - start, start
+            if costs.forward(*x) <= limit:
+                least[stop] = min(least[stop], least[start] + costs.forward(*x) + costs.backward(*x))
+        slowest = limit + max(costs.backward(*x) for x in slices if costs.forward(*x) <= limit)
+        best = min(best, micro_batches * least[n] + (num_stages - 1) * slowest)
+    return best
+
+
+@pytest.mark.parametrize("num_stages", [2, 12, 96])
+def test_proportional_costs_of_many_granules(num_stages: int) -> None:
+    """b = 2 f: limits on f alone are enough, so that a simple program per limit gives the answer for 24 granules."""
+    rng = np.random.default_rng(num_stages)
+    noise = rng.lognormal(0, 0.05, (25, 25))
+    costs = TableCosts(
+        lambda t, p: (2 + t + 0.05 * t * p) * noise[t, p], lambda t, p: 2 * (2 + t + 0.05 * t * p) * noise[t, p]
+    )
+    solution = solve(costs, 24, num_stages, 2, 1)
+    assert solution.optimal
+    assert solution.predicted_s == pytest.approx(by_thresholds(costs, 24, num_stages, 2), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_stages", [2, 48])
+def test_every_table_of_64_granules_is_proven(kind: str, num_stages: int) -> None:
+    costs = random_costs(np.random.default_rng(5), 64, 1, kind)
+    assert solve(costs, 64, num_stages, 1, 1).optimal
+    assert solve(costs, 64, num_stages, 3, 1, max_slices=5).optimal
+
+
+def test_a_worked_example() -> None:
+    """4 granules, f = b = tokens + 1: s slices of 4 / s take m * 2 * (4 + s) + 2 * (K - 1) * (4 / s + 1)."""
+    costs = TableCosts(lambda tokens, prefix: tokens + 1.0, lambda tokens, prefix: tokens + 1.0)
+    assert [solve(costs, 4, k, 1, 1).plan.num_slices for k in (1, 3, 5)] == [1, 2, 4]
+    assert [solve(costs, 4, k, 1, 1).predicted_s for k in (1, 3, 5)] == [10.0, 24.0, 32.0]
+    assert solve(costs, 4, 5, 4, 1).predicted_s == 4 * 2 * 6 + 2 * 4 * 3
+
+
+def test_the_maxima_may_stand_on_different_slices() -> None:
+    """One slice: f + b = 10, maxima 9 + 1. Two: f + b = 5 each, but maxima 4 + 4. A limit on f + b alone prefers two."""
+    forward = {(2, 0): 9.0, (1, 0): 4.0, (1, 1): 1.0}
+    backward = {(2, 0): 1.0, (1, 0): 1.0, (1, 1): 4.5}
+    costs = TableCosts(lambda t, p: forward[t, p], lambda t, p: backward[t, p])
+    solution = solve(costs, 2, 2, 1, 1)
+    assert (solution.plan.lengths, solution.predicted_s) == ((1, 1), 10.5 + 8.5)
+    assert (solution.max_forward_s, solution.max_backward_s) == (4.0, 4.5)
+
+
+def test_fewer_slices_where_times_tie() -> None:
+    free = TableCosts(lambda t, p: 0.0, lambda t, p: 0.0)
+    assert solve(free, 16, 8, 1, 1).plan == SlicePlan((16,))
+    linear = TableCosts(lambda t, p: float(t), lambda t, p: float(t))
+    assert solve(linear, 8, 1, 1, 1).plan == SlicePlan((8,))
+    capped = TableCosts(lambda t, p: float(max(t, 4)), lambda t, p: float(max(t, 4)))
+    assert solve(capped, 16, 96, 1, 1).plan == SlicePlan((4, 4, 4, 4))
+
+
+def test_the_same_twice_is_the_same() -> None:
+    costs = random_costs(np.random.default_rng(0), 40, 1, "measured")
+    assert solve(costs, 40, 12, 2, 1) == solve(costs, 40, 12, 2, 1)
+
+
+def test_a_list_of_one_and_the_same_object_is_the_equal_case() -> None:
+    costs = random_costs(np.random.default_rng(0), 20, 2, "measured", links=True)
+    assert solve([costs] * 5, 20, 5, 2, 2) == solve(costs, 20, 5, 2, 2)
+    with pytest.raises(PlannerError, match="2 costs objects for 3 stages: give one object for all stages, or a list"):
+        solve([costs, costs], 20, 3, 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["random", "measured"])
+@pytest.mark.parametrize("most", [None, 3])
+def test_out_of_work_the_bound_holds(kind: str, most: int | None) -> None:
+    proven = 0
+    for seed in range(15):
+        costs = random_costs(np.random.default_rng(seed), 30, 1, kind)
+        best = solve(costs, 30, 24, 1, 1, most).predicted_s
+        for work in (1, 20_000, 60_000, 10**9):
+            solution = solve(costs, 30, 24, 1, 1, most, max_work=work)
+            assert solution.lower_bound_s <= best * (1 + 1e-12) and best <= solution.predicted_s * (1 + 1e-12)
+            assert solution.plan.num_slices <= (most or 30)
+            assert solution.optimal == (solution.lower_bound_s == solution.predicted_s)
+            proven += solution.optimal
+        assert solution.optimal
+    assert proven < 15 * 4
+
+
+def test_equal_time_equals_brute_force() -> None:
+    rng = np.random.default_rng(7)
+    for round_ in range(150):
+        granules, granularity = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+        length = max(granularity, granules * granularity - int(rng.integers(0, granularity)))
+        costs = random_costs(rng, length, granularity, KINDS[round_ % len(KINDS)])
+        table = tabulate(costs, length, granularity)
+        for count in range(1, granules + 1):
+            plan = equal_time(table, count)
+            assert plan.num_slices == count
+
+            def largest(slices: list[tuple[int, int]]) -> float:
+                return max(costs.forward(*x) + costs.backward(*x) for x in slices)  # noqa: B023
+
+            of_count = [slices for slices in compositions(length, granularity) if len(slices) == count]
+            least = min(map(largest, of_count))
+            assert largest(pairs(plan)) == pytest.approx(least, rel=1e-12, abs=1e-15)
+
+
+def test_equal_time_of_too_many_slices() -> None:
+    table = tabulate(random_costs(np.random.default_rng(0), 10, 4, "random"), 10, 4)
+    with pytest.raises(PlannerError, match="4 slices cut at multiples of 4 tokens do not fit in a sequence of 10 tokens"):
+        equal_time(table, 4)
+    with pytest.raises(PlannerError, match="num_slices = 0: give an integer >= 1"):
+        equal_time(table, 0)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6), st.sampled_from(KINDS), st.none() | st.integers(1, 6))
+def test_candidates(seed: int, kind: str, most: int | None) -> None:
+    costs = random_costs(np.random.default_rng(seed), 32, 2, kind, links=True)
+    found = candidates(tabulate(costs, 32, 2), 8, 2, most)
+    assert len({x.plan for x in found}) == len(found)
+    assert found[0].plan == solve(costs, 32, 8, 2, 2, most).plan or fill_drain_time(
+        costs, pairs(found[0].plan), 8, 2
+    ) == pytest.approx(solve(costs, 32, 8, 2, 2, most).predicted_s, rel=1e-9, abs=1e-15)
+    for x in found:
+        slices = pairs(x.plan)
+        assert x.plan.sequence_length == 32 and x.plan.num_slices <= (most or 16)
+        assert x.sum_s == pytest.approx(sum(costs.forward(*y) + costs.backward(*y) for y in slices))
+        assert x.max_forward_s == max(costs.forward(*y) + costs.send(y[0]) for y in slices)  # type: ignore[attr-defined]
+        others = (y for y in found if y is not x)
+        assert not any(
+            y.sum_s <= x.sum_s and y.max_forward_s + y.max_backward_s <= x.max_forward_s + x.max_backward_s
+            for y in others
+        )
+
+
+def test_candidates_reach_from_few_slices_to_many() -> None:
+    costs = random_costs(np.random.default_rng(1), 64, 1, "proportional")
+    counts = {x.plan.num_slices for x in candidates(tabulate(costs, 64, 1), 8)}
+    assert min(counts) == 1 and max(counts) >= 30 and len(counts) >= 10

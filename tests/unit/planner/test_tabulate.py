@@ -1,0 +1,130 @@
+"""Every slice is asked once, with the right numbers, and what cannot be a time is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from planner_cases import LinkCosts, TableCosts, random_costs
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.slice_dp import PlannerError, solve, tabulate
+
+
+def coded(sign: int = 1) -> TableCosts:
+    """Times that say which pair they are of."""
+    return TableCosts(lambda tokens, prefix: tokens + 1e-4 * prefix, lambda tokens, prefix: 2 * tokens + 1e-4 * prefix)
+
+
+def test_a_table_by_hand() -> None:
+    costs = LinkCosts(*(coded().forward, coded().backward))
+    costs.send = lambda tokens: tokens / 100
+    table = tabulate(costs, 100, 40)  # granules of 40, 40 and 20 tokens
+    inf = math.inf
+    assert table.forward_s.tolist() == [[40.0, 80.0, 100.0], [40.004, 60.004, inf], [20.008, inf, inf]]
+    assert table.backward_s.tolist() == [[80.0, 160.0, 200.0], [80.004, 120.004, inf], [40.008, inf, inf]]
+    assert table.send_s is not None and table.send_s.tolist() == [[0.4, 0.8, 1.0], [0.4, 0.6, inf], [0.2, inf, inf]]
+    assert table.forward_hop_s[1, 1] == 60.004 + 0.6
+    assert table.backward_hop_s[0, 0] == 80.0 + 0.4
+    assert table.total_s[2, 0] == 20.008 + 40.008
+
+
+@pytest.mark.parametrize(("length", "granularity"), [(64, 8), (61, 8), (7, 7), (9, 7), (5, 1)])
+def test_each_pair_is_asked_once_with_ints(length: int, granularity: int) -> None:
+    costs = random_costs(np.random.default_rng(0), length, granularity, "random", links=True)
+    solve(costs, length, 4, 2, granularity, max_slices=2)
+    assert max(Counter(costs.asked).values()) == 1
+    assert all(type(x) is int for _, tokens, prefix in costs.asked for x in (tokens, prefix))
+    starts = range(0, length, granularity)
+    pairs = {(stop - start, start) for start in starts for stop in [*starts, length] if stop > start}
+    for name in ("forward", "backward"):
+        assert {(tokens, prefix) for what, tokens, prefix in costs.asked if what == name} == pairs
+    assert {tokens for what, tokens, _ in costs.asked if what == "send"} == {tokens for tokens, _ in pairs}
+
+
+class Vectorized:
+    vectorized = True
+
+    def __init__(self, length: int) -> None:
+        self.length, self.calls = length, 0
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        assert (tokens + prefix <= self.length).all() and (tokens >= 1).all()
+        self.calls += 1
+        return tokens + 1e-4 * prefix
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        return 2 * tokens + 1e-4 * prefix
+
+
+@pytest.mark.parametrize("length", [64, 61])
+def test_a_vectorized_object_gets_arrays_and_gives_the_same_table(length: int) -> None:
+    costs = Vectorized(length)
+    table, other = tabulate(costs, length, 8), tabulate(coded(), length, 8)
+    assert costs.calls == 1
+    np.testing.assert_array_equal(table.forward_s, other.forward_s)
+    np.testing.assert_array_equal(table.backward_s, other.backward_s)
+
+
+def test_a_vectorized_object_may_return_one_number_for_all() -> None:
+    costs = Vectorized(16)
+    costs.backward_s = lambda tokens, prefix: 0.5  # type: ignore[method-assign]
+    assert tabulate(costs, 16, 8).backward_s.tolist() == [[0.5, 0.5], [0.5, math.inf]]
+
+
+def test_a_vectorized_object_that_returns_another_shape() -> None:
+    costs = Vectorized(16)
+    costs.backward_s = lambda tokens, prefix: np.ones(2)  # type: ignore[method-assign]
+    with pytest.raises(PlannerError, match="backward_s of a vectorized costs object gave no array of one time per slice"):
+        tabulate(costs, 16, 8)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1e-9, math.inf])
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_time_that_cannot_be(name: str, bad: float) -> None:
+    costs = coded()
+    good = getattr(costs, name)
+    setattr(costs, name, lambda tokens, prefix: bad if (tokens, prefix) == (20, 80) else good(tokens, prefix))
+    with pytest.raises(PlannerError, match=rf"{name}_s\(tokens=20, prefix=80\) = {bad}: times are finite seconds >= 0;"):
+        tabulate(costs, 100, 40)
+
+
+def test_bad_times_of_vectorized_costs_and_of_links() -> None:
+    costs = Vectorized(16)
+    costs.forward_s = lambda tokens, prefix: np.where(prefix == 8, np.nan, 1.0)  # type: ignore[method-assign]
+    with pytest.raises(PlannerError, match=r"forward_s\(tokens=8, prefix=8\) = nan: .* measure this slice again"):
+        tabulate(costs, 16, 8)
+    links = random_costs(np.random.default_rng(0), 16, 8, "random", links=True)
+    links.send = lambda tokens: -1.0  # type: ignore[attr-defined]
+    with pytest.raises(PlannerError, match=r"send_s\(tokens=8\) = -1.0"):
+        tabulate(links, 16, 8)
+
+
+def test_no_number_and_no_method() -> None:
+    costs = coded()
+    costs.backward = lambda tokens, prefix: object()  # type: ignore[assignment,return-value]
+    with pytest.raises(PlannerError, match=r"backward_s\(tokens, prefix=0\) gave no number of seconds"):
+        tabulate(costs, 16, 8)
+    with pytest.raises(PlannerError, match="have no forward_s"):
+        tabulate(object(), 16, 8)
+
+
+def test_numbers_that_cannot_be() -> None:
+    with pytest.raises(PlannerError, match="granularity_tokens = 64 is larger than the sequence of 32 tokens: give at"):
+        solve(coded(), 32, 2)
+    for arguments in [(0, 2, 1, 8), (16, 0, 1, 8), (16, 2, 0, 8), (16, 2, 1, 0), (16, 2, 1, 8, 0), (16, True), (16, 2.0)]:
+        with pytest.raises(PlannerError, match=r"= .*: give an integer >= 1"):
+            solve(coded(), *arguments)  # type: ignore[arg-type]
+
+
+def test_granules_and_tokens() -> None:
+    table = tabulate(coded(), 100, 40)
+    assert table.plan((1, 2)) == SlicePlan((40, 60))
+    assert table.granules(SlicePlan((40, 60))) == (1, 2)
+    with pytest.raises(PlannerError, match="does not cut 100 tokens at multiples of 40"):
+        table.granules(SlicePlan((50, 50)))
+    with pytest.raises(PlannerError, match="does not cut 100 tokens"):
+        table.granules(SlicePlan((40, 40)))

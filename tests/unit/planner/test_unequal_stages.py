@@ -1,0 +1,106 @@
+"""Unequal stages: the time is exact, the bound holds, and the plan is close to the best of all compositions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from planner_cases import KINDS, TableCosts, compositions, random_costs, unequal_time
+
+from terapipe_ds.planner import unequal_stages
+from terapipe_ds.planner.slice_dp import PlannerError, solve
+
+
+def pipeline(rng: np.random.Generator, length: int, granularity: int, num_stages: int, links: bool) -> list[TableCosts]:
+    """A pipeline whose first, last, both or all stages differ from the rest."""
+    kind = str(rng.choice([kind for kind in KINDS if kind != "zeros_and_ties"]))
+    costs = [random_costs(rng, length, granularity, kind, links) for _ in range(num_stages)]
+    shape = rng.integers(4)
+    return [costs[(k == 0) + 2 * (k == num_stages - 1 and shape > 0)] for k in range(num_stages)] if shape < 3 else costs
+
+
+def test_against_brute_force() -> None:
+    rng = np.random.default_rng(0)
+    ratios, bounds = [], []
+    for _ in range(120):
+        granules, granularity = int(rng.integers(2, 8)), int(rng.integers(1, 9))
+        length = max(granularity, granules * granularity - int(rng.integers(0, granularity)))
+        num_stages, micro_batches = int(rng.integers(3, 6)), int(rng.integers(1, 4))
+        stages = pipeline(rng, length, granularity, num_stages, links=bool(rng.integers(2)))
+        most = int(rng.integers(1, 5)) if rng.integers(2) else None
+        solution = solve(stages, length, num_stages, micro_batches, granularity, most)
+        slices = list(zip(solution.plan.lengths, solution.plan.starts, strict=True))
+        best = min(unequal_time(stages, x, micro_batches) for x in compositions(length, granularity, most))
+        assert solution.predicted_s == pytest.approx(unequal_time(stages, slices, micro_batches))
+        assert solution.lower_bound_s <= best * (1 + 1e-9) and best <= solution.predicted_s * (1 + 1e-9)
+        assert solution.plan.num_slices <= (most or granules)
+        if solution.optimal:
+            assert solution.predicted_s == pytest.approx(best, rel=1e-8)
+        ratios.append(solution.predicted_s / best)
+        bounds.append(solution.lower_bound_s / best)
+    assert np.quantile(ratios, 0.9) < 1.0001 and max(ratios) < 1.05
+    assert np.median(bounds) > 0.95
+
+
+@pytest.mark.parametrize("links", [False, True])
+def test_equal_stages_in_separate_objects_are_proven(links: bool) -> None:
+    """The bound of all stages is the exact time of equal stages, so that nothing is lost by not knowing it."""
+    stages = [random_costs(np.random.default_rng(3), 24, 1, "measured", links) for _ in range(6)]
+    for stage in stages:
+        stage.send = lambda tokens: 1e-4 * tokens  # type: ignore[attr-defined]  # no slower than computation
+    one = solve(stages[0], 24, 6, 2, 1)
+    solution = solve(stages, 24, 6, 2, 1)
+    assert solution.optimal
+    assert solution.predicted_s == pytest.approx(one.predicted_s, rel=1e-9)
+
+
+def test_a_heavy_head_is_known_by_the_bound() -> None:
+    """With many micro-batches the slowest stage sets the pace, and the gap is small."""
+    rng = np.random.default_rng(1)
+    body = random_costs(rng, 32, 1, "proportional")
+    head = TableCosts(lambda t, p: 1.5 * body.forward(t, p), lambda t, p: 1.5 * body.backward(t, p))
+    solution = solve([body, body, body, head], 32, 4, 8, 1)
+    assert solution.lower_bound_s >= 0.97 * solution.predicted_s
+    assert solution.sum_s == pytest.approx(
+        sum(head.forward(t, p) + head.backward(t, p) for t, p in zip(*_slices(solution.plan), strict=True))
+    )
+
+
+def _slices(plan: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return plan.lengths, plan.starts  # type: ignore[attr-defined]
+
+
+def test_each_stage_is_asked_once() -> None:
+    rng = np.random.default_rng(2)
+    stages = [random_costs(rng, 30, 4, "measured", links=True) for _ in range(3)]
+    solve([stages[0], stages[1], stages[1], stages[2]], 30, 4, 1, 4)
+    for stage in stages:
+        assert max(Counter(stage.asked).values()) == 1
+
+
+def test_tables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the slowest stage is tabulated; time and bound stay right, and no pair is asked twice."""
+    monkeypatch.setattr(unequal_stages, "MAX_TABLE_ELEMENTS", 0)
+    rng = np.random.default_rng(3)
+    for links in (False, True):
+        light, heavy = (random_costs(rng, 30, 4, "measured", links) for _ in range(2))
+        heavy.forward = lambda t, p, of=heavy.forward: 2 * of(t, p)  # type: ignore[misc]
+        stages = [light, heavy, heavy, heavy]
+        solution = solve(stages, 30, 4, 2, 4)
+        best = min(unequal_time(stages, x, 2) for x in compositions(30, 4))
+        slices = list(zip(solution.plan.lengths, solution.plan.starts, strict=True))
+        assert solution.predicted_s == pytest.approx(unequal_time(stages, slices, 2))
+        assert 0.7 * best <= solution.lower_bound_s <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= solution.predicted_s <= 1.02 * best
+        for stage in (light, heavy):
+            assert max(Counter(stage.asked).values()) == 1
+        assert len(light.asked) < len(heavy.asked)
+
+
+def test_a_bad_time_of_a_stage_that_is_not_tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unequal_stages, "MAX_TABLE_ELEMENTS", 0)
+    light, heavy = (random_costs(np.random.default_rng(3), 32, 4, "measured") for _ in range(2))
+    light.backward = lambda t, p: float("nan")
+    with pytest.raises(PlannerError, match=r"backward_s\(tokens=4, prefix=0\) = nan: times are finite"):
+        solve([light, heavy], 32, 2, 1, 4)

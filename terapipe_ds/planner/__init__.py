@@ -1,0 +1,1 @@
+"""Where to cut a sequence: the slice program, memory and the search over schedules."""

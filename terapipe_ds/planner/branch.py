@@ -1,0 +1,303 @@
+"""Branch and bound over the pair (largest forward, largest backward) of a plan: the proven best of all compositions.
+
+The time of a plan under fill-drain is ``m * sum(f + b) + bubble * (F + B)``; F = max f' and B = max b' may stand on
+different slices. A box holds all plans with F in [f_low, f_high] and B in [b_low, b_high]. One program under the upper
+limits gives the least sum S of the box, so that every plan in it takes at least
+
+    m * S + bubble * (f_low + b_low)
+
+and the plan behind S, whose maxima are F* and B*, beats every plan of the box with F >= F* and B >= B*. What is left
+are the two boxes F < F*, and F >= F* with B < B*; the larger side of each is halved. Boxes that cannot beat the best
+plan known are dropped; the lowest bounds go first, several in one batch of programs.
+
+Two things keep this at a few dozen programs where b is nearly proportional to f, although the limits are a pair:
+
+- F and B are times of slices that exist. Of all slices that may still be used, those with f' >= f_low have some least
+  b'; B cannot be lower. So a limit on one maximum moves the limits on the other one (`Bottlenecks`).
+- A slice is ruled out for good where the best plan through it, by its least head and tail, is no better than the best
+  plan known (`Search.narrow`). That leaves a narrow band of lengths around the best ones.
+
+TeraPipe (Li et al., ICML 2021, section 3.3) instead runs one program for every t_max, in increasing order, and stops
+at K * t_max > best; for one table f, and exact only up to the step between the t_max that it tries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from terapipe_ds.planner.programs import NO_LIMITS, Band, Bools, Floats, least_heads, least_tails, trace
+
+ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by less
+BATCH_SIZE = 16  # boxes per call of the program
+SMALL_GRANULES = 64  # up to here, search until proven
+MAX_WORK = 4_000_000_000  # array elements of programs; about ten seconds
+WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A plan in granules and what its time is made of; ``sum_s`` is of one micro-batch."""
+
+    lengths: tuple[int, ...]
+    sum_s: float
+    max_forward_s: float
+    max_backward_s: float
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """``micro_batches * sum(f + b) + bubble * (max f' + max b')``; ``bubble`` is K - 1 on equal stages."""
+
+    micro_batches: int
+    bubble: float
+
+    def __call__(self, found: Found) -> float:
+        return self.bound(found.sum_s, found.max_forward_s, found.max_backward_s)
+
+    def bound(self, sum_s: float, max_forward_s: float, max_backward_s: float) -> float:
+        if self.bubble == 0:
+            return self.micro_batches * sum_s
+        return self.micro_batches * sum_s + self.bubble * (max_forward_s + max_backward_s)
+
+
+@dataclasses.dataclass
+class Box:
+    """Plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below ``sum_s``."""
+
+    f_low: float = 0.0
+    f_high: float = math.inf
+    b_low: float = 0.0
+    b_high: float = math.inf
+    sum_s: float = 0.0
+
+    def halves(self) -> Iterable[Box]:
+        """The box cut in the middle of its longer side; the box itself where it is a point."""
+        low, high = self.f_low, self.f_high
+        if high - low >= self.b_high - self.b_low and high > low:
+            middle = low + (high - low) / 2
+            yield dataclasses.replace(self, f_high=middle)
+            yield dataclasses.replace(self, f_low=math.nextafter(middle, math.inf))
+        elif self.b_high > self.b_low:
+            middle = self.b_low + (self.b_high - self.b_low) / 2
+            yield dataclasses.replace(self, b_high=middle)
+            yield dataclasses.replace(self, b_low=math.nextafter(middle, math.inf))
+        else:
+            yield self
+
+
+class Bottlenecks:
+    """The slices that may still be used, sorted by f' and by b': the only values that F and B can have."""
+
+    def __init__(self, forward: Floats, backward: Floats) -> None:
+        order = np.argsort(forward)
+        self.forward, other = forward[order], backward[order]
+        self.least_b = np.minimum.accumulate(other[::-1])[::-1]  # of the slices from here on
+        self.largest_b = np.maximum.accumulate(other)  # of the slices up to here
+        order = np.argsort(backward)
+        self.backward, other = backward[order], forward[order]
+        self.least_f = np.minimum.accumulate(other[::-1])[::-1]
+        self.largest_f = np.maximum.accumulate(other)
+
+    def tighten(self, box: Box) -> bool:
+        """Shrink ``box`` to values that slices have; False where it is empty."""
+        f, b = int(self.forward.searchsorted(box.f_low)), int(self.backward.searchsorted(box.b_low))
+        if max(f, b) == len(self.forward):
+            return False
+        box.f_low = max(self.forward[f].item(), self.least_f[b].item())
+        box.b_low = max(self.backward[b].item(), self.least_b[f].item())
+        f = int(self.forward.searchsorted(box.f_high, "right")) - 1
+        b = int(self.backward.searchsorted(box.b_high, "right")) - 1
+        if min(f, b) < 0:
+            return False
+        box.f_high = min(self.forward[f].item(), self.largest_f[b].item())
+        box.b_high = min(self.backward[b].item(), self.largest_b[f].item())
+        return box.f_low <= box.f_high and box.b_low <= box.b_high
+
+
+class Search:
+    """One run of branch and bound over the slices of ``band`` (all of them, of 1 granule and more).
+
+    After `run`: ``best`` and ``best_s`` (the best plan and its time), ``lower_bound_s`` (no plan takes less; equal to
+    ``best_s`` where ``optimal``), ``found`` (all plans met on the way), ``num_programs``.
+    """
+
+    def __init__(
+        self, band: Band, objective: Objective, num_slices: int | None = None, max_work: float | None = None
+    ) -> None:
+        n = band.num_granules
+        self.every, self.band, self.objective, self.num_slices = band, band, objective, num_slices
+        self.work_left = max_work if max_work is not None else math.inf if n <= SMALL_GRANULES else MAX_WORK
+        self.best, self.best_s = Found((), math.inf, math.inf, math.inf), math.inf
+        self.lower_bound_s, self.optimal, self.num_programs = 0.0, False, 0
+        self.found: dict[tuple[int, ...], Found] = {}
+        self.heap: list[tuple[float, int, Box]] = []
+        self.order = itertools.count()
+        self.offer((n,))
+
+    def offer(self, lengths: tuple[int, ...]) -> Found:
+        """Keep a plan if it is the best one so far, or as good with fewer slices."""
+        found = self.found.get(lengths)
+        if found is None:
+            found = self.found[lengths] = weigh(self.every, lengths)
+        if self.num_slices is None or len(lengths) <= self.num_slices:
+            seconds = self.objective(found)
+            tie = ROUNDING * self.best_s if self.best.lengths else 0.0
+            if seconds < self.best_s - tie or (seconds <= self.best_s + tie and len(lengths) < self.best.num_slices):
+                self.best, self.best_s = found, seconds
+        return found
+
+    def run(self) -> None:
+        """Search until the best plan is proven or the work is spent."""
+        for lengths in greedy_plans(self.every):
+            self.offer(lengths)
+        box = Box()
+        if self.narrow(box, NO_LIMITS):
+            self._push(box)
+        turn = 0
+        while self.work_left > 0 and (boxes := self._pop()):
+            turn += 1
+            if turn & (turn - 1) == 0 and turn > 1 and not self._narrow_all(boxes):
+                self.heap.clear()
+                break
+            for box in self._evaluate(boxes):
+                for half in box.halves() if self._tighten(box) else ():
+                    self._push(half)
+        self.optimal = not self.heap
+        if self.optimal:
+            self._prefer_fewer_slices()
+        bounds = [self._bound(box) for *_, box in self.heap]
+        self.lower_bound_s = min([self.best_s, *bounds])
+
+    def narrow(self, box: Box, limits: Floats) -> bool:
+        """Rule out the slices through which no plan of ``box`` beats the best; False where none is left."""
+        tails, heads = least_tails(self.band, limits)[0], least_heads(self.band, limits)
+        self._spend(2, 1)
+        if not math.isfinite(tails[0, 0]):
+            return False
+        box.sum_s = max(box.sum_s, tails[0, 0].item())
+        self.offer(trace(self.band, tails, limits[0]))
+        if self.objective.bubble == 0 and self.num_slices is None:
+            return False
+        bounds = self.band.through(heads, tails[0])
+        bounds *= self.objective.micro_batches
+        if self.objective.bubble > 0:
+            largest = np.maximum(self.band.forward, box.f_low)
+            largest += np.maximum(self.band.backward, box.b_low)
+            largest *= self.objective.bubble
+            bounds += largest
+        allowed: Bools = bounds <= self.best_s
+        allowed &= (self.band.forward <= box.f_high) & (self.band.backward <= box.b_high)
+        if not allowed.any():
+            return False
+        self.bottlenecks = Bottlenecks(self.band.forward[allowed], self.band.backward[allowed])
+        self.band = self.band.keep(allowed)
+        return True
+
+    def _narrow_all(self, boxes: Sequence[Box]) -> bool:
+        """`narrow` by what all open boxes have in common."""
+        boxes = [*boxes, *(box for *_, box in self.heap)]
+        f_high, b_high = max(box.f_high for box in boxes), max(box.b_high for box in boxes)
+        f_low, b_low = min(box.f_low for box in boxes), min(box.b_low for box in boxes)
+        return self.narrow(Box(f_low, f_high, b_low, b_high), np.array([[f_high, b_high]]))
+
+    def _bound(self, box: Box) -> float:
+        return self.objective.bound(box.sum_s, box.f_low, box.b_low)
+
+    def _tighten(self, box: Box) -> bool:
+        """Shrink ``box`` to what can beat the best plan; False where nothing can."""
+        for _ in range(2):
+            if self.objective.bubble > 0:
+                room = (self.best_s - self.objective.micro_batches * box.sum_s) / self.objective.bubble
+                box.f_high, box.b_high = min(box.f_high, room - box.b_low), min(box.b_high, room - box.f_low)
+            if not self.bottlenecks.tighten(box):
+                return False
+        return self._bound(box) < self.best_s * (1 - ROUNDING)
+
+    def _push(self, box: Box) -> None:
+        if self._tighten(box):
+            heapq.heappush(self.heap, (self._bound(box), next(self.order), box))
+
+    def _pop(self) -> list[Box]:
+        """The boxes with the lowest bounds, as many as one batch takes."""
+        size = BATCH_SIZE if self.num_slices is None else 1 + BATCH_SIZE // self.num_slices
+        boxes: list[Box] = []
+        while self.heap and len(boxes) < size:
+            box = heapq.heappop(self.heap)[2]
+            if self._tighten(box):
+                boxes.append(box)
+        return boxes
+
+    def _evaluate(self, boxes: Sequence[Box]) -> Iterable[Box]:
+        """One program for each box; yields what remains of it around the plan that the program found."""
+        limits = np.array([(box.f_high, box.b_high) for box in boxes])
+        least = least_tails(self.band, limits, self.num_slices)
+        self._spend(len(boxes), least.shape[1])
+        for box, sums, limit in zip(boxes, least, limits, strict=True):
+            sum_s = sums[-1, 0].item()
+            box.sum_s = max(box.sum_s, sum_s)
+            if math.isfinite(sum_s) and self._bound(box) < self.best_s:
+                found = self.offer(trace(self.band, sums, limit))
+                f_below, b_below = (math.nextafter(x, -1.0) for x in (found.max_forward_s, found.max_backward_s))
+                yield dataclasses.replace(box, f_high=f_below)
+                yield dataclasses.replace(box, f_low=max(box.f_low, found.max_forward_s), b_high=b_below)
+
+    def _spend(self, programs: int, rows: int) -> None:
+        self.num_programs += programs
+        self.work_left -= programs * rows * self.band.num_granules * (self.band.width + WORK_PER_ROW)
+
+    def _prefer_fewer_slices(self) -> None:
+        """Of the plans as good as the best within its maxima, take one with the fewest slices."""
+        limits = np.array([[self.best.max_forward_s, self.best.max_backward_s]])
+        if self.objective.bubble == 0:
+            limits = NO_LIMITS
+        if self.num_slices is not None:
+            sums = least_tails(self.every, limits, self.best.num_slices)[0]
+            enough = int(np.flatnonzero(sums[:, 0] <= sums[-1, 0] * (1 + ROUNDING))[0])
+            self.offer(trace(self.every, sums[: enough + 1], limits[0]))
+            return
+        tails, heads = least_tails(self.every, limits)[0], least_heads(self.every, limits)
+        tight = self.every.through(heads, tails[0]) <= tails[0, 0] * (1 + ROUNDING)
+        tight &= (self.every.forward <= limits[0, 0]) & (self.every.backward <= limits[0, 1])
+        band = self.every.keep(tight)
+        counts = Band(np.where(np.isfinite(band.total), 1.0, np.inf), band.forward, band.backward, band.shortest)
+        self.offer(trace(counts, least_tails(counts)[0], NO_LIMITS[0]))
+
+
+def weigh(band: Band, lengths: Sequence[int]) -> Found:
+    """The sum and the maxima of a plan, over a band that has all its slices."""
+    rows = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.intp)))
+    columns = np.asarray(lengths) - band.shortest
+    forward, backward = band.forward[rows, columns].max(), band.backward[rows, columns].max()
+    return Found(tuple(lengths), band.total[rows, columns].sum().item(), forward.item(), backward.item())
+
+
+def greedy_plans(band: Band, count: int = 48) -> Iterable[tuple[int, ...]]:
+    """Plans of slices that take about equal times, for ``count`` times: good first plans, nothing more."""
+    n = band.num_granules
+    both = band.forward + band.backward
+    low, high = both[:, 0].max(), max(both[0, n - 1], both[:, 0].max())
+    if high <= 0:
+        return
+    for limit in np.geomspace(max(low, 1e-6 * high), high, count):
+        yield greedy_plan(both, limit)
+
+
+def greedy_plan(both: Floats, limit: float) -> tuple[int, ...]:
+    """From the begin, slices as long as ``both`` [n, n] allows within ``limit``, found as if longer took longer."""
+    n = len(both)
+    lengths: list[int] = []
+    j = 0
+    while j < n:
+        lengths.append(max(1, int(both[j, : n - j].searchsorted(limit, "right"))))
+        j += lengths[-1]
+    return tuple(lengths)

@@ -1,0 +1,183 @@
+"""The cost table: every slice that a plan may use, asked once of a costs object and checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.plan import SlicePlan, show_value
+from terapipe_ds.planner.programs import Bools, Floats
+
+
+class PlannerError(ValueError):
+    """Costs or numbers that no plan can be made from."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CostTable:
+    """Seconds of every slice of one part: row j = granules before the slice, column k = slices of k + 1 granules.
+
+    ``forward_s`` and ``backward_s`` [n, n] are inf where a slice would pass the end of the sequence; ``send_s`` [n, n]
+    is None without links. The last granule may be partial, so a slice that ends with the sequence has
+    ``sequence_length - j * granularity_tokens`` tokens.
+    """
+
+    sequence_length: int
+    granularity_tokens: int
+    forward_s: Floats
+    backward_s: Floats
+    send_s: Floats | None = None
+
+    @property
+    def num_granules(self) -> int:
+        return len(self.forward_s)
+
+    @functools.cached_property
+    def total_s(self) -> Floats:
+        """What a slice adds to the time of its stage: forward + backward, [n, n]."""
+        return self.forward_s + self.backward_s
+
+    @functools.cached_property
+    def forward_hop_s(self) -> Floats:
+        """From the start of a forward to its arrival at the next stage, [n, n]."""
+        return self.forward_s if self.send_s is None else self.forward_s + self.send_s
+
+    @functools.cached_property
+    def backward_hop_s(self) -> Floats:
+        """From the start of a backward to the arrival of its gradient at the stage before, [n, n]."""
+        return self.backward_s if self.send_s is None else self.backward_s + self.send_s
+
+    def plan(self, lengths: Sequence[int]) -> SlicePlan:
+        """Slice lengths in granules as a plan in tokens."""
+        tokens = [length * self.granularity_tokens for length in lengths]
+        tokens[-1] -= sum(tokens) - self.sequence_length
+        return SlicePlan(tuple(tokens))
+
+    def granules(self, plan: SlicePlan) -> tuple[int, ...]:
+        """The slice lengths of ``plan`` in granules. Raises `PlannerError` where it cuts elsewhere than the table."""
+        granularity = self.granularity_tokens
+        if plan.sequence_length != self.sequence_length or any(start % granularity for start in plan.starts):
+            raise PlannerError(
+                f"the plan {show_value(plan.lengths)} does not cut {self.sequence_length} tokens at multiples of "
+                f"{granularity}: give a plan that does, or costs tabulated for that plan"
+            )
+        return tuple(-(-length // granularity) for length in plan.lengths)
+
+
+def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostTable:
+    """Ask ``costs`` for every slice cut at multiples of ``granularity_tokens``, each (tokens, prefix) pair once.
+
+    Python ints are passed, unless ``costs.vectorized`` is true: then one call gets int64 arrays of all pairs.
+
+    Raises:
+        PlannerError: the granularity is larger than the sequence or not a whole number of at least 1, or a time is
+            NaN, negative, infinite or no number; the message names the pair and the value.
+    """
+    sequence_length = check_count("sequence_length", sequence_length)
+    granularity_tokens = check_count("granularity_tokens", granularity_tokens)
+    if granularity_tokens > sequence_length:
+        raise PlannerError(
+            f"granularity_tokens = {granularity_tokens} is larger than the sequence of {sequence_length} tokens: "
+            f"give at most {sequence_length}"
+        )
+    grid = _Grid(sequence_length, granularity_tokens)
+    ask = grid.ask_arrays if getattr(costs, "vectorized", False) else grid.ask_scalars
+    forward_s, backward_s = ask(costs.forward_s, "forward_s"), ask(costs.backward_s, "backward_s")
+    send = getattr(costs, "send_s", None)
+    send_s = None if send is None else grid.ask_send(send)
+    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, send_s)
+
+
+def check_count(what: str, value: Any) -> int:
+    """``value`` as an int >= 1; numpy's integers are welcome, bool and float are not."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise PlannerError(f"{what} = {show_value(value)}: give an integer >= 1")
+    return number
+
+
+def check_seconds(name: str, tokens: int, prefix: int | None, seconds: float) -> float:
+    """``seconds``, unless it is NaN, negative or infinite. ``prefix`` is None for a transfer."""
+    if 0.0 <= seconds < np.inf:
+        return seconds
+    pair = f"tokens={tokens}" if prefix is None else f"tokens={tokens}, prefix={prefix}"
+    raise PlannerError(
+        f"{name}({pair}) = {float(seconds)}: times are finite seconds >= 0; measure this slice again, or mend the cost "
+        f"model there"
+    )
+
+
+class _Grid:
+    """The slices of one sequence at one granularity."""
+
+    def __init__(self, sequence_length: int, granularity_tokens: int) -> None:
+        self.sequence_length, self.granularity = sequence_length, granularity_tokens
+        self.num_granules = -(-sequence_length // granularity_tokens)
+        self.starts = list(range(0, sequence_length, granularity_tokens))
+        self.full = [start + granularity_tokens for start in self.starts]  # tokens of slices of whole granules
+        self.last_tokens = [sequence_length - start for start in self.starts]  # of the last slice, by its row
+
+    def tokens(self, row: int) -> list[int]:
+        """The tokens of all slices of a row; only the last one can have a partial granule."""
+        return [*self.full[: self.num_granules - row - 1], self.last_tokens[row]]
+
+    def ask_scalars(self, function: Callable[[int, int], float], name: str) -> Floats:
+        # Two million calls are most of the time of a large plan: map() and fromiter() add next to nothing to them.
+        table = np.full((self.num_granules, self.num_granules), np.inf)
+        for row, prefix in enumerate(self.starts):
+            tokens = self.tokens(row)
+            try:
+                seconds = np.fromiter(map(function, tokens, itertools.repeat(prefix)), np.float64, len(tokens))
+            except TypeError as error:
+                raise PlannerError(f"{name}(tokens, prefix={prefix}) gave no number of seconds ({error})") from error
+            if not (seconds.min() >= 0.0 and seconds.max() < np.inf):  # NaN fails both
+                worst = int(np.flatnonzero(~((seconds >= 0.0) & (seconds < np.inf)))[0])
+                check_seconds(name, tokens[worst], prefix, seconds[worst])
+            table[row, : len(tokens)] = seconds
+        return table
+
+    def ask_arrays(self, function: Callable[[Any, Any], Any], name: str) -> Floats:
+        valid = self._valid()
+        rows, columns = np.nonzero(valid)
+        prefix = rows * self.granularity
+        tokens = np.minimum((columns + 1) * self.granularity, self.sequence_length - prefix)
+        try:
+            seconds = np.broadcast_to(np.asarray(function(tokens, prefix), np.float64), tokens.shape)
+        except ValueError as error:
+            raise PlannerError(
+                f"{name} of a vectorized costs object gave no array of one time per slice ({error}): return an array "
+                f"of the shape of tokens and prefix, or remove the attribute `vectorized`"
+            ) from error
+        bad = np.flatnonzero(~((seconds >= 0.0) & (seconds < np.inf)))
+        if bad.size:
+            check_seconds(name, int(tokens[bad[0]]), int(prefix[bad[0]]), seconds[bad[0]])
+        table = np.full(valid.shape, np.inf)
+        table[valid] = seconds
+        return table
+
+    def ask_send(self, function: Callable[[int], float]) -> Floats:
+        """Seconds per transfer, [n, n]; the size of a transfer depends on the slice's tokens alone."""
+        n = self.num_granules
+        asked: dict[int, float] = {}
+        for tokens in [*self.full[:-1], *self.last_tokens]:
+            if tokens not in asked:
+                asked[tokens] = float(function(tokens))
+                check_seconds("send_s", tokens, None, asked[tokens])
+        table = np.full((n, n), np.inf)
+        table[:, :-1] = [asked[tokens] for tokens in self.full[:-1]]
+        table[~self._valid()] = np.inf
+        table[np.arange(n), np.arange(n - 1, -1, -1)] = [asked[tokens] for tokens in self.last_tokens]
+        return table
+
+    def _valid(self) -> Bools:
+        row = np.arange(self.num_granules)
+        return row[:, None] + row[None, :] < self.num_granules

@@ -81,7 +81,7 @@ class ParametricCosts:
         return self.both_s(tokens, prefix) * self.backward_ratio / (1 + self.backward_ratio)
 
     def total_s(self, plan: SlicePlan, num_stages: int, num_micro_batches: int) -> float:
-        """T = m sum(f + b) + (K - 1)(max f + max b) (Li et al. 2021, equation 5, with m micro-batches of one plan)."""
+        """T = m sum(f + b) + (K - 1)(max f + max b) (Li et al. 2021, section 3.3, for m micro-batches of one plan)."""
         seconds = self.both_s(np.array(plan.lengths), np.array(plan.starts))
         return float(num_micro_batches * seconds.sum() + (num_stages - 1) * seconds.max())
 

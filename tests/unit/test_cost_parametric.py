@@ -105,7 +105,7 @@ def test_arrays_and_numbers_agree() -> None:
     assert type(costs.forward_s(3, 5)) is float and costs.vectorized is True
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     st.floats(5e-4, 1e-2), st.floats(0, 5e-3), st.floats(1e-6, 1e-4), st.floats(0, 5e-9), st.floats(0, 5e-6),
     st.floats(1.2, 12),

@@ -120,7 +120,7 @@ def test_a_worked_example() -> None:
 
 
 def test_the_maxima_may_stand_on_different_slices() -> None:
-    """One slice: f + b = 10, maxima 9 + 1. Two: f + b = 5 each, but maxima 4 + 4. A limit on f + b alone prefers two."""
+    """Largest f + b of the two slices: 5.5, on the second. The largest f is on the first, so that F + B is 8.5."""
     forward = {(2, 0): 9.0, (1, 0): 4.0, (1, 1): 1.0}
     backward = {(2, 0): 1.0, (1, 0): 1.0, (1, 1): 4.5}
     costs = TableCosts(lambda t, p: forward[t, p], lambda t, p: backward[t, p])
@@ -188,7 +188,7 @@ def test_equal_time_equals_brute_force() -> None:
 
 def test_equal_time_of_too_many_slices() -> None:
     table = tabulate(random_costs(np.random.default_rng(0), 10, 4, "random"), 10, 4)
-    with pytest.raises(PlannerError, match="4 slices cut at multiples of 4 tokens do not fit in a sequence of 10 tokens"):
+    with pytest.raises(PlannerError, match="4 slices cut at multiples of 4 tokens do not fit in a sequence of 10"):
         equal_time(table, 4)
     with pytest.raises(PlannerError, match="num_slices = 0: give an integer >= 1"):
         equal_time(table, 0)

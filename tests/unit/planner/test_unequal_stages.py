@@ -16,8 +16,10 @@ def pipeline(rng: np.random.Generator, length: int, granularity: int, num_stages
     """A pipeline whose first, last, both or all stages differ from the rest."""
     kind = str(rng.choice([kind for kind in KINDS if kind != "zeros_and_ties"]))
     costs = [random_costs(rng, length, granularity, kind, links) for _ in range(num_stages)]
-    shape = rng.integers(4)
-    return [costs[(k == 0) + 2 * (k == num_stages - 1 and shape > 0)] for k in range(num_stages)] if shape < 3 else costs
+    if rng.integers(4) == 0:
+        return costs
+    differs_at_the_end = rng.integers(3) > 0
+    return [costs[(k == 0) + 2 * (k == num_stages - 1 and differs_at_the_end)] for k in range(num_stages)]
 
 
 def test_against_brute_force() -> None:

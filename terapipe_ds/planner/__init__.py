@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .errors import MemoryLimitError, PlannerError
+from .given import best_schedule
 from .memory import MemoryModel, PartMemory
 from .search import PlanResult, choose, granularity_for, plan_slices
 from .slice_dp import SliceSolution, solve
@@ -14,6 +15,7 @@ __all__ = [
     "PlanResult",
     "PlannerError",
     "SliceSolution",
+    "best_schedule",
     "choose",
     "granularity_for",
     "plan_slices",

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -71,7 +72,7 @@ def profile_model(
             if same not in known:
                 measured = measure(
                     probe, points, length, num_stages=job.num_stages, num_micro_batches=job.num_micro_batches,
-                    progress=lambda share, part_id=part_id: progress(part_id, share),
+                    progress=partial(progress, part_id),
                 )  # fmt: skip
                 known[same] = measured.samples()
                 warning = noise_warning(known[same])

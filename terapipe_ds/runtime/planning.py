@@ -19,7 +19,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import plan_slices
+from terapipe_ds.planner import PlanResult, best_schedule, plan_slices
+from terapipe_ds.planner.report import describe
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
@@ -145,17 +146,21 @@ class AutoPlanner:
                 f"terapipe.planner.memory_limit_gb = {limit_gb}: a profile from a file has no memory figures; set "
                 'terapipe.planner.profile to "measure", or remove the limit'
             )
-        result = plan_slices(
-            CostModel.from_profile(self._measured.profile),
-            length,
-            engine.num_stages,
-            engine.micro_batches,
-            granularity_tokens=min(self._config.granularity_tokens, length),
-            schedule=self._config.schedule,
-            memory=memory,
-            memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
-        )
-        return Choice(result.plan, result.schedule, result.predicted_s), result.describe()
+        costs = CostModel.from_profile(self._measured.profile)
+        granularity = min(self._config.granularity_tokens, length)
+        limit_bytes = None if limit_gb is None else limit_gb * 1e9
+        result = self._search(costs, length, granularity, memory, limit_bytes)
+        head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
+        lines = describe(result, schedule_chosen=self._config.schedule == "auto")
+        return Choice(result.plan, result.schedule, result.predicted_s), "\n  ".join([head, *lines])
+
+    def _search(self, costs: Any, length: int, granularity: int, memory: Any, limit_bytes: float | None) -> PlanResult:
+        """The best plan; with slices that are given, the best schedule for them."""
+        options = {"memory": memory, "memory_limit_bytes": limit_bytes}
+        stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
+        if self._config.slices == "auto":
+            return plan_slices(costs, length, stages, micro_batches, granularity, self._config.schedule, **options)
+        return best_schedule(costs, self._config.plan_for(length), stages, micro_batches, **options)
 
     def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
         """What rank 0 gets from ``ask``, on every rank; its ValueErrors as well."""

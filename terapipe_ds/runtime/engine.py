@@ -168,7 +168,7 @@ class TeraPipeEngine(PipelineEngine):
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
-        drawn, shapes = self._source.draw(num_micro_batches, training)
+        drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         try:
             plans = [self.slice_plan(shape.length) for shape in shapes]
         except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not

@@ -129,6 +129,17 @@ def job_evaluation() -> dict[str, Any]:
     }
 
 
+def job_logits_without_labels() -> list[float]:
+    def run(engine: PipelineEngine) -> list[Any]:
+        return [
+            engine.eval_batch(iter([(micro_batch(i)[0], labels) for i in range(2)]), compute_loss=False)
+            for labels in (None, ())
+        ]
+
+    stock, ours = both(run)
+    return [error_of(a, b) for a, b in zip(ours, stock, strict=True)]
+
+
 @functools.cache
 def evaluation() -> list[dict[str, Any]]:
     return on_ranks(job_evaluation)
@@ -142,6 +153,9 @@ class TestEvaluation:
     def test_the_last_stage_has_whole_logits_and_single_losses(self) -> None:
         assert [rank["shape of the logits"] for rank in evaluation()] == [None, (2, LENGTH, VOCAB_SIZE)]
         assert [rank["number of losses"] for rank in evaluation()] == [0, 2]
+
+    def test_logits_need_no_labels(self) -> None:
+        assert max(error for errors in on_ranks(job_logits_without_labels) for error in errors) <= EXACT
 
     def test_training_goes_on_as_if_nothing_had_been_evaluated(self) -> None:
         for rank in evaluation():
@@ -425,7 +439,7 @@ class TestData:
             "end again": "StopIteration: ",
             "too short": r"TeraPipeConfigError: terapipe.slices = 3: 3 slices .* a sequence of 2 tokens",
             "unequal lengths": r"BatchError: .*the labels have length 7 .* the inputs have shapes \[2, 5\]",
-            "no labels": r"BatchError: .*the labels of a batch must be a tensor",
+            "no labels": r"BatchError: .*there are no labels",
             "evaluation": r"BatchError: .*the labels have length 7",
             "end in evaluation": "StopIteration: ",
             "no iterator in evaluation": r"BatchError: .*there is no data",

@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import terapipe_ds
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime import engine as engine_module
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
@@ -919,6 +920,17 @@ MEMORY = [
 ]
 
 
+def job_kept_schedules() -> list[tuple[int, int]]:
+    """Schedules, and what the links have worked out of them, after batches of one to four micro-batches."""
+    kept = []
+    with mock.patch.object(engine_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
+        for count in range(1, 5):
+            engine.set_train_batch_size(2 * count)
+            engine.train_batch(iter(batches(1, count)[0]))
+            kept.append((len(engine._schedules), len(engine._links._places_of)))
+    return kept
+
+
 class TestMemory:
     @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "dtype", "options"), MEMORY)
     def test_keys_values_and_gradients_take_what_the_schedule_says(
@@ -949,6 +961,10 @@ class TestMemory:
     def test_buffers_serve_all_lengths_that_alternate(self) -> None:
         for reserved in on_ranks(job_memory_of_lengths):
             assert len(set(reserved[3:])) == 1, "nothing new after every length has come once"
+
+    def test_as_few_schedules_are_kept_as_the_engine_says(self) -> None:
+        for kept in on_ranks(job_kept_schedules):
+            assert kept == [(1, 1), (2, 2), (2, 2), (2, 2)]
 
     def test_a_whole_sequence_keeps_nothing(self) -> None:
         assert on_ranks(job_memory_unsliced) == [0, 0]

@@ -1023,6 +1023,18 @@ def job_checkpointing(tied: bool) -> dict[str, Errors]:
     }
 
 
+def job_checkpointing_and_autocast() -> tuple[dict[str, Errors], list[Errors]]:
+    """Under autocast: each kind of checkpointing against none, and this and the stock engine's one against fp32."""
+    autocast = {**HALF["autocast"], "optimizer": SMALL_STEPS}
+    options = {**autocast, **CHECKPOINTING["reentrant"], "module": {"checkpointable_layers": ["DecoderLayer"]}}
+    run = functools.partial(run_training, fp32_layers, data=batches(2))
+    exact, plain = run(terapipe=None, optimizer=SMALL_STEPS), run(terapipe=section(), **autocast)
+    kinds = {
+        kind: differences(run(terapipe=section(), **autocast, **CHECKPOINTING[kind]), plain) for kind in CHECKPOINTING
+    }
+    return kinds, [differences(run(terapipe=terapipe, **options), exact) for terapipe in (section(), None)]
+
+
 def job_dropout() -> dict[str, Any]:
     """Trainings of a model with dropout, by seed and kind of checkpointing."""
     layers = functools.partial(gpt_layers, dropout=0.2)
@@ -1053,6 +1065,12 @@ class TestCheckpointingAndDropout:
         results = on_ranks(job_checkpointing, tied=tied)
         for kind in CHECKPOINTING:
             assert violations([rank[kind] for rank in results]) == {}, kind
+
+    def test_a_forward_under_autocast_is_recomputed_under_it(self) -> None:
+        for kinds, (ours, stock) in on_ranks(job_checkpointing_and_autocast):
+            assert {kind: errors for kind, errors in kinds.items() if max(errors.values()) > 0.0} == {}
+            for name in ("returned", "gradient", "parameter"):
+                assert 0 < ours[name] <= 2 * stock[name] + 1e-3
 
     def test_dropout(self) -> None:
         results = on_ranks(job_dropout)

@@ -130,6 +130,7 @@ class TeraPipeConfig(_StrictModel):
         """
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
+        _refuse_misspelt_section(ds_config)
         section = ds_config.get(_SECTION, {})
         if not isinstance(section, dict):
             raise TeraPipeConfigError(
@@ -190,6 +191,17 @@ class TeraPipeConfig(_StrictModel):
             slices = f"slices {self.slices if isinstance(self.slices, str) else list(self.slices)}"
         ignored = f" (ignore_index {self.ignore_index})" if self.loss_reduction == "mean_valid" else ""
         return f"terapipe: schedule {self.schedule}, {slices}, loss {self.loss_reduction}{ignored}"
+
+
+def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
+    """DeepSpeed passes over a section that it does not know: the run would go on, unsliced, without a word."""
+    for key, value in ds_config.items():
+        if not isinstance(key, str) or key == _SECTION or not isinstance(value, dict):
+            continue
+        if difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
+            raise TeraPipeConfigError(
+                f"{_show_key(key)} = {show_value(value)}: unknown section; did you mean {_SECTION}?"
+            )
 
 
 def _name(path: Iterable[Any]) -> str:

@@ -208,7 +208,7 @@ class TeraPipeEngine(PipelineEngine):
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
-        drawn, shapes = self._source.draw(num_micro_batches, training)
+        drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._planned(drawn, shapes)
         schedule = self._schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]

@@ -275,6 +275,17 @@ def test_a_section_that_is_no_object(section: Any) -> None:
     assert problem(section).startswith(f"terapipe = {section!r}: give an object")
 
 
+@pytest.mark.parametrize("name", ["terapip", "TeraPipe", "terapipe_ds", "tera_pipe", " terapipe"])
+def test_a_misspelt_section_is_not_passed_over(name: str) -> None:
+    with pytest.raises(TeraPipeConfigError, match="unknown section; did you mean terapipe?"):
+        TeraPipeConfig.from_deepspeed({name: {"enabled": True, "slices": 8}})
+
+
+def test_other_sections_are_no_misspelling() -> None:
+    others = ("pipeline", "tensorboard", "tensor_parallel", "fp16", "my_own")
+    assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
+
+
 @pytest.mark.parametrize("ds_config", [None, "ds_config.json", 3, []])
 def test_a_config_that_is_no_dict(ds_config: Any) -> None:
     with pytest.raises(TeraPipeConfigError, match="give it as a dict"):

@@ -176,6 +176,15 @@ class TeraPipeConfig(_StrictModel):
             )
         return plan
 
+    def check_granularity(self, sequence_length: int) -> None:
+        """Whether sequences of that length can be planned: raises TeraPipeConfigError where one is shorter than a
+        granule."""
+        if self.granularity_tokens > sequence_length:
+            raise TeraPipeConfigError(
+                f"{_name(('granularity_tokens',))} = {self.granularity_tokens}: larger than a sequence of "
+                f"{sequence_length} tokens; give at most {sequence_length}, or longer sequences"
+            )
+
     def fingerprint(self) -> str:
         """16 hex digits that two configs share exactly when every key has the same value."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)

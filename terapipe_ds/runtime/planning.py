@@ -80,6 +80,10 @@ class AutoPlanner:
         return int(number)
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
+        try:
+            self._config.check_granularity(length)
+        except TeraPipeConfigError as error:
+            raise on_every_rank(error) from None
         if self._measured is None or self._measured.profile.key.sequence_length < length:
             self._measured = self._measured_for(length, drawn, shapes)
         outcome = self._from_rank_0(lambda: self._plan(length))
@@ -147,19 +151,19 @@ class AutoPlanner:
                 'terapipe.planner.profile to "measure", or remove the limit'
             )
         costs = CostModel.from_profile(self._measured.profile)
-        granularity = min(self._config.granularity_tokens, length)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
-        result = self._search(costs, length, granularity, memory, limit_bytes)
+        result = self._search(costs, length, memory, limit_bytes)
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         lines = describe(result, schedule_chosen=self._config.schedule == "auto")
         return Choice(result.plan, result.schedule, result.predicted_s), "\n  ".join([head, *lines])
 
-    def _search(self, costs: Any, length: int, granularity: int, memory: Any, limit_bytes: float | None) -> PlanResult:
+    def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
         """The best plan; with slices that are given, the best schedule for them."""
         options = {"memory": memory, "memory_limit_bytes": limit_bytes}
         stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
         if self._config.slices == "auto":
-            return plan_slices(costs, length, stages, micro_batches, granularity, self._config.schedule, **options)
+            granularity, schedule = self._config.granularity_tokens, self._config.schedule
+            return plan_slices(costs, length, stages, micro_batches, granularity, schedule, **options)
         return best_schedule(costs, self._config.plan_for(length), stages, micro_batches, **options)
 
     def _from_rank_0(self, ask: Callable[[], Any]) -> Any:

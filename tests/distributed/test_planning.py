@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError
@@ -200,6 +201,20 @@ def _limited(limit_gb: float) -> str:
 def test_a_memory_limit_that_nothing_meets_is_an_error_on_every_rank() -> None:
     for message in rank_pool(2).run(_limited, limit_gb=1e-6):
         assert "memory" in message and "stage" in message
+
+
+def _too_short() -> str:
+    with engine_of(gpt_layers(), section(slices="auto", granularity_tokens=24)) as engine:
+        with pytest.raises(TeraPipeConfigError) as caught:
+            train(engine, batches(1))
+        train(engine, batches(1, length=24))  # nobody was left waiting
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_granule_longer_than_the_sequence_is_an_error_on_every_rank(ranks: int) -> None:
+    for message in rank_pool(ranks).run(_too_short):
+        assert "granularity_tokens = 24" in message and "at most 23" in message
 
 
 def _lengths_change() -> tuple[dict[str, float], list[int]]:

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.ranks import Workload, batches, build_engine, finish_rank, machine, prepare_rank, spawn_ranks
+from terapipe_ds.bench.ranks import (
+    Workload,
+    batches,
+    build_engine,
+    finish_rank,
+    machine,
+    prepare_rank,
+    progress_bar,
+    spawn_ranks,
+)
 
 EXAMPLES = """examples:
   python -m terapipe_ds.bench.predict
@@ -106,15 +113,15 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     todo = cases(arguments, chosen)
     steps: list[list[float]] = [[] for _ in todo]
     closing: list[list[float]] = [[] for _ in todo]
+    bar = progress_bar(rank, (1 + arguments.turns) * len(todo), "steps")
     for turn in range(1 + arguments.turns):
         for index, case in enumerate(todo):
             seconds = _one_step(engine, work, data, case)
             if turn > 0:
                 steps[index].append(seconds)
                 closing[index].append(engine.closing_s)
-            if rank == 0:
-                print(f"\rturn {turn} of {arguments.turns}, case {index + 1:2} of {len(todo)} ", end="",
-                      file=sys.stderr, flush=True)  # fmt: skip
+            bar.update()
+    bar.close()
     if rank == 0:
         rows = [Row(case, predicted(case), steps[i], closing[i]) for i, case in enumerate(todo)]
         Path(out).write_text(json.dumps([asdict(row) for row in rows]))
@@ -226,5 +233,3 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)

@@ -78,6 +78,13 @@ def prepare_rank(rank: int, stages: int, rendezvous: str) -> None:
     deepspeed.init_distributed("gloo")
 
 
+def progress_bar(rank: int, total: int, what: str) -> Any:
+    """A bar on rank 0, where somebody looks at a terminal; ``update()`` after each of ``total``."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, disable=None if rank == 0 else True, leave=False)
+
+
 def finish_rank(engines: Sequence[Any]) -> None:
     """End the process once all are done."""
     import torch.distributed as torch_dist

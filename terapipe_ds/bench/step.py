@@ -11,14 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.ranks import Workload, batches, build_engine, finish_rank, machine, prepare_rank, spawn_ranks
+from terapipe_ds.bench.ranks import (
+    Workload,
+    batches,
+    build_engine,
+    finish_rank,
+    machine,
+    prepare_rank,
+    progress_bar,
+    spawn_ranks,
+)
 
 EXAMPLES = """examples:
   python -m terapipe_ds.bench.step                              stock, slices: 1, and 8 slices; 2 stages, 2048 tokens
@@ -69,6 +77,7 @@ def _rank_main(
     data = batches(work)
     times: list[list[float]] = [[] for _ in systems]
     losses: list[float] = [0.0 for _ in systems]
+    bar = progress_bar(rank, (warmup + steps) * len(engines), "steps")
     for turn in range(warmup + steps):
         for index, engine in enumerate(engines):
             torch_dist.barrier()
@@ -76,10 +85,9 @@ def _rank_main(
             losses[index] = float(engine.train_batch(data))
             if turn >= warmup:
                 times[index].append(time.perf_counter() - start)
-        if rank == 0:
-            print(f"\rturn {turn + 1} of {warmup + steps}", end="", file=sys.stderr, flush=True)
+            bar.update()
+    bar.close()
     if rank == 0:
-        print("\r", end="", file=sys.stderr, flush=True)
         Path(out).write_text(json.dumps({"times": times, "losses": losses}))
     finish_rank(engines)
 

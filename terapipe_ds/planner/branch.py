@@ -36,7 +36,7 @@ from terapipe_ds.planner.programs import NO_LIMITS, Band, Bools, Floats, least_h
 ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by less
 BATCH_SIZE = 16  # boxes per call of the program
 SMALL_GRANULES = 64  # up to here, search until proven
-MAX_WORK = 4_000_000_000  # array elements of programs; about ten seconds
+MAX_WORK = 2_000_000_000  # array elements of programs; some ten seconds
 WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
 
 

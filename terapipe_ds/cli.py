@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("show", "timeline")
+COMMANDS = ("plan", "show", "timeline")
 
 
 class _Parser(argparse.ArgumentParser):

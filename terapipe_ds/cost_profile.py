@@ -10,13 +10,13 @@ import dataclasses
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from terapipe_ds.plan import show_value
+from terapipe_ds.timeline import write_atomically
 
 FORMAT, VERSION = "terapipe_ds.profile", 1
 MEASURE_AGAIN = "measure again and replace it"
@@ -229,19 +229,15 @@ class Profile:
             raise ProfileError(f"{source}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file in one move: whoever reads meanwhile sees the old one or the new one, never a half."""
-        target = Path(path)
-        scratch = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        """Write the file in one move: whoever reads meanwhile sees the old one or the new one, never a half.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
         try:
-            with open(scratch, "x", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(scratch, target)
+            write_atomically(path, lambda scratch: scratch.write_text(self.to_json(), encoding="utf-8"))
         except OSError as error:
-            raise ProfileError(f"cannot write the profile {target} ({error}): give a folder that exists") from error
-        finally:
-            scratch.unlink(missing_ok=True)
+            raise ProfileError(f"cannot write the profile {path} ({error}): give a folder that exists") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+
+KEY = ProfileKey(
+    model_fingerprint="5f2c", model="tiny, 4 layers", device="cpu", dtype="fp32", micro_batch=2, tensor_parallel=1,
+    num_stages=2, activation_checkpointing=False, sequence_length=1024, attention_backend="cpu_flash",
+    versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
+)  # fmt: skip
+SAMPLES = (CostSample(256, 0, 0.01, 0.02, 0.05, 0.04, 5), CostSample(256, 512, 0.013, 0.029, 0.01, 0.02, 5))
+
+
+def one_part(part_id: int, **changes: Any) -> Profile:
+    part = PartProfile(part_id, SAMPLES, step_s=0.004)
+    return Profile(dataclasses.replace(KEY, **changes), (part,), (LinkSample(256, 1e-4, part_id, 0.1, 9),))
+
+
+def document(profile: Profile | None = None) -> dict[str, Any]:
+    return json.loads((profile or one_part(0)).to_json())
+
+
+def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
+    written = document()
+    assert (written["format"], written["version"]) == ("terapipe_ds.profile", 1)
+    assert set(written) == {"format", "version", "key", "parts", "links"}
+    assert written["parts"][0]["samples"][1] == {
+        "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
+        "backward_spread": 0.02, "repeats": 5, "weight_s": None,
+    }  # fmt: skip
+    assert written["links"] == [{"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9}]
+    assert written["key"]["versions"] == {"deepspeed": "0.19.8", "torch": "2.13.0"}
+
+
+seconds = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+spreads = st.floats(min_value=0, allow_infinity=False, allow_nan=False)
+counts = st.integers(1, 10**6)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> CostSample:
+    backward_s = draw(seconds)
+    weight_s = draw(st.none() | st.floats(min_value=0, exclude_min=True, max_value=backward_s))
+    return CostSample(
+        draw(counts), draw(st.integers(0, 10**6)), draw(seconds), backward_s, draw(spreads), draw(spreads),
+        draw(counts), weight_s,
+    )  # fmt: skip
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    key = ProfileKey(
+        draw(st.text()), draw(st.text()), draw(st.text()), draw(st.text()), draw(counts), draw(counts), draw(counts),
+        draw(st.booleans()), 2 * 10**6, draw(st.text()), draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+    )  # fmt: skip
+    lists = st.lists(samples(), min_size=1, max_size=4, unique_by=lambda s: (s.tokens, s.prefix))
+    ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
+    parts = tuple(PartProfile(part_id, tuple(draw(lists)), draw(st.none() | seconds)) for part_id in ids)
+    link = st.builds(LinkSample, counts, seconds, st.none() | st.integers(0, 99), spreads, counts)
+    links = draw(st.lists(link, max_size=4, unique_by=lambda x: (x.tokens, x.part_id)))
+    return Profile(key, parts, tuple(links))
+
+
+@given(profiles())
+def test_the_round_trip_is_exact(profile: Profile) -> None:
+    again = Profile.from_json(profile.to_json())
+    assert again == profile and hash(again) == hash(profile)
+    assert again.to_json() == profile.to_json()
+
+
+@given(profiles(), st.data())
+def test_a_file_cut_short_is_never_read(profile: Profile, data: st.DataObject) -> None:
+    text = profile.to_json().rstrip()
+    with pytest.raises(ProfileError, match="corrupt or cut short.*measure again"):
+        Profile.from_json(text[: data.draw(st.integers(0, len(text) - 1))])
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("what stood here before")
+    one_part(0).save(path)
+    assert Profile.load(path) == one_part(0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    one_part(0).save(path)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(ProfileError, match="cannot write.*no space left"):
+        one_part(1).save(path)
+    assert Profile.load(path) == one_part(0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"cannot read the profile .*none\.json.*give the file"):
+        Profile.load(tmp_path / "none.json")
+    with pytest.raises(ProfileError, match="give a folder that exists"):
+        one_part(0).save(tmp_path / "none" / "profile.json")
+
+
+def set_at(where: dict[str, Any], path: str, value: Any) -> None:
+    *above, last = path.split(".")
+    for step in above:
+        where = where[int(step)] if step.isdigit() else where[step]  # type: ignore[index]
+    where[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", "something", "is not a profile.*give the file"),
+        ("version", 2, "version 2, this package reads 1: update terapipe_ds"),
+        ("version", 0, "version 0.*measure again"),
+        ("version", True, "version True"),
+        ("extra", 1, "the file has unknown extra"),
+        ("parts", {}, "parts = {}: expected a list"),
+        ("parts", [], "without parts"),
+        ("parts", [1], r"parts\[0\] = 1: expected an object"),
+        ("links", None, "links = None: expected a list"),
+        ("key", None, "key = None: expected an object"),
+        ("key.dtype", 32, "dtype = 32: expected text"),
+        ("key.micro_batch", 0, "micro_batch = 0: expected an integer >= 1"),
+        ("key.micro_batch", True, "micro_batch = True"),
+        ("key.activation_checkpointing", 1, "activation_checkpointing = 1: expected true or false"),
+        ("key.versions", {"torch": 2}, "key.versions = "),
+        ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
+        ("key.surprise", 1, "key has unknown surprise"),
+        ("parts.0.part_id", -1, "part_id = -1: expected an integer >= 0"),
+        ("parts.0.samples", [], "part 0 has no samples: measure again"),
+        ("parts.0.step_s", 0.0, "step_s = 0.0: expected a finite, positive"),
+        ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].*forward_s = nan: expected a finite"),
+        ("parts.0.samples.0.forward_s", math.inf, "forward_s = inf"),
+        ("parts.0.samples.0.backward_s", -0.1, "backward_s = -0.1"),
+        ("parts.0.samples.0.backward_s", 0, "backward_s = 0:"),
+        ("parts.0.samples.0.backward_s", "0.1", "backward_s = '0.1'"),
+        ("parts.0.samples.0.backward_s", None, "backward_s = None"),
+        ("parts.0.samples.0.backward_s", True, "backward_s = True"),
+        ("parts.0.samples.0.forward_spread", -1, "forward_spread = -1: expected a finite number >= 0"),
+        ("parts.0.samples.0.tokens", 0, "tokens = 0"),
+        ("parts.0.samples.0.tokens", 1.5, "tokens = 1.5: expected an integer >= 1"),
+        ("parts.0.samples.0.prefix", -1, "prefix = -1: expected an integer >= 0"),
+        ("parts.0.samples.0.weight_s", 0.5, "weight_s = 0.5: expected at most the whole backward"),
+        ("parts.0.samples.0.prefix", 512, r"\(tokens, prefix\) = \(256, 512\) stands twice"),
+        ("links.0.send_s", -1e-4, r"links\[0\].*send_s = -0.0001"),
+        ("links.0.tokens", None, "tokens = None"),
+    ],
+)  # fmt: skip
+def test_bad_fields(path: str, value: Any, message: str) -> None:
+    wrong = document()
+    set_at(wrong, path, value)
+    with pytest.raises(ProfileError, match=message) as caught:
+        Profile.from_json(json.dumps(wrong), "profile x.json")
+    assert str(caught.value).startswith("profile x.json")
+
+
+@pytest.mark.parametrize("path", ["key", "parts", "links", "key.device", "parts.0.samples", "parts.0.samples.1.prefix",
+                                  "parts.0.step_s", "links.0.send_s"])  # fmt: skip
+def test_missing_keys(path: str) -> None:
+    wrong = where = document()
+    *above, last = path.split(".")
+    for step in above:
+        where = where[int(step)] if step.isdigit() else where[step]  # type: ignore[index]
+    del where[last]
+    with pytest.raises(ProfileError, match=f"lacks {last}.*measure again|{last} = None.*measure again"):
+        Profile.from_json(json.dumps(wrong))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{}", '"text"', "[" * 100_000, b"\xff\xfe\x00", '{"key": 1, "key": 2}']
+)
+def test_what_is_no_profile_at_all(text: str | bytes) -> None:
+    with pytest.raises(ProfileError, match="measure again|give the file"):
+        Profile.from_json(text)
+
+
+def test_twice_the_same_link_or_part() -> None:
+    part = PartProfile(0, SAMPLES)
+    with pytest.raises(ProfileError, match="part_id 0 stands twice"):
+        Profile(KEY, (part, part))
+    with pytest.raises(ProfileError, match=r"links: \(tokens, part_id\) = \(8, None\) stands twice"):
+        Profile(KEY, (part,), (LinkSample(8, 0.1), LinkSample(8, 0.2)))
+
+
+CHANGES = {
+    "model_fingerprint": "ffff", "device": "NVIDIA H100", "dtype": "bf16", "micro_batch": 4, "tensor_parallel": 2,
+    "num_stages": 4, "activation_checkpointing": True, "attention_backend": "sdpa", "sequence_length": 2048,
+    "versions": {"torch": "2.14.0", "deepspeed": "0.19.8"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_one_line_for_what_differs(name: str) -> None:
+    expected = dataclasses.replace(KEY, **{name: CHANGES[name]})
+    (line,) = one_part(0).mismatches(expected)
+    assert line.startswith(f"{name}: the profile has ") and "measure" in line
+    shown = [str(v) for v in (getattr(KEY, name), CHANGES[name])]
+    if name == "versions":
+        shown = ["torch 2.13.0", "torch 2.14.0"]
+    assert all(text in line for text in shown)
+    with pytest.raises(ProfileError, match=f"does not belong to this run:\n  {name}"):
+        one_part(0).require(expected)
+    one_part(0).require(expected, ignore=(name,))
+
+
+def test_what_is_no_mismatch() -> None:
+    one_part(0).require(KEY)
+    one_part(0).require(dataclasses.replace(KEY, model="another description"))
+    one_part(0).require(dataclasses.replace(KEY, sequence_length=512))  # a longer one serves a shorter one
+    assert len(one_part(0).mismatches(dataclasses.replace(KEY, **CHANGES))) == len(CHANGES)
+
+
+def test_every_field_of_the_key_is_compared() -> None:
+    assert {field.name for field in dataclasses.fields(ProfileKey)} - {"model"} == set(CHANGES)
+
+
+def test_gather() -> None:
+    whole = Profile.gather([one_part(2), one_part(0), one_part(1)])
+    assert [part.part_id for part in whole.parts] == [0, 1, 2]
+    assert [link.part_id for link in whole.links] == [2, 0, 1]
+    assert whole.key == KEY
+    assert Profile.gather([whole]) == whole
+
+
+def test_gather_refuses() -> None:
+    with pytest.raises(ProfileError, match="no profiles"):
+        Profile.gather([])
+    with pytest.raises(ProfileError, match="part_id 1 stands twice"):
+        Profile.gather([one_part(0), one_part(1), one_part(1)])
+    with pytest.raises(ProfileError, match=r"gathered parts are \[0, 2\]: give every part"):
+        Profile.gather([one_part(0), one_part(2)])
+    with pytest.raises(ProfileError, match="stages measured different things:\n  dtype"):
+        Profile.gather([one_part(0), one_part(1, dtype="bf16")])
+    for lengths in ((1024, 768), (768, 1024)):
+        with pytest.raises(ProfileError, match="sequence_length: the profile has 768"):
+            Profile.gather([one_part(n, sequence_length=length) for n, length in enumerate(lengths)])

@@ -93,10 +93,11 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay, and half of them."""
+        """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay (at least 4), and
+        half of them."""
         if self.is_exact(lengths):
             return self.seconds(lengths)
-        few = max(2, _FEW // self._computations(1, lengths))
+        few = max(4, _FEW // self._computations(1, lengths))
         if few >= self.num_micro_batches:
             return self.seconds(lengths)
         whole, half = self._of(few, lengths), self._of(few // 2, lengths)
@@ -131,11 +132,18 @@ class Judge:
             if self.schedule in FILL_DRAIN:
                 peaks = fill_drain_peak_bytes(plan, self.memory, self.num_stages, self.num_micro_batches)
             else:
-                replay = self._replay(self.num_micro_batches, len(lengths))
-                self.spent += _WALK * self._computations(self.num_micro_batches, lengths)
+                few = self._micro_batches_of_peak(len(lengths))
+                replay = self._replay(few, len(lengths))
+                self.spent += _WALK * self._computations(few, lengths)
                 peaks = replay.peak_bytes(plan, self.memory)
             self._peaks[lengths] = peaks
         return self._peaks.get(lengths)
+
+    def _micro_batches_of_peak(self, num_slices: int) -> int:
+        """More of them change no peak: a stage of ``1f1b`` has at most K micro-batches live, one of ``seq1f1b``
+        K + s - 1 slices; then every micro-batch is like the one before."""
+        live = -(-self.num_stages // num_slices) + 2 if self.schedule == "seq1f1b" else self.num_stages
+        return min(self.num_micro_batches, live + 1)
 
     def fits(self, lengths: Lengths) -> bool:
         """Every stage stays within the limit; True without one."""

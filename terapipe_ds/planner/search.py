@@ -319,14 +319,8 @@ class _Climb:
         if not tops:
             raise memory_limit_error(self.judge, starts)
         climbed = [self._climbed(start) for start in tops]
-        if self.judge.is_exact(tops[0]):
-            return min(climbed, key=self._rank)
-        # what was estimated is replayed as a whole, for the best of each kind
-        finalists = {min(climbed, key=self._rank), tops[0]}
-        return min(finalists, key=lambda lengths: (self.judge.seconds(lengths), len(lengths), lengths))
-
-    def _rank(self, lengths: Lengths) -> tuple[float, int, Lengths]:
-        return self.judge.estimate(lengths), len(lengths), lengths
+        # what was estimated is replayed as a whole
+        return self.judge.fastest({*climbed, tops[0]}, self.judge.seconds) or tops[0]
 
     def _climbed(self, best: Lengths) -> Lengths:
         while True:

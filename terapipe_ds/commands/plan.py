@@ -235,44 +235,10 @@ def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
 
 
 def _report(result: PlanResult, setup: _Setup, section: dict[str, Any]) -> list[str]:
-    plan, lengths = result.plan, result.plan.lengths
-    slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
-    equal = result.equal_plan.num_slices
-    proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
-    lines = [
-        setup.title,
-        "",
-        f"  schedule  {result.schedule}{' (chosen)' if setup.schedule == 'auto' else ''}",
-        f"  plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
-        f"  step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
-        f"            {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
-        f"            {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
-        f"  proof     {proof}",
-        f"  bubble    {result.bubble_fraction:.1%} of the stages' time",
-        *_memory_lines(result),
-        "",
-        "  in the DeepSpeed JSON:",
-        f'  "terapipe": {json.dumps(section)}',
-    ]
-    return lines
-
-
-def _memory_lines(result: PlanResult) -> list[str]:
-    peaks, limit = result.peak_bytes, result.memory_limit_bytes
-    if peaks is None:
-        return []
-    most, least = max(peaks), min(peaks)
-    text = f"  memory    {most / 1e9:.2f} GB on stage {peaks.index(most)}"
-    text += f", {least / 1e9:.2f} GB on stage {peaks.index(least)}" if least < most else ""
-    return [text + (f"; the limit is {limit / 1e9:.2f} GB" if limit is not None else "")]
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
-
-
-def _ratio(seconds: float, result: PlanResult) -> str:
-    return f"{seconds / result.predicted_s:.3f}x" if result.predicted_s > 0 else "no time"
+    lines = result.describe().splitlines()
+    lines[0] += " (chosen)" if setup.schedule == "auto" else ""
+    paste = f'"terapipe": {json.dumps(section)}'
+    return [setup.title, "", *(f"  {line}" for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
 
 
 def _draw(result: PlanResult, costs: list[Any], path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,9 +20,12 @@ from terapipe_ds.simulator import Replay
 LENGTHS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
 
 
-def judge_of(schedule: str, seed: int, num_stages: int, num_micro_batches: int, length: int, **options: object) -> Judge:
+def judge_of(
+    schedule: str, seed: int, num_stages: int, num_micro_batches: int, length: int, **options: object
+) -> Judge:
     parts = ask_parts(parts_of(seed, num_stages), num_stages, length, 1)
-    return Judge(schedule, parts, num_micro_batches, sequence_length=length, granularity_tokens=1, **options)  # type: ignore[arg-type]
+    given: Any = {"sequence_length": length, "granularity_tokens": 1, **options}
+    return Judge(schedule, parts, num_micro_batches, **given)
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(0, 99), st.integers(1, 5), st.integers(1, 5), LENGTHS)

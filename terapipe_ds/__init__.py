@@ -10,10 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from terapipe_ds import planner as planner
     from terapipe_ds import schedule as schedule
     from terapipe_ds.config import TeraPipeConfig as TeraPipeConfig
     from terapipe_ds.config import TeraPipeConfigError as TeraPipeConfigError
     from terapipe_ds.plan import SlicePlan as SlicePlan
+    from terapipe_ds.planner import plan_slices as plan_slices
     from terapipe_ds.runtime.register import initialize as initialize
     from terapipe_ds.runtime.register import register as register
     from terapipe_ds.runtime.register import unregister as unregister
@@ -29,11 +31,12 @@ _EXPORTS = {
     "TeraPipeConfigError": "terapipe_ds.config",
     "Timeline": "terapipe_ds.timeline",
     "initialize": "terapipe_ds.runtime.register",
+    "plan_slices": "terapipe_ds.planner",
     "register": "terapipe_ds.runtime.register",
     "simulate": "terapipe_ds.simulator",
     "unregister": "terapipe_ds.runtime.register",
 }
-_SUBPACKAGES = ("schedule",)
+_SUBPACKAGES = ("planner", "schedule")
 
 __all__ = [*_EXPORTS, *_SUBPACKAGES, "__version__"]
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("show", "profile", "timeline")
+COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "compare")
 
 
 class _Parser(argparse.ArgumentParser):

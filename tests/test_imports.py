@@ -386,6 +386,8 @@ def test_public_names() -> None:
         "TeraPipeConfigError",
         "Timeline",
         "initialize",
+        "plan_slices",
+        "planner",
         "register",
         "schedule",
         "simulate",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from .errors import MemoryLimitError, PlannerError
 from .given import best_schedule
 from .memory import MemoryModel, PartMemory
-from .search import PlanResult, choose, granularity_for, plan_slices
+from .result import PlanResult, choose
+from .search import granularity_for, plan_slices
 from .slice_dp import SliceSolution, solve
 
 __all__ = [

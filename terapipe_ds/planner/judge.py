@@ -16,6 +16,9 @@ from terapipe_ds.planner.programs import Floats
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
+Progress = Callable[[str, int, int], None]
+"""Called now and then with (schedule, work done, of how much), for a progress line."""
+
 FILL_DRAIN = ("terapipe", "gpipe")
 """All forwards before all backwards, by any order of micro-batches."""
 
@@ -37,12 +40,13 @@ class Judge:
     def __init__(
         self, schedule: str, parts: tuple[AskedCosts, ...], num_micro_batches: int, *, sequence_length: int,
         granularity_tokens: int, memory: Any = None, memory_limit_bytes: float | None = None, budget: int = 0,
+        progress: Progress | None = None,
     ) -> None:  # fmt: skip
         self.schedule, self.parts, self.num_micro_batches = schedule, parts, num_micro_batches
         self.sequence_length, self.granularity_tokens = sequence_length, granularity_tokens
         self.num_granules = -(-sequence_length // granularity_tokens)
         self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
-        self.budget, self.spent = budget, 0
+        self.budget, self.spent, self._progress = budget, 0, progress
         self.is_flow_shop = schedule in FILL_DRAIN
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
@@ -53,6 +57,11 @@ class Judge:
     def num_stages(self) -> int:
         """K."""
         return len(self.parts)
+
+    def report(self) -> None:
+        """Tell the caller how far the search is."""
+        if self._progress is not None:
+            self._progress(self.schedule, min(self.spent, self.budget), self.budget)
 
     @property
     def exhausted(self) -> bool:
@@ -93,10 +102,11 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay, and half of them."""
+        """As `seconds`, at a bounded cost: from the ``few`` micro-batches that fit in a replay (at least 4), and
+        half of them."""
         if self.is_exact(lengths):
             return self.seconds(lengths)
-        few = max(2, _FEW // self._computations(1, lengths))
+        few = max(4, _FEW // self._computations(1, lengths))
         if few >= self.num_micro_batches:
             return self.seconds(lengths)
         whole, half = self._of(few, lengths), self._of(few // 2, lengths)
@@ -112,12 +122,15 @@ class Judge:
             per_slice * slices * (_BUILD + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
         )
 
-    def fastest(self, plans: Iterable[Lengths], score: Callable[[Lengths], float]) -> Lengths | None:
+    def fastest(
+        self, plans: Iterable[Lengths], score: Callable[[Lengths], float], *, within_budget: bool = False
+    ) -> Lengths | None:
         """The plan with the least ``score`` (`seconds` or `estimate`) that fits, of equals the one with fewer slices;
         None where none fits. Plans whose bound is above the best score so far are not replayed."""
         best: tuple[float, int, Lengths] | None = None
         for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
-            if best is not None and self.bound_s(lengths) > best[0]:
+            self.report()
+            if (best is not None and self.bound_s(lengths) > best[0]) or (within_budget and self.exhausted):
                 break
             rank = score(lengths), len(lengths), lengths
             if (best is None or rank < best) and self.fits(lengths):
@@ -131,11 +144,18 @@ class Judge:
             if self.schedule in FILL_DRAIN:
                 peaks = fill_drain_peak_bytes(plan, self.memory, self.num_stages, self.num_micro_batches)
             else:
-                replay = self._replay(self.num_micro_batches, len(lengths))
-                self.spent += _WALK * self._computations(self.num_micro_batches, lengths)
+                few = self._micro_batches_of_peak(len(lengths))
+                replay = self._replay(few, len(lengths))
+                self.spent += _WALK * self._computations(few, lengths)
                 peaks = replay.peak_bytes(plan, self.memory)
             self._peaks[lengths] = peaks
         return self._peaks.get(lengths)
+
+    def _micro_batches_of_peak(self, num_slices: int) -> int:
+        """More of them change no peak: a stage of ``1f1b`` has at most K micro-batches live, one of ``seq1f1b``
+        K + s - 1 slices; then every micro-batch is like the one before."""
+        live = -(-self.num_stages // num_slices) + 2 if self.schedule == "seq1f1b" else self.num_stages
+        return min(self.num_micro_batches, live + 1)
 
     def fits(self, lengths: Lengths) -> bool:
         """Every stage stays within the limit; True without one."""

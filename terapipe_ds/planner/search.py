@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,60 +21,24 @@ from terapipe_ds.planner.asked import AskedCosts, ask_parts, whole_s
 from terapipe_ds.planner.bounds import searches
 from terapipe_ds.planner.branch import Search
 from terapipe_ds.planner.candidates import Lengths
+from terapipe_ds.planner.climb import climb
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
-from terapipe_ds.planner.judge import Judge
+from terapipe_ds.planner.judge import Judge, Progress
 from terapipe_ds.planner.limits import memory_limit_error
+from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
 from terapipe_ds.planner.slice_dp import candidates as program_plans
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
-PREFERENCE = ("seq1f1b", "1f1b", "terapipe", "gpipe")
-"""Which schedule wins where time and memory are the same."""
-
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 """What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
 
-_TIE = 1e-3  # a difference in time below the noise of any measurement
 _BUDGET = 6_000_000  # computations replayed; about 3 s on one core of 2025
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
 _MANY_GRANULES = 512  # above, the slice program's own plan is not looked at more closely
 _EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
 _PROGRAM_PLANS = 16  # of each search
 _ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
-_CLIMBS = 3  # starts, one after the other, each with what the ones before left of the budget
-
-Progress = Callable[[str, int, int], None]
-"""Called now and then with (what, done, of how many), for a progress line."""
-
-
-@dataclass(frozen=True)
-class PlanResult:
-    """A plan and what it is worth; seconds are those of one batch without reduce and optimizer step."""
-
-    plan: SlicePlan
-    schedule: str
-    predicted_s: float
-    optimal: bool  # proven: no plan with this schedule, granularity and limits takes less
-    lower_bound_s: float  # proven: no plan takes less than this
-    num_stages: int
-    num_micro_batches: int
-    unsliced_s: float
-    equal_plan: SlicePlan  # the best of the equal plans that fit
-    equal_s: float
-    bubble_fraction: float
-    peak_bytes: tuple[int, ...] | None  # per stage
-    memory_limit_bytes: float | None
-    num_candidates: int
-
-    @property
-    def gap(self) -> float:
-        """How far the prediction is above the proven bound: 0.02 for 2 %."""
-        return max(self.predicted_s / self.lower_bound_s - 1.0, 0.0) if self.lower_bound_s > 0 else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain numbers and lists, for JSON."""
-        plans = {"plan": list(self.plan.lengths), "equal_plan": list(self.equal_plan.lengths)}
-        return dataclasses.asdict(self) | plans | {"gap": self.gap}
 
 
 def plan_slices(
@@ -114,22 +78,6 @@ def plan_slices(
     if not found:
         raise min(refused, key=lambda error: error.need_bytes)
     return choose(found)
-
-
-def choose(results: Iterable[PlanResult]) -> PlanResult:
-    """The result with the least time; within 0.1 % of it the one with the least memory, then the preferred schedule."""
-    found = list(results)
-    if not found:
-        raise PlannerError("no results to choose from: give at least one")
-    least_s = min(result.predicted_s for result in found)
-    near = [result for result in found if result.predicted_s <= least_s * (1 + _TIE)]
-
-    def rank(result: PlanResult) -> tuple[int, int]:
-        known = result.schedule in PREFERENCE
-        place = PREFERENCE.index(result.schedule) if known else len(PREFERENCE)
-        return max(result.peak_bytes or (0,)), place
-
-    return min(near, key=rank)
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
@@ -202,9 +150,8 @@ class _Problem:
         judge = Judge(
             schedule, self.parts, self.num_micro_batches, sequence_length=self.sequence_length,
             granularity_tokens=self.granularity_tokens, memory=self.memory,
-            memory_limit_bytes=self.memory_limit_bytes, budget=budget,
+            memory_limit_bytes=self.memory_limit_bytes, budget=budget, progress=self.progress,
         )  # fmt: skip
-        self.report(schedule, 0, budget)
         if judge.is_flow_shop:
             solution, lengths = self.solution, self._lengths(self.solution.plan)
             if (solution.optimal or not self._can_judge_all(judge)) and judge.fits(lengths):
@@ -216,12 +163,7 @@ class _Problem:
             lengths = self._best_of_all(judge)
             return self._result(judge, lengths, True, judge.seconds(lengths))
         bound_s = max(self.searched[1], self.solution.lower_bound_s if judge.is_flow_shop else 0.0)
-        return self._result(judge, _Climb(self, judge).best(), False, bound_s)
-
-    def report(self, what: str, done: int, of: int) -> None:
-        """Tell the caller how far the search is."""
-        if self.progress is not None:
-            self.progress(what, done, of)
+        return self._result(judge, climb(judge, self.sure_starts(), self.more_starts()), False, bound_s)
 
     # --- all plans
 
@@ -240,16 +182,20 @@ class _Problem:
 
     # --- what the schedules share
 
-    def starts(self) -> Iterator[Lengths]:
-        """Equal slices, slices of equal time on the slowest part, and the slice program's plans."""
-        table = self.slowest.table
-        assert table is not None
+    def sure_starts(self) -> Iterator[Lengths]:
+        """Equal slices, the slice program's plan, and what other schedules of this call chose: judged whatever the
+        budget, so that the answer is never worse than any of them."""
         for count in candidates.slice_counts(self.max_slices):
             yield candidates.uniform(self.num_granules, count)
-            if count <= _EQUAL_TIMES and self.num_granules <= _MANY_GRANULES:
-                yield self._lengths(equal_time(table, count))
         yield from (self._lengths(self.solution.plan), *self.found)
+
+    def more_starts(self) -> Iterator[Lengths]:
+        """Slices of equal time on the slowest part, and plans of the slice program for other weights of the bubble."""
+        table = self.slowest.table
+        assert table is not None
         if self.num_granules <= _MANY_GRANULES:
+            for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
+                yield self._lengths(equal_time(table, count))
             found = program_plans(table, self.num_stages, self.num_micro_batches, self.max_slices)
             yield from (self._lengths(one.plan) for one in found[:_PROGRAM_PLANS])
         for search in self.searched[0]:
@@ -300,58 +246,3 @@ class _Problem:
         """Among those that fit; where none does, unsliced."""
         plans = [candidates.uniform(self.num_granules, count) for count in candidates.slice_counts(self.max_slices)]
         return judge.fastest(plans, judge.estimate) or plans[0]
-
-
-class _Climb:
-    """From the best of the starts to a plan that no small change makes better, within the budget."""
-
-    def __init__(self, problem: _Problem, judge: Judge) -> None:
-        self.problem, self.judge = problem, judge
-
-    def best(self) -> Lengths:
-        """Raises MemoryLimitError where nothing fits."""
-        starts = list(dict.fromkeys(self.problem.starts()))
-        tops: list[Lengths] = []
-        for _ in range(_CLIMBS):
-            start = self.judge.fastest([one for one in starts if one not in tops], self.judge.estimate)
-            if start is not None:
-                tops.append(start)
-        if not tops:
-            raise memory_limit_error(self.judge, starts)
-        climbed = [self._climbed(start) for start in tops]
-        if self.judge.is_exact(tops[0]):
-            return min(climbed, key=self._rank)
-        # what was estimated is replayed as a whole, for the best of each kind
-        finalists = {min(climbed, key=self._rank), tops[0]}
-        return min(finalists, key=lambda lengths: (self.judge.seconds(lengths), len(lengths), lengths))
-
-    def _rank(self, lengths: Lengths) -> tuple[float, int, Lengths]:
-        return self.judge.estimate(lengths), len(lengths), lengths
-
-    def _climbed(self, best: Lengths) -> Lengths:
-        while True:
-            before = best
-            step = 1 << (max(best).bit_length() - 1)
-            while step:
-                best = self._improved(best, functools.partial(candidates.moved, step=step))
-                step //= 2
-            changed = functools.partial(candidates.merged_or_split, max_slices=self.problem.max_slices)
-            best = self._improved(best, changed)
-            if best == before or self.judge.exhausted:
-                return best
-
-    def _improved(self, best: Lengths, neighbours: Callable[[Lengths], Iterator[Lengths]]) -> Lengths:
-        """Take the first better neighbour, and again, until there is none."""
-        judge, seconds = self.judge, self.judge.estimate(best)
-        found = True
-        while found:
-            found = False
-            for lengths in neighbours(best):
-                if judge.exhausted:
-                    return best
-                enough = seconds * (1 - 1e-12)
-                if judge.bound_s(lengths) < enough and judge.estimate(lengths) < enough and judge.fits(lengths):
-                    best, seconds, found = lengths, judge.estimate(lengths), True
-                    break
-            self.problem.report(judge.schedule, min(judge.spent, judge.budget), judge.budget)
-        return best

@@ -1,0 +1,68 @@
+"""Scores, bounds and bytes of single plans, against replays of the whole schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_search import SCHEDULES, parts_of
+
+from terapipe_ds.planner import MemoryModel, PartMemory
+from terapipe_ds.planner.asked import ask_parts
+from terapipe_ds.planner.bounds import searches
+from terapipe_ds.planner.candidates import to_lengths
+from terapipe_ds.planner.judge import Judge
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
+
+LENGTHS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
+
+
+def judge_of(
+    schedule: str, seed: int, num_stages: int, num_micro_batches: int, length: int, **options: object
+) -> Judge:
+    parts = ask_parts(parts_of(seed, num_stages), num_stages, length, 1)
+    given: Any = {"sequence_length": length, "granularity_tokens": 1, **options}
+    return Judge(schedule, parts, num_micro_batches, **given)
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(0, 99), st.integers(1, 5), st.integers(1, 5), LENGTHS)
+def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches: int, lengths: list[int]) -> None:
+    """A plan's seconds are those of the replay, and neither its own bound nor that of all plans is above them."""
+    judge = judge_of(schedule, seed, stages, micro_batches, sum(lengths))
+    plan = judge.plan(tuple(lengths))
+    seconds = Replay(build(schedule, stages, micro_batches, len(lengths))).makespan(plan, parts_of(seed, stages))
+    assert judge.seconds(tuple(lengths)) == pytest.approx(seconds, rel=1e-9)
+    assert judge.bound_s(tuple(lengths)) <= seconds * (1 + 1e-9)
+    assert searches(judge.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
+    assert to_lengths(plan, 1) == tuple(lengths)
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "1f1b"])
+def test_a_bound_is_met_where_one_stage_does_all_the_work(schedule: str) -> None:
+    """Without a bubble to estimate, the bound is the time: it counts the work, and every way to and from the stage."""
+    judge = judge_of(schedule, 3, 1, 3, 12)
+    assert judge.bound_s((5, 4, 3)) == pytest.approx(judge.seconds((5, 4, 3)), rel=1e-12)
+    one = judge_of(schedule, 2, 4, 1, 12)  # a single micro-batch is a flow shop forth and one back
+    assert one.bound_s((12,)) == pytest.approx(one.seconds((12,)), rel=1e-12)
+
+
+@given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 12), LENGTHS)
+def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches: int, lengths: list[int]) -> None:
+    part = PartMemory(1000, 11, 3, 7, 5, 2, 1)
+    memory = MemoryModel.measured([part] * stages)
+    judge = judge_of(schedule, 0, stages, micro_batches, sum(lengths), memory=memory)
+    plan = judge.plan(tuple(lengths))
+    peaks = Replay(build(schedule, stages, micro_batches, len(lengths))).peak_bytes(plan, memory)
+    assert judge.peak_bytes(tuple(lengths)) == peaks
+
+
+def test_fastest_breaks_ties_by_fewer_slices_and_skips_what_does_not_fit() -> None:
+    memory = MemoryModel.measured([PartMemory(0, 0, working_bytes_per_token=1)])
+    judge = judge_of("seq1f1b", 0, 1, 1, 6, memory=memory, memory_limit_bytes=3)
+    scores = {(6,): 1.0, (3, 3): 2.0, (3, 2, 1): 2.0, (1, 5): 1.5}
+    judge.bound_s = lambda lengths: 0.0  # type: ignore[method-assign]
+    assert judge.fastest(scores, scores.__getitem__) == (3, 3)
+    assert judge.fastest([(6,), (1, 5)], scores.__getitem__) is None

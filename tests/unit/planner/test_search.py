@@ -1,0 +1,352 @@
+"""The search: against brute force over all plans with the simulator, its promises, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import (
+    MemoryLimitError,
+    MemoryModel,
+    PartMemory,
+    PlannerError,
+    PlanResult,
+    choose,
+    granularity_for,
+    plan_slices,
+    search,
+    solve,
+)
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
+
+SCHEDULES = ("seq1f1b", "1f1b", "terapipe", "gpipe")
+
+
+class Costs:
+    """A launch floor, growth with tokens and prefix, and noise that is the same whenever a pair is asked."""
+
+    def __init__(self, seed: int, scale: float = 1.0, send_s: float | None = None, noise: float = 0.1) -> None:
+        draw = random.Random(seed)
+        self.seed, self.scale, self.noise = seed, scale, noise
+        self.floor, self.per_pair = draw.uniform(0.2, 3.0), draw.uniform(0.0, 0.3)
+        self.backward = draw.uniform(1.0, 3.0)
+        self.asked: Counter[tuple[str, int, int]] = Counter()
+        if send_s is not None:
+            self.send_s = lambda tokens: 0.1 + send_s * tokens
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return self._seconds("forward", tokens, prefix)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return self.backward * self._seconds("backward", tokens, prefix)
+
+    def _seconds(self, name: str, tokens: int, prefix: int) -> float:
+        assert type(tokens) is int and type(prefix) is int
+        self.asked[name, tokens, prefix] += 1
+        draw = random.Random(f"{self.seed} {name} {tokens} {prefix}")
+        busy = max(self.floor, tokens) + self.per_pair * tokens * (prefix + tokens / 2)
+        return self.scale * busy * draw.uniform(1 - self.noise, 1 + self.noise)
+
+
+def parts_of(seed: int, num_stages: int) -> list[Costs]:
+    """Equal stages, unequal ones and a slow last one in turns; every other time with links."""
+    send_s = 0.3 if seed % 2 else None
+    if seed % 3 == 0:
+        return [Costs(seed, send_s=send_s)] * num_stages
+    kinds = [Costs(10 * seed + kind, 1 + 0.3 * kind, send_s) for kind in range(2)]
+    if seed % 3 == 1:
+        return [kinds[stage % 2] for stage in range(num_stages)]
+    return [*[kinds[0]] * (num_stages - 1), kinds[1]]
+
+
+def every_plan(length: int, granularity: int) -> list[SlicePlan]:
+    """Written apart from the search: one bit per place where a cut may be."""
+    places = range(granularity, length, granularity)
+    plans = []
+    for bits in itertools.product((False, True), repeat=len(places)):
+        cuts = [0, *itertools.compress(places, bits), length]
+        plans.append(SlicePlan(tuple(b - a for a, b in itertools.pairwise(cuts))))
+    return plans
+
+
+def brute_force_s(parts: list[Costs], schedule: str, length: int, num_micro_batches: int) -> float:
+    replays: dict[int, Replay] = {}
+    best = math.inf
+    for plan in every_plan(length, 1):
+        count = plan.num_slices
+        if count not in replays:
+            replays[count] = Replay(build(schedule, len(parts), num_micro_batches, count))
+        best = min(best, replays[count].makespan(plan, parts))
+    return best
+
+
+# --- quality
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("num_stages", "num_micro_batches", "seed"), [
+    (2, 1, 0), (2, 4, 1), (3, 1, 2), (3, 2, 3), (3, 3, 4), (4, 1, 5), (4, 2, 6), (4, 4, 7),
+])  # fmt: skip
+def test_against_brute_force(
+    schedule: str, num_stages: int, num_micro_batches: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Judging all plans is exact, climbing from a few is within 1 %, and no plan is below the bound."""
+    parts = parts_of(seed, num_stages)
+    best_s = brute_force_s(parts, schedule, 8, num_micro_batches)
+    exact = plan_slices(parts, 8, num_stages, num_micro_batches, 1, schedule)
+    assert exact.optimal
+    assert exact.predicted_s == pytest.approx(best_s, rel=1e-9)
+    monkeypatch.setattr(search, "_ALL_PLANS", 0)
+    climbed = plan_slices(parts, 8, num_stages, num_micro_batches, 1, schedule)
+    assert best_s * (1 - 1e-9) <= climbed.predicted_s <= 1.01 * best_s
+    assert climbed.lower_bound_s <= best_s * (1 + 1e-9)
+    assert not climbed.optimal or climbed.predicted_s == pytest.approx(best_s, rel=1e-6)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(SCHEDULES), st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3),
+    st.integers(3, 14),
+)  # fmt: skip
+def test_promises_of_a_result(
+    schedule: str, seed: int, num_stages: int, num_micro_batches: int, granularity: int, length: int
+) -> None:
+    """The prediction is the simulated time; no equal plan and no plan of the slice program is better; bounds hold."""
+    parts = parts_of(seed, num_stages)
+    result = plan_slices(parts, length, num_stages, num_micro_batches, granularity, schedule, budget=200_000)
+
+    def seconds(plan: SlicePlan) -> float:
+        return Replay(build(schedule, num_stages, num_micro_batches, plan.num_slices)).makespan(plan, parts)
+
+    assert result.plan.sequence_length == length
+    assert all(start % granularity == 0 for start in result.plan.starts)
+    assert result.predicted_s == pytest.approx(seconds(result.plan), rel=1e-9)
+    assert result.unsliced_s == pytest.approx(seconds(SlicePlan((length,))), rel=1e-9)
+    assert result.equal_s == pytest.approx(seconds(result.equal_plan), rel=1e-9)
+    enough = result.predicted_s * (1 - 1e-9)
+    for count in range(1, -(-length // granularity) + 1):
+        if count in (1, 2, 3, 4, 6, 8, 12):
+            assert seconds(SlicePlan.equal(length, count, granularity)) >= enough
+    solution = solve(parts, length, num_stages, num_micro_batches, granularity)
+    assert seconds(solution.plan) >= enough
+    assert result.lower_bound_s <= result.predicted_s
+    busy_s = num_micro_batches * sum(
+        part.forward_s(tokens, prefix) + part.backward_s(tokens, prefix)
+        for part in parts
+        for tokens, prefix in zip(result.plan.lengths, result.plan.starts, strict=True)
+    )
+    assert result.bubble_fraction == pytest.approx(1 - busy_s / (num_stages * result.predicted_s), abs=1e-9)
+
+
+def test_a_budget_that_is_spent_still_gives_a_plan() -> None:
+    parts = parts_of(1, 6)
+    little, much = (plan_slices(parts, 40, 6, 3, 1, "seq1f1b", budget=budget) for budget in (0, 3_000_000))
+    assert little.num_candidates < much.num_candidates
+    assert much.lower_bound_s <= much.predicted_s <= little.predicted_s <= little.equal_s
+
+
+def test_many_computations_are_estimated_and_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from few micro-batches the choice is good, and what is reported counts all of them."""
+    parts = parts_of(2, 3)
+    exact = plan_slices(parts, 24, 3, 12, 1, "seq1f1b")
+    monkeypatch.setattr("terapipe_ds.planner.judge._FEW", 100)
+    estimated = plan_slices(parts, 24, 3, 12, 1, "seq1f1b")
+    replay = Replay(build("seq1f1b", 3, 12, estimated.plan.num_slices))
+    assert estimated.predicted_s == pytest.approx(replay.makespan(estimated.plan, parts), rel=1e-9)
+    assert estimated.predicted_s <= 1.03 * exact.predicted_s
+    assert estimated.lower_bound_s <= exact.predicted_s
+
+
+def test_the_slice_program_answers_for_terapipe_on_equal_stages() -> None:
+    costs = Costs(3)
+    result = plan_slices(costs, 96, 8, 2, 2)
+    solution = solve(costs, 96, 8, 2, 2)
+    assert (result.schedule, result.plan, result.optimal) == ("terapipe", solution.plan, True)
+    times = [
+        (costs.forward_s(i, j), costs.backward_s(i, j))
+        for i, j in zip(result.plan.lengths, result.plan.starts, strict=True)
+    ]
+    forward, backward = zip(*times, strict=True)
+    formula_s = 2 * sum(forward + backward) + 7 * (max(forward) + max(backward))
+    assert result.predicted_s == pytest.approx(formula_s, rel=1e-12)
+    assert result.gap == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
+def test_the_same_question_gives_the_same_answer_and_asks_once(schedule: str) -> None:
+    answers = []
+    for _ in range(2):
+        parts = parts_of(7, 4)
+        answers.append(plan_slices(parts, 30, 4, 2, 2, schedule))
+        for part in parts:
+            assert set(part.asked.values()) == {1}
+            assert all(tokens + prefix <= 30 for _, tokens, prefix in part.asked)
+    assert answers[0] == answers[1]
+
+
+def test_max_slices() -> None:
+    for schedule in SCHEDULES:
+        result = plan_slices(parts_of(1, 4), 20, 4, 1, 1, schedule, max_slices=3)
+        assert result.plan.num_slices <= 3
+    assert plan_slices(Costs(0), 20, 4, 1, 1, max_slices=1).plan == SlicePlan((20,))
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, int, int]] = []
+    plan_slices(parts_of(1, 4), 30, 4, 2, 1, "seq1f1b", progress=lambda *now: told.append(now))
+    done = [part for _, part, _ in told]
+    assert {(name, of) for name, _, of in told} == {("seq1f1b", told[0][2])}
+    assert done == sorted(done) and 0 < done[0] < done[-1] <= told[0][2]
+
+
+# --- memory
+
+
+def memory_of(num_stages: int, slice_bytes: float = 10.0) -> MemoryModel:
+    return MemoryModel.measured([PartMemory(1000, slice_bytes, 2, 4, 10, 5, 1)] * num_stages)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_limit_filters_plans(schedule: str) -> None:
+    """With a limit the plan is the best of those that fit: brute force over plans and their simulated bytes."""
+    parts, memory = parts_of(3, 3), memory_of(3)
+    free = plan_slices(parts, 8, 3, 2, 1, schedule, memory=memory)
+    assert free.peak_bytes is not None
+    peaks, times = {}, {}
+    for plan in every_plan(8, 1):
+        replay = Replay(build(schedule, 3, 2, plan.num_slices))
+        peaks[plan] = max(replay.peak_bytes(plan, memory))
+        times[plan] = replay.makespan(plan, parts)
+    assert max(free.peak_bytes) == peaks[free.plan]
+    limit = (min(peaks.values()) + peaks[free.plan]) // 2
+    result = plan_slices(parts, 8, 3, 2, 1, schedule, memory=memory, memory_limit_bytes=limit)
+    best_s = min(seconds for plan, seconds in times.items() if peaks[plan] <= limit)
+    assert peaks[result.plan] <= limit
+    assert result.predicted_s == pytest.approx(best_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("length", [8, 60])
+def test_nothing_fits(length: int) -> None:
+    """The error has the least need, where it is, and advice that fits: here activations are the most."""
+    parts = [PartMemory(1000, 1), PartMemory(1500, 100), PartMemory(1000, 1)]
+    memory = MemoryModel.measured(parts)
+    message = r"no plan fits in .*'terapipe'.*on stage 1.*'seq1f1b'.*checkpoint"
+    with pytest.raises(MemoryLimitError, match=message) as error:
+        plan_slices(parts_of(3, 3), length, 3, 2, 1, "terapipe", memory=memory, memory_limit_bytes=1600)
+    assert (error.value.need_bytes, error.value.stage_id) == (1500 + 100 * 2 * length, 1)
+    with pytest.raises(MemoryLimitError, match="these alone are too much: try more stages"):
+        plan_slices(parts_of(3, 3), length, 3, 2, 1, "seq1f1b", memory=memory, memory_limit_bytes=1400)
+
+
+def test_auto_takes_the_schedule_that_fits() -> None:
+    """All slices of all micro-batches live take too much; one forward, one backward does not."""
+    memory = memory_of(2)
+    options: dict[str, Any] = {"memory": memory, "memory_limit_bytes": 1700}
+    with pytest.raises(MemoryLimitError):
+        plan_slices(Costs(3), 12, 2, 8, 1, "terapipe", **options)
+    result = plan_slices(Costs(3), 12, 2, 8, 1, "auto", **options)
+    assert result.schedule in ("seq1f1b", "1f1b")
+    with pytest.raises(MemoryLimitError) as error:
+        plan_slices(Costs(3), 12, 2, 8, 1, "auto", memory=memory, memory_limit_bytes=1)
+    assert "'seq1f1b'" in str(error.value)
+
+
+# --- auto
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_the_best_of_all(seed: int) -> None:
+    parts = parts_of(seed, 3)
+    each = [plan_slices(parts, 10, 3, 3, 1, name).predicted_s for name in SCHEDULES]
+    auto = plan_slices(parts, 10, 3, 3, 1, "auto")
+    assert min(each) <= auto.predicted_s * (1 + 1e-9)
+    assert auto.predicted_s <= min(each) * 1.001 * (1 + 1e-9)
+
+
+def made_up(schedule: str, predicted_s: float, peak_bytes: tuple[int, ...] | None = None) -> PlanResult:
+    plan = SlicePlan((1,))
+    return PlanResult(
+        plan, schedule, predicted_s, False, 0.0, 2, 1, 1.0, plan, 1.0, 0.0, peak_bytes, None, 1
+    )
+
+
+def test_choose() -> None:
+    assert choose([made_up("gpipe", 0.9), made_up("seq1f1b", 1.0)]).schedule == "gpipe"
+    tie = [made_up("terapipe", 1.0, (9, 9)), made_up("1f1b", 1.0009, (1, 8)), made_up("seq1f1b", 1.002, (1, 1))]
+    assert choose(tie).schedule == "1f1b"  # less memory within 0.1 %; the third is slower
+    assert choose([made_up("gpipe", 1.0), made_up("seq1f1b", 1.0), made_up("1f1b", 1.0)]).schedule == "seq1f1b"
+    with pytest.raises(PlannerError, match="at least one"):
+        choose([])
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "zigzag"}, "schedule = 'zigzag': the planner knows gpipe, 1f1b, terapipe, seq1f1b, auto"),
+        ({"granularity_tokens": 21}, "granularity_tokens = 21 is larger than the sequence of 20 tokens"),
+        ({"granularity_tokens": 0}, "granularity_tokens = 0: give an integer >= 1"),
+        ({"num_stages": True}, "num_stages = True"),
+        ({"num_micro_batches": 1.5}, "num_micro_batches = 1.5"),
+        ({"max_slices": 0}, "max_slices = 0"),
+        ({"memory_limit_bytes": 5}, "memory_limit_bytes needs memory"),
+        ({"memory": memory_of(2), "memory_limit_bytes": -5}, "memory_limit_bytes = -5"),
+        ({"memory": memory_of(2), "memory_limit_bytes": float("nan")}, "memory_limit_bytes = nan"),
+        ({"costs": [Costs(0)] * 3}, "3 costs for 2 stages"),
+        ({"costs": object()}, r"no forward_s\(tokens, prefix\)"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b"])
+def test_refused(schedule: str, changes: dict[str, Any], message: str) -> None:
+    arguments = {"costs": Costs(0), "sequence_length": 20, "num_stages": 2, "granularity_tokens": 2}
+    with pytest.raises(ValueError, match=message):
+        plan_slices(**{**arguments, "schedule": schedule, **changes})
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf")])
+@pytest.mark.parametrize("method", ["forward_s", "backward_s"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_times_that_cannot_be(schedule: str, method: str, wrong: float) -> None:
+    costs = Costs(0)
+    honest = getattr(costs, method)
+    setattr(costs, method, lambda tokens, prefix: wrong if (tokens, prefix) == (4, 6) else honest(tokens, prefix))
+    with pytest.raises(PlannerError, match=rf"{method}\(tokens=4, prefix=6\) = {wrong}"):
+        plan_slices(costs, 20, 2, 1, 2, schedule)
+
+
+def test_costs_without_any_time() -> None:
+    class Free:
+        def forward_s(self, tokens: int, prefix: int) -> float:
+            return 0.0
+
+        backward_s = forward_s
+
+    result = plan_slices(Free(), 20, 3, 2, 2, "auto")
+    assert (result.predicted_s, result.bubble_fraction, result.gap, result.optimal) == (0.0, 0.0, 0.0, True)
+
+
+def test_granularity_for() -> None:
+    assert granularity_for(64, 8, True) == 64
+    assert granularity_for(60, 8, True) == 120
+    assert granularity_for(60, 8, False) == 60
+    with pytest.raises(PlannerError, match="tensor_parallel = 0"):
+        granularity_for(60, 0, True)
+
+
+def test_a_result_as_plain_numbers() -> None:
+    result = plan_slices(parts_of(1, 3), 10, 3, 2, 1, "seq1f1b")
+    numbers = result.to_dict()
+    assert numbers["plan"] == list(result.plan.lengths)
+    assert set(numbers) == {field.name for field in dataclasses.fields(result)} | {"gap"}

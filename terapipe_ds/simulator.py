@@ -238,7 +238,7 @@ class Replay:
         spans = np.array(span_of_unit)[self._units]
         seconds: list[float] = table[self._parts, self._rows, spans].tolist()
         sends: list[float] = np.where(self._sends, table[self._parts, SEND, spans], 0.0).tolist()
-        takes_time = table[:, SEND].any(axis=1)
+        takes_time = table[:, SEND].max(axis=1) > 0
         return plans, takes_time[self._parts].tolist(), seconds, sends
 
     def _pass(self, seconds: list[float], sends: list[float], overlap: bool) -> _Times:

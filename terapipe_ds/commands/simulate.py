@@ -21,7 +21,7 @@ EXAMPLES = """\
   terapipe simulate --schedule seq1f1b --stages 4 --micro-batches 2 --slices 512,384,128 --unit
   terapipe simulate --schedule seq1f1b --stages 4 --micro-batches 2 --slices 8 --sequence-length 2048 --unit --json
   terapipe simulate --schedule terapipe --stages 4 --slices 3,1 --unit --unit-send 0.1 --trace trace.json
-  terapipe simulate --schedule gpipe --stages 2 --micro-batches 2 --slices 5,3 --slices 8 --unit   (a plan each)
+  terapipe simulate --schedule gpipe --stages 2 --micro-batches 2 --slices 5,3 --slices 4,4 --unit   (a plan each)
   terapipe simulate --schedule 1f1b --stages 8 --micro-batches 8 --slices 8 --sequence-length 2048 --unit \
 --picture 1f1b.svg
   terapipe simulate --schedule seq1f1b --stages 2 --micro-batches 4 --slices 4 --sequence-length 2048 \
@@ -134,9 +134,11 @@ def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
     for step in path:
         kind = step.event.kind
         by_kind[kind] = by_kind.get(kind, 0.0) + step.event.end_s - step.event.start_s
-    names = {"F": "forward", "B": "backward", "W": "weight gradients", "SA": "activations", "SG": "gradients on links"}
+    names = {"F": "forward", "B": "backward", "W": "weight gradients"}
+    names |= {"SA": "activations on links", "SG": "gradients on links"}
     shares = ", ".join(f"{names[kind]} {seconds:.6g} s" for kind, seconds in by_kind.items())
-    return [*lines, "", f"critical path: {len(path)} steps on {_many(len({step.event.stage_id for step in path}))}; {shares}"]
+    stages = _many(len({step.event.stage_id for step in path}))
+    return [*lines, "", f"critical path: {len(path)} steps on {stages}; {shares}"]
 
 
 def _many(count: int, noun: str = "stage") -> str:

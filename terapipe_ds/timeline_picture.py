@@ -60,7 +60,7 @@ def _figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
     row_height = 0.5 if num_rows <= 8 else 0.36
     boxes = max(span_s / _typical_s(timeline) for _, timeline in titled)
     short = max(span_s / _typical_s(timeline, among=0.05) for _, timeline in titled)
-    width = _LEFT + _RIGHT + max(min(max(0.32 * boxes, 8.5), 16.0), min(_UPRIGHT * short, 22.0))
+    width = _LEFT + _RIGHT + max(min(max(0.32 * boxes, 8.5), 16.0), min(_UPRIGHT * short, 24.0))
     bodies = [row_height * timeline.num_stages for _, timeline in titled]
     height = sum(bodies) + _TOP * len(bodies) + _AXIS + _LEGEND + 0.1
     figure = Figure(figsize=(width, height), facecolor="white")

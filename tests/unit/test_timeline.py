@@ -452,7 +452,7 @@ def test_eight_stages_of_64_units_are_legible() -> None:
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import UnitCosts, simulate
 
-    uneven = SlicePlan((24, 20, 18, 16, 14, 13, 12, 11))
+    uneven = SlicePlan((20, 18, 17, 16, 15, 15, 14, 13))
     timeline = simulate(build("seq1f1b", 8, 8, 8), uneven, UnitCosts(128, 0.1))
     figure = timeline_picture._figure([("seq1f1b", timeline)])
     labels = [text for text in texts_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]

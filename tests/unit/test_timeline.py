@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -443,6 +444,21 @@ def test_every_box_that_has_room_has_its_label() -> None:
     texts = texts_of(timeline_picture._figure([("", large(2, 16))]))
     for unit in range(16):
         assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
+
+
+def test_eight_stages_of_64_units_are_legible() -> None:
+    """Nine boxes of ten have their label, though a forward takes half of a backward and slices differ."""
+    from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.schedule import build
+    from terapipe_ds.simulator import UnitCosts, simulate
+
+    uneven = SlicePlan((20, 18, 17, 16, 15, 15, 14, 13))
+    timeline = simulate(build("seq1f1b", 8, 8, 8), uneven, UnitCosts(128, 0.1))
+    figure = timeline_picture._figure([("seq1f1b", timeline)])
+    labels = [text for text in texts_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
+    assert len(labels) >= 0.9 * 8 * 128
+    assert not overlaps(figure)
+    assert all(text.get_fontsize() >= 5 for axes in figure.axes for text in axes.texts)
 
 
 def test_boxes_stand_at_their_times_and_in_their_colours() -> None:

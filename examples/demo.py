@@ -12,6 +12,7 @@ clips by a norm that lacks parameters, the sliced one by the norm of all, and th
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -189,4 +190,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # No options; but --help, or an option that somebody hoped for, should not start minutes of training.
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("plan", "show", "timeline")
+COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "compare")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +43,7 @@ def _one_line(error: Exception) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="terapipe",
-        description="Token-level pipeline parallelism for DeepSpeed: schedules and measured timelines.",
+        description="Token-level pipeline parallelism for DeepSpeed: schedules and timelines.",
         epilog="Each command has examples: terapipe show --help",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")

@@ -130,6 +130,7 @@ class TeraPipeConfig(_StrictModel):
         """
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
+        _refuse_misspelt_section(ds_config)
         section = ds_config.get(_SECTION, {})
         if not isinstance(section, dict):
             raise TeraPipeConfigError(
@@ -175,6 +176,15 @@ class TeraPipeConfig(_StrictModel):
             )
         return plan
 
+    def check_granularity(self, sequence_length: int) -> None:
+        """Whether sequences of that length can be planned: raises TeraPipeConfigError where one is shorter than a
+        granule."""
+        if self.granularity_tokens > sequence_length:
+            raise TeraPipeConfigError(
+                f"{_name(('granularity_tokens',))} = {self.granularity_tokens}: larger than a sequence of "
+                f"{sequence_length} tokens; give at most {sequence_length}, or longer sequences"
+            )
+
     def fingerprint(self) -> str:
         """16 hex digits that two configs share exactly when every key has the same value."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
@@ -190,6 +200,17 @@ class TeraPipeConfig(_StrictModel):
             slices = f"slices {self.slices if isinstance(self.slices, str) else list(self.slices)}"
         ignored = f" (ignore_index {self.ignore_index})" if self.loss_reduction == "mean_valid" else ""
         return f"terapipe: schedule {self.schedule}, {slices}, loss {self.loss_reduction}{ignored}"
+
+
+def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
+    """DeepSpeed passes over a section that it does not know: the run would go on, unsliced, without a word."""
+    for key, value in ds_config.items():
+        if not isinstance(key, str) or key == _SECTION or not isinstance(value, dict):
+            continue
+        if difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
+            raise TeraPipeConfigError(
+                f"{_show_key(key)} = {show_value(value)}: unknown section; did you mean {_SECTION}?"
+            )
 
 
 def _name(path: Iterable[Any]) -> str:

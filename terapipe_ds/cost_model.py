@@ -9,6 +9,7 @@ merging of two partial results, work that no prefix saves however short it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -88,12 +89,29 @@ class Curve:
         if plain.all():
             return base
         i, j = tokens[~plain], prefix[~plain]
-        terms = _fit_terms(i, j, seconds[~plain] - base(i, np.zeros_like(j)), seconds[~plain])
-        return dataclasses.replace(base, terms=terms)
+        curve = base
+        for _ in range(2):  # between points the base bends by a term that the first fit finds
+            terms = _fit_terms(i, j, seconds[~plain] - curve(i, np.zeros_like(j)), seconds[~plain])
+            curve = dataclasses.replace(base, terms=terms)
+        return curve
+
+    @functools.cached_property
+    def bend(self) -> float:
+        """Seconds per token squared by which the base curves upwards between its points.
+
+        Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. At most as
+        much as lets the base rise wherever its points rise.
+        """
+        steps = np.diff(self.base_tokens**2)
+        if self.terms is None or len(steps) == 0:
+            return 0.0
+        return float(max(0.0, min(self.terms[3] / 2, *(np.diff(self.base_s) / steps))))
 
     def __call__(self, tokens: Array, prefix: Array) -> Array:
         """Seconds, never below those without prefix: more to attend to never takes less."""
-        seconds = _interpolate(tokens, self.base_tokens, self.base_s)
+        bend = self.bend
+        straight_s = _interpolate(tokens, self.base_tokens, self.base_s - bend * self.base_tokens**2)
+        seconds: Array = straight_s + bend * np.maximum(tokens, self.base_tokens[0]) ** 2
         if self.terms is None:
             return seconds + np.zeros_like(prefix)
         a0, a1, a2, a3 = self.terms
@@ -105,9 +123,9 @@ class CostModel:
     """Measured costs of one part, with the interface that planner and simulator ask for.
 
     Below the smallest measured slice time is constant: launches, and reading the weights, take what they take however
-    few the tokens are. Between measured points it is linear. Beyond them: an error, or with ``allow_extrapolation`` a
-    continuation of the last segment (one point alone: in proportion to the tokens) and of t_ctx, which is zero where
-    no sample had a prefix.
+    few the tokens are. Between measured points it is linear but for attention, which grows with the square. Beyond
+    them: an error, or with ``allow_extrapolation`` a continuation of the last segment (one point alone: in proportion
+    to the tokens) and of t_ctx, which is zero where no sample had a prefix.
 
     ``tokens`` and ``prefix`` are ints (the result is a float) or arrays (elementwise, with broadcasting).
     ``send_s``, ``step_s`` and ``weight_s`` exist only where they were measured (``hasattr``).

@@ -108,18 +108,17 @@ class ParametricCosts:
         units = [t.num_micro_batches * t.plan.num_slices + t.num_stages - 1 for t in totals]
         highest = min(t.latency_s / count for t, count in zip(totals, units, strict=True))
         per_token_s = _per_token_s(totals)
-        best, least = cls(highest, 0.0, per_token_s, per_pair_s), np.inf
-        sharpness = list(SHARPNESS)
+        starts = [cls(share * highest, 0.0, per_token_s, per_pair_s) for share in (0.3, 0.9)]
+        best, least, sharpness = starts[0], np.inf, list(SHARPNESS)
         for _ in range(2):
             for p in sharpness:
-                starts = [cls(share * highest, 0.0, per_token_s, per_pair_s) for share in (0.3, 0.9)]
                 for start in (*starts, best):
                     costs = _improve(dataclasses.replace(start, sharpness=p), totals)
                     if (loss := _loss(costs, totals)) < least * (1 - 1e-9):
                         best, least = costs, loss
             place = sharpness.index(best.sharpness)
             around = sharpness[max(place - 1, 0)], sharpness[min(place + 1, len(sharpness) - 1)]
-            sharpness = sorted({best.sharpness, *np.linspace(*around, 8).tolist()})
+            sharpness, starts = sorted({best.sharpness, *np.linspace(*around, 8).tolist()}), []
         return best
 
     def _parameters(self) -> Array:

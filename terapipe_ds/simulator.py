@@ -62,8 +62,8 @@ def simulate(
         overlap: transfers run beside computation. Otherwise the sending stage does nothing else meanwhile.
 
     Returns:
-        F, B and W of all stages, the transfers as SA and SG of the sending stage (which makespan and bubble leave
-        out), live slices, bytes, and the critical path.
+        F, B and W of all stages, transfers that take time as SA and SG of the sending stage (which makespan and bubble
+        leave out), live slices, bytes, and the critical path.
 
     Raises:
         SimulationError: plan, costs or memory do not fit the schedule, or a time is negative or not finite.
@@ -225,7 +225,7 @@ class Replay:
     def _durations(
         self, plan: SlicePlan | Sequence[SlicePlan], costs: Any
     ) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
-        """The plans, and per node: whether its part has a cost of sending, its seconds, and those of its message."""
+        """The plans, and per node: whether messages of its part take time, its seconds, and those of its message."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         parts = costs_per_part(costs, self.num_parts)
         numbers: dict[Span, int] = {}
@@ -238,8 +238,8 @@ class Replay:
         spans = np.array(span_of_unit)[self._units]
         seconds: list[float] = table[self._parts, self._rows, spans].tolist()
         sends: list[float] = np.where(self._sends, table[self._parts, SEND, spans], 0.0).tolist()
-        with_sends = [getattr(cost, "send_s", None) is not None for cost in parts]
-        return plans, np.array(with_sends)[self._parts].tolist(), seconds, sends
+        takes_time = table[:, SEND].max(axis=1) > 0
+        return plans, takes_time[self._parts].tolist(), seconds, sends
 
     def _pass(self, seconds: list[float], sends: list[float], overlap: bool) -> _Times:
         """The longest path to every node. Ends and arrivals are sums along it, so equal times are equal floats."""

@@ -167,9 +167,10 @@ class Timeline:
             if not all(_is_a(number, int) for number in data[what] or ()):
                 raise TimelineError(f"{what} is {data[what]!r}: it holds one whole number per stage")
         events = tuple(TimelineEvent(**event) for event in data["events"])
-        peaks = (data["peak_live_slices"], data["peak_bytes"])
-        over_time, path = _read_bytes(data), _read_path(data, events)
-        return cls(data["num_stages"], events, data["name"], *peaks, bytes_over_time=over_time, critical_path=path)
+        return cls(
+            data["num_stages"], events, data["name"], data["peak_live_slices"], data["peak_bytes"],
+            bytes_over_time=_read_bytes(data), critical_path=_read_path(data, events),
+        )  # fmt: skip
 
     def to_chrome_trace(self) -> str:
         """JSON text for chrome://tracing and ui.perfetto.dev; see ``timeline_export``."""
@@ -216,11 +217,9 @@ class Timeline:
                         f"two timelines have stage {stage_id}: give those of one pipeline replica"
                     )
         events = sorted((e for part in parts for e in part.events), key=lambda e: (e.start_s, e.stage_id))
-        peaks = [
-            _merge_peaks([getattr(part, what) for part in parts])
-            for what in ("peak_live_slices", "peak_bytes")
-        ]
-        return cls(num_stages, tuple(events), parts[0].name, *peaks)
+        live_slices = _merge_peaks([part.peak_live_slices for part in parts])
+        peak_bytes = _merge_peaks([part.peak_bytes for part in parts])
+        return cls(num_stages, tuple(events), parts[0].name, live_slices, peak_bytes)
 
     def draw(self, path: str | os.PathLike[str], title: str = "") -> None:
         """Draw to a ``.png``, ``.svg`` or ``.pdf`` file; see ``timeline_picture.draw_many``."""

@@ -21,6 +21,7 @@ _HUES = (
 )
 _INK, _GREY, _PALE, _WAIT = "#1f2933", "#66727f", "#b8c1ca", "#f1f3f5"
 _CLOSING_KINDS = ("RT", "RD", "ST")
+_UPRIGHT = 0.077  # what an upright label needs across, so that nine boxes of ten have room for theirs
 _LEFT, _RIGHT, _TOP, _AXIS, _LEGEND = 0.85, 0.65, 0.62, 0.45, 0.4
 
 
@@ -58,7 +59,8 @@ def _figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
     num_rows = max(timeline.num_stages for _, timeline in titled)
     row_height = 0.5 if num_rows <= 8 else 0.36
     boxes = max(span_s / _typical_s(timeline) for _, timeline in titled)
-    width = _LEFT + _RIGHT + min(max(0.32 * boxes, 8.5), 16.0)
+    short = max(span_s / _typical_s(timeline, among=0.05) for _, timeline in titled)
+    width = _LEFT + _RIGHT + max(min(max(0.32 * boxes, 8.5), 16.0), min(_UPRIGHT * short, 24.0))
     bodies = [row_height * timeline.num_stages for _, timeline in titled]
     height = sum(bodies) + _TOP * len(bodies) + _AXIS + _LEGEND + 0.1
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -238,10 +240,10 @@ def _span_s(timeline: Timeline) -> float:
     return max(drawn, default=0.0) - _zero_s(timeline) or 1e-9
 
 
-def _typical_s(timeline: Timeline) -> float:
-    """The median length of a computation, by which the picture's width is chosen."""
+def _typical_s(timeline: Timeline, among: float = 0.5) -> float:
+    """The median length of a computation (or the one that this share of them is shorter than), for the width."""
     lengths = sorted(e.end_s - e.start_s for e in timeline.events if e.kind in COMPUTE_KINDS)
-    return (lengths[len(lengths) // 2] if lengths else 0.0) or 1e-9
+    return (lengths[int(len(lengths) * among)] if lengths else 0.0) or 1e-9
 
 
 def _time_unit(span_s: float) -> tuple[str, float]:

@@ -27,7 +27,7 @@ FILE = Path(__file__).parents[1] / "data" / "terapipe_published.json"
 GRANULARITY_TOKENS = 8  # all published plans are multiples of it
 NOTES = {
     9: "Five parameters fitted to the seven totals of equal slices (figure 6b); no point of the dynamic program is in "
-    "the fit.",
+    "the fit, but its time was known when the form of the cost was settled: see docs/paper.md.",
     8: "Five parameters, four totals (figure 6a), and still not met, because they are not smooth: 8 equal slices take "
     "longer than both 4 and 16. No smooth cost of slices explains that.",
     5: "Fitted to the four unsliced times and the one time of a published plan (figure 7). None of these five has a "

@@ -3,7 +3,7 @@
     python -m terapipe_ds.bench.planner
 
 Costs have a launch floor, grow with the tokens of a slice and, by attention, with its prefix. Their shapes: "b = 2f",
-"b ~ 2f" (2f with 0.1% of noise), "b = 1.5f + c", and "measured" (2% of noise on f and b each, so that nothing is smooth).
+"b ~ 2f" (2f with 0.1% of noise), "b = 1.5f + c", and "measured" (2% of noise on f and b each: nothing is smooth).
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ import argparse
 import json
 import platform
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from terapipe_ds.planner.slice_dp import solve
+
+Result = TypeVar("Result")
 
 SHAPES = ("b = 2f", "b ~ 2f", "b = 1.5f + c", "measured")
 CASES = ((64, 32, (8,)), (256, 8, (8, 48, 96)), (2048, 64, (8, 48, 96)))  # granules, tokens each, numbers of stages
@@ -63,9 +67,8 @@ def measure(granules: int, granularity_tokens: int, num_stages: int, shape: str,
     """Time `solve` with one micro-batch, and the scalar cost calls alone."""
     length = granules * granularity_tokens
     costs = Noisy(length, shape)
-    calls_s = _median(lambda: _call_all(costs, length, granularity_tokens), repeats)
-    seconds = _median(lambda: solve(costs, length, num_stages, 1, granularity_tokens), repeats)
-    found = solve(costs, length, num_stages, 1, granularity_tokens)
+    calls_s, _ = _timed(lambda: _call_all(costs, length, granularity_tokens), repeats)
+    seconds, found = _timed(lambda: solve(costs, length, num_stages, 1, granularity_tokens), repeats)
     return Row(
         granules, num_stages, shape, calls_s, seconds, found.optimal, found.num_programs, found.plan.num_slices
     )
@@ -78,13 +81,14 @@ def _call_all(costs: Noisy, length: int, granularity_tokens: int) -> None:
                 function(tokens, prefix)
 
 
-def _median(run: Callable[[], object], repeats: int) -> float:
+def _timed(run: Callable[[], Result], repeats: int) -> tuple[float, Result]:
+    """Median seconds, and what the last run returned."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
-        run()
+        result = run()
         times.append(time.perf_counter() - begin)
-    return float(np.median(times))
+    return statistics.median(times), result
 
 
 def describe_machine() -> str:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.lowered and arguments.stage is None:
         raise CommandError("--lowered needs --stage N: give the stage to print")
     try:
-        schedule = _read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)
+        schedule = read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)
         validate(schedule)
     except ScheduleError as error:
         if error.picture:
@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(render(schedule, width=max(shutil.get_terminal_size((110, 24)).columns, 40)))
 
 
-def _read_schedule(arguments: argparse.Namespace) -> Schedule:
+def read_schedule(arguments: argparse.Namespace) -> Schedule:
+    """The schedule of ``--from-csv``, validated; options that describe one too are refused."""
     from terapipe_ds.schedule import from_csv
 
     given = {

@@ -36,14 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the timeline of one step."""
-    steps = _find_traces([Path(trace) for trace in arguments.traces])
-    step, files = _pick_step(steps, arguments.step)
-    timeline = _merge_replica(files)
+    step, timeline = load_step([Path(trace) for trace in arguments.traces], arguments.step)
     timeline.draw(arguments.out, title=f"step {step}, {timeline.name}" if timeline.name else f"step {step}")
     print(
         f"{arguments.out}: step {step}, {timeline.num_stages} stages, makespan {timeline.makespan_s:.6g} s,"
         f" bubble {100 * timeline.bubble_fraction:.1f} %"
     )
+
+
+def load_step(paths: list[Path], wanted: int | None) -> tuple[int, Timeline]:
+    """The step (the wanted one, or the last that all ranks have) and the timeline of its pipeline."""
+    step, files = _pick_step(_find_traces(paths), wanted)
+    return step, _merge_replica(files)
 
 
 def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
@@ -98,5 +102,5 @@ def _merge_replica(files: dict[int, Path]) -> Timeline:
     timeline = Timeline.merge(chosen)
     absent = sorted(set(range(timeline.num_stages)) - taken)
     if absent:
-        print(f"terapipe timeline: note: no events of stage {', '.join(map(str, absent))}", file=sys.stderr)
+        print(f"terapipe: note: no events of stage {', '.join(map(str, absent))}", file=sys.stderr)
     return timeline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .errors import MemoryLimitError, PlannerError
+from .given import best_schedule
 from .memory import MemoryModel, PartMemory
 from .result import PlanResult, choose
 from .search import granularity_for, plan_slices
@@ -15,6 +16,7 @@ __all__ = [
     "PlanResult",
     "PlannerError",
     "SliceSolution",
+    "best_schedule",
     "choose",
     "granularity_for",
     "plan_slices",

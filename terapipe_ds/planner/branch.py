@@ -36,7 +36,7 @@ from terapipe_ds.planner.programs import NO_LIMITS, Band, Bools, Floats, least_h
 ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by less
 BATCH_SIZE = 16  # boxes per call of the program
 SMALL_GRANULES = 64  # up to here, search until proven
-MAX_WORK = 4_000_000_000  # array elements of programs; about ten seconds
+MAX_WORK = 2_000_000_000  # array elements of programs; some ten seconds
 WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
 
 
@@ -257,18 +257,18 @@ class Search:
 
     def _prefer_fewer_slices(self) -> None:
         """Of the plans as good as the best within its maxima, take one with the fewest slices."""
-        limits = np.array([[self.best.max_forward_s, self.best.max_backward_s]])
-        if self.objective.bubble == 0:
-            limits = NO_LIMITS
+        band = self.every
+        if self.objective.bubble > 0:
+            allowed = self.every.forward <= self.best.max_forward_s
+            allowed &= self.every.backward <= self.best.max_backward_s
+            band = self.every.keep(allowed)
         if self.num_slices is not None:
-            sums = least_tails(self.every, limits, self.best.num_slices)[0]
+            sums = least_tails(band, num_slices=self.best.num_slices)[0]
             enough = int(np.flatnonzero(sums[:, 0] <= sums[-1, 0] * (1 + ROUNDING))[0])
-            self.offer(trace(self.every, sums[: enough + 1], limits[0]))
+            self.offer(trace(band, sums[: enough + 1], NO_LIMITS[0]))
             return
-        tails, heads = least_tails(self.every, limits)[0], least_heads(self.every, limits)
-        tight = self.every.through(heads, tails[0]) <= tails[0, 0] * (1 + ROUNDING)
-        tight &= (self.every.forward <= limits[0, 0]) & (self.every.backward <= limits[0, 1])
-        band = self.every.keep(tight)
+        tails, heads = least_tails(band)[0], least_heads(band)
+        band = band.keep(band.through(heads, tails[0]) <= tails[0, 0] * (1 + ROUNDING))
         counts = Band(np.where(np.isfinite(band.total), 1.0, np.inf), band.forward, band.backward, band.shortest)
         self.offer(trace(counts, least_tails(counts)[0], NO_LIMITS[0]))
 

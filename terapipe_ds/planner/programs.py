@@ -22,6 +22,7 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
+NARROW = 3000  # width times longest slice: below, the best slices of all rows are found sooner than one by one
 BLOCK_ELEMENTS = 1 << 16  # of masked costs: half a MiB stays in the cache between the mask and its use
 
 
@@ -56,13 +57,16 @@ class Band:
 
     def through(self, heads: Floats, tails: Floats) -> Floats:
         """The least sum of a plan that uses each slice, [n, w], of sums to and from each granule [n + 1]."""
+        sums: Floats = heads[:-1, None] + self.total
+        sums += self.after(tails)
+        return sums
+
+    def after(self, tails: Floats) -> Floats:
+        """``tails`` [n + 1] at the end of each slice, [n, w]; inf behind the sequence. A view of a copy."""
         n = self.num_granules
         padded = np.full(n + self.shortest + self.width, np.inf)
         padded[: n + 1] = tails
-        after = np.lib.stride_tricks.sliding_window_view(padded[self.shortest :], self.width)[:n]
-        sums: Floats = heads[:n, None] + self.total
-        sums += after
-        return sums
+        return np.lib.stride_tricks.sliding_window_view(padded[self.shortest :], self.width)[:n]
 
     def masked(self, rows: slice, width: int, limits: Floats) -> Floats:
         """``total`` [P, rows, width] under each of the P pairs of ``limits`` [P, 2]; inf where one is passed."""
@@ -119,22 +123,35 @@ def least_heads(band: Band, limits: Floats = NO_LIMITS) -> Floats:
     return least[: n + 1]
 
 
-def trace(band: Band, least: Floats, limits: Floats, largest: bool = False) -> tuple[int, ...]:
+def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
     """Slice lengths, in granules, that reach ``least[-1, 0]`` of the sums [C, n + 1] under one pair of limits.
 
     The longest slice where sums tie. ``limits`` [2] are those that the sums were made under. The sum must be finite.
     """
     n, shortest, width = band.num_granules, band.shortest, band.width
+    longest = shortest + width - 1
+    if len(least) == 1 and width * longest < NARROW:
+        every = band.masked(slice(0, n), width, limits[None])[0] + band.after(least[0])
+        return _follow((longest - every[:, ::-1].argmin(axis=1)).tolist())
     padded = np.full((len(least), n + shortest + width), np.inf)
     padded[:, : n + 1] = least
-    combine = np.maximum if largest else np.add
     lengths: list[int] = []
     j, count = 0, len(least) - 1
     while j < n:
         count = max(0, count - 1)
         allowed = (band.forward[j] <= limits[0]) & (band.backward[j] <= limits[1])
         row = np.where(allowed, band.total[j], np.inf)
-        sums = combine(row, padded[count, j + shortest : j + shortest + width])
-        lengths.append(shortest + width - 1 - int(sums[::-1].argmin()))
+        sums = row + padded[count, j + shortest : j + shortest + width]
+        lengths.append(longest - int(sums[::-1].argmin()))
         j += lengths[-1]
+    return tuple(lengths)
+
+
+def _follow(best: list[int]) -> tuple[int, ...]:
+    """The lengths from the begin, where ``best[j]`` is that of the slice after j granules."""
+    lengths: list[int] = []
+    j = 0
+    while j < len(best):
+        lengths.append(best[j])
+        j += best[j]
     return tuple(lengths)

@@ -20,16 +20,19 @@ class InFlightError(RuntimeError):
 
 
 class Places:
-    """Where a computation stands in the order of a stage. Made once per schedule, for the stages that are asked for."""
+    """Where a computation stands in the order of a stage. Made once per schedule, for the stages that are asked for.
+
+    It holds the orders and not the schedule, so that it can be dropped together with a schedule that nobody keeps.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self._orders = schedule.orders
         self._by_stage: dict[int, dict[tuple[Kind, int, Unit], int]] = {}
 
     def find(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> int:
         """The index of F, B or W of ``unit`` in the order of ``stage_id``."""
         if stage_id not in self._by_stage:
-            order = self._schedule.orders[stage_id]
+            order = self._orders[stage_id]
             self._by_stage[stage_id] = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
         return self._by_stage[stage_id][(kind, part_id, unit)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.batch import BatchError, SliceableTensors
+from terapipe_ds.runtime.batch import BatchError, SliceableTensors, as_tuple
 from terapipe_ds.runtime.header import MicroBatchShape, StageReport, agree_between_pipelines, exchange
 
 
@@ -32,6 +33,10 @@ def _split(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def _is_absent(labels: Any) -> bool:
+    return labels is None or (isinstance(labels, (tuple, list)) and len(labels) == 0)
+
+
 def _own(tensors: Any) -> Any:
     """A copy: all micro-batches are drawn before the first one is used, and a data loader may reuse its memory."""
     if torch.is_tensor(tensors):
@@ -39,6 +44,10 @@ def _own(tensors: Any) -> Any:
     if isinstance(tensors, (tuple, list)) and all(torch.is_tensor(t) for t in tensors):
         return tuple(t.detach().clone() for t in tensors)
     return tensors
+
+
+def _number_of(fingerprint: str) -> int:
+    return int(fingerprint[:16], 16) & (2**62 - 1)
 
 
 class BatchSource:
@@ -66,15 +75,24 @@ class BatchSource:
         self._num_stages = num_stages
         self._group = group
         self._everyone = everyone
-        self._fingerprint = int(config.fingerprint(), 16) & (2**62 - 1)
+        self._fingerprint = _number_of(config.fingerprint())
 
-    def draw(self, num_micro_batches: int, training: bool) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
-        """All micro-batches of a batch, and their shapes as all stages know them. A collective over the pipeline."""
+    def also_agree_on(self, text: str) -> None:
+        """What the stages must have alike besides the config: the next header compares it."""
+        self._fingerprint = _number_of(hashlib.sha256((self._config.fingerprint() + text).encode()).hexdigest())
+
+    def draw(
+        self, num_micro_batches: int, training: bool, needs_labels: bool = True
+    ) -> tuple[list[DrawnMicroBatch], tuple[MicroBatchShape, ...]]:
+        """All micro-batches of a batch, and their shapes as all stages know them. A collective over the pipeline.
+
+        ``needs_labels``: False where no loss is computed. Where there are no labels then, the inputs tell the length.
+        """
         drawn: list[DrawnMicroBatch] = []
         shapes: tuple[MicroBatchShape, ...] | None = None
         error: BaseException | None = None
         try:
-            drawn = [self._draw_one() for _ in range(num_micro_batches)]
+            drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
             if self._is_last:
                 shapes = tuple(self._shape(d) for d in drawn)
         except Exception as caught:
@@ -95,7 +113,7 @@ class BatchSource:
         agree_between_pipelines(error, report.training, self._everyone)
         return shapes
 
-    def _draw_one(self) -> DrawnMicroBatch:
+    def _draw_one(self, needs_labels: bool) -> DrawnMicroBatch:
         if not (self._is_first or self._is_last):
             return DrawnMicroBatch()
         batch = self._next_batch()
@@ -106,14 +124,26 @@ class BatchSource:
         inputs, labels = _split(batch)
         drawn = DrawnMicroBatch()
         if self._is_last:
-            drawn.labels = SliceableTensors.of_labels(_own(labels), self._config.sequence_dim)
+            drawn.labels = self._labels(inputs, labels, needs_labels)
         if self._is_first:
             drawn.inputs = _own(inputs)
-            if torch.is_tensor(labels) or (isinstance(labels, (tuple, list)) and len(labels) > 0):
+            if not _is_absent(labels):
                 # Only a check, as early as possible: the last stage's labels decide.
                 known = SliceableTensors.of_labels(labels, self._config.sequence_dim)
                 self.slice_inputs(drawn.inputs, known.length)
         return drawn
+
+    def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
+        if not _is_absent(labels):
+            return SliceableTensors.of_labels(_own(labels), self._config.sequence_dim)
+        if needs_labels:
+            raise BatchError(
+                "there are no labels, from which come the sequence length and the weights of the slices' losses. Give "
+                "(inputs, labels); only eval_batch(compute_loss=False) goes without"
+            )
+        indices = self._config.sliced_inputs
+        chosen = as_tuple(inputs, "the inputs")[0 if indices is None else indices[0] :]
+        return SliceableTensors.of_labels(chosen, self._config.sequence_dim)
 
     def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
         assert drawn.labels is not None

@@ -8,6 +8,7 @@ more micro-batch that is accumulated: one ``forward``, one ``backward``. Reducti
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -39,7 +40,7 @@ from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.planning import AutoPlanner
+from terapipe_ds.runtime.planning import AutoPlanner, Choice
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
@@ -50,6 +51,7 @@ from terapipe_ds.schedule.action import Action, Kind
 
 logger = logging.getLogger("terapipe_ds")
 
+_CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 _SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
 
 
@@ -60,6 +62,7 @@ class TeraPipeEngine(PipelineEngine):
     ``eval_batch``, ``save_checkpoint``, ``load_checkpoint``, ``set_train_batch_size`` and the rest.
     """
 
+    closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
     total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
     total_additional_losses: Any
 
@@ -90,6 +93,7 @@ class TeraPipeEngine(PipelineEngine):
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans: dict[int, SlicePlan] = {}
+        self._given: dict[int, Choice] = {}
         self._planner = AutoPlanner(self, self._groups, self._watchdog.note) if self._plans_itself else None
         self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
         self._batch: BatchInFlight | None = None
@@ -123,6 +127,8 @@ class TeraPipeEngine(PipelineEngine):
         Raises:
             ValueError: with ``"slices": "auto"``, before a batch with sequences of that length has come.
         """
+        if sequence_length in self._given:
+            return self._given[sequence_length].plan
         if self._planner is not None:
             choice = self._planner.known(sequence_length)
             if choice is None:
@@ -134,6 +140,20 @@ class TeraPipeEngine(PipelineEngine):
             if self.global_rank == 0:
                 logger.info("slice plan for %d tokens: %s", sequence_length, list(plan.lengths))
         return self._plans[sequence_length]
+
+    def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
+        """From the next batch on, run sequences of ``plan.sequence_length`` tokens with this plan.
+
+        Every rank must make the same call between the same batches; one that does not is an error on all. For tuning
+        by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
+
+        Args:
+            schedule: the name of a schedule as well; None keeps the one that the config names.
+        """
+        name = schedule or (self.terapipe_config.schedule if self.terapipe_config.schedule != "auto" else "seq1f1b")
+        self._given[plan.sequence_length] = Choice(plan, name)
+        told = sorted((length, choice.plan.lengths, choice.schedule) for length, choice in self._given.items())
+        self._source.also_agree_on(repr(told))
 
     def destroy(self) -> None:
         """Stop the watch-dog and drop keys and values, then let DeepSpeed give back what it holds."""
@@ -188,24 +208,27 @@ class TeraPipeEngine(PipelineEngine):
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
-        drawn, shapes = self._source.draw(num_micro_batches, training)
+        drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._planned(drawn, shapes)
         schedule = self._schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
         self._links.open_batch(self._batch)
         self._tracer.begin(self.global_steps + 1 if training else None)
+        self.closing_s = 0.0
         return schedule.for_stage(self.stage_id)
 
     def _planned(
         self, drawn: list[DrawnMicroBatch], shapes: tuple[MicroBatchShape, ...]
     ) -> tuple[str, list[SlicePlan]]:
         """The name of the batch's schedule, and a plan for each micro-batch."""
+        longest = max(shape.length for shape in shapes)
         if self._planner is not None:
-            choices = self._planner.choose_all(drawn, shapes)
-            return choices[max(choices)].schedule, [choices[shape.length].plan for shape in shapes]
+            choices = {**self._planner.choose_all(drawn, shapes), **self._given}
+            return choices[longest].schedule, [choices[shape.length].plan for shape in shapes]
+        name = self._given[longest].schedule if longest in self._given else self.terapipe_config.schedule
         try:
-            return self.terapipe_config.schedule, [self.slice_plan(shape.length) for shape in shapes]
+            return name, [self.slice_plan(shape.length) for shape in shapes]
         except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
             raise on_every_rank(error) if self._groups.everyone is None else error from None
 
@@ -253,8 +276,14 @@ class TeraPipeEngine(PipelineEngine):
     def _exec_action(self, action: Action) -> None:
         """Execute one action of the schedule."""
         self._watchdog.note(action)
-        with self._tracer.measure(action):
+        with self._tracer.measure(action), self._closing() if action.kind in _CLOSING else nullcontext():
             self._ACTIONS[action.kind](self, action)
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        self.closing_s += time.perf_counter() - begin_s
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -40,6 +40,7 @@ class StageCosts:
     stage_id: int
     samples: tuple[CostSample, ...]
     links: tuple[LinkSample, ...]  # from this stage to the next one
+    posting_s: float  # what starting a send and posting a receive costs the stage, for each F and B
     memory: PartMemory
     warning: str | None
     seconds: float
@@ -85,15 +86,15 @@ def measure_stage(
         with untouched(engine.module, _accumulates_in_fp32(engine)), guard_plain_attention():
             specs = {tokens: _hear_and_tell(probe, tokens, groups, engine.stage_id) for tokens in lengths}
             measured = measure(
-                probe.run, points, sequence_length, num_stages=engine.num_stages,
+                probe, points, sequence_length, num_stages=engine.num_stages,
                 num_micro_batches=engine.micro_batches, peers=peers, progress=progress,
             )  # fmt: skip
             memory = _memory(engine, probe, lengths, specs)
     finally:
         store.reset()
-    links = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
+    links, posting_s = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
     samples = measured.samples()
-    return StageCosts(engine.stage_id, samples, links, memory, noise_warning(samples), measured.seconds)
+    return StageCosts(engine.stage_id, samples, links, posting_s, memory, noise_warning(samples), measured.seconds)
 
 
 def _probe(
@@ -132,12 +133,13 @@ def _hear_and_tell(probe: StageProbe, tokens: int, groups: PipelineGroups, stage
 
 def _links(
     specs: dict[int, MessageSpec], groups: PipelineGroups, stage_id: int, peers: Peers, device: torch.device
-) -> tuple[LinkSample, ...]:
+) -> tuple[tuple[LinkSample, ...], float]:
     """Half of the way there and back over the link to the next stage, for the smallest, a middle and the largest
-    slice. Links 0-1, 2-3, ... first and then the others, so that a stage has one at a time."""
+    slice, and the seconds that the calls themselves take. Links 0-1, 2-3, ... first and then the others, so that a
+    stage has one at a time."""
     lengths = sorted(specs)
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    samples = []
+    samples, posting = [], [0.0]
     last = len(groups.ranks) - 1
     for first in (0, 1):
         peers.barrier()
@@ -146,10 +148,12 @@ def _links(
             continue
         for tokens in chosen:
             spec = _spec_over(specs[tokens], groups, upper, stage_id)
-            times = [_there_and_back(spec, groups, upper, stage_id, device) for _ in range(1 + _LINK_REPEATS)][1:]
+            trips = [_there_and_back(spec, groups, upper, stage_id, device) for _ in range(1 + _LINK_REPEATS)][1:]
+            posting += [called_s for _, called_s in trips]
             if stage_id == upper:
-                samples.append(LinkSample(tokens, statistics.median(times), stage_id, repeats=_LINK_REPEATS))
-    return tuple(samples)
+                sent_s = statistics.median(seconds for seconds, _ in trips)
+                samples.append(LinkSample(tokens, sent_s, stage_id, repeats=_LINK_REPEATS))
+    return tuple(samples), statistics.median(posting)
 
 
 def _spec_over(mine: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int) -> MessageSpec:
@@ -164,21 +168,30 @@ def _spec_over(mine: MessageSpec, groups: PipelineGroups, upper: int, stage_id: 
 
 def _there_and_back(
     spec: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int, device: torch.device
-) -> float:
-    tensors = [torch.zeros(t.shape, dtype=torch.uint8 if t.dtype == torch.bool else t.dtype, device=device)
-               for t in spec.tensors]  # fmt: skip
+) -> tuple[float, float]:
+    """Seconds of one way, and of the calls that started the messages."""
+    there = [torch.zeros(t.shape, dtype=torch.uint8 if t.dtype == torch.bool else t.dtype, device=device)
+             for t in spec.tensors]  # fmt: skip
+    back = [torch.empty_like(tensor) for tensor in there]
     peer = groups.ranks[upper + 1 if stage_id == upper else upper]
     synchronize()
     begin_s = time.perf_counter()
-    for tensor in tensors:
-        if stage_id == upper:
-            torch_dist.send(tensor, peer, group=groups.activations)
-            torch_dist.recv(tensor, peer, group=groups.gradients)
-        else:
-            torch_dist.recv(tensor, peer, group=groups.activations)
-            torch_dist.send(tensor, peer, group=groups.gradients)
+    if stage_id == upper:
+        works: list[Any] = [torch_dist.irecv(tensor, peer, group=groups.gradients) for tensor in back]
+        works += [torch_dist.isend(tensor, peer, group=groups.activations) for tensor in there]
+        called_s = time.perf_counter() - begin_s
+    else:
+        arriving: list[Any] = [torch_dist.irecv(tensor, peer, group=groups.activations) for tensor in back]
+        called_s = time.perf_counter() - begin_s
+        for work in arriving:
+            work.wait()
+        again_s = time.perf_counter()
+        works = [torch_dist.isend(tensor, peer, group=groups.gradients) for tensor in back]
+        called_s += time.perf_counter() - again_s
+    for work in works:
+        work.wait()
     synchronize()
-    return (time.perf_counter() - begin_s) / 2
+    return (time.perf_counter() - begin_s) / 2, called_s
 
 
 def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec]) -> PartMemory:

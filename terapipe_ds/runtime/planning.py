@@ -6,10 +6,7 @@ tensor-parallel peers and replicas measure in step and run the same plan.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import plan_slices
+from terapipe_ds.planner import PlanResult, best_schedule, plan_slices
+from terapipe_ds.planner.report import describe
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
-from terapipe_ds.runtime.machine import device_name
 from terapipe_ds.runtime.measuring import StageCosts, measure_stage
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
+from terapipe_ds.runtime.profile_key import describe_layers, profile_key
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -83,6 +80,10 @@ class AutoPlanner:
         return int(number)
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
+        try:
+            self._config.check_granularity(length)
+        except TeraPipeConfigError as error:
+            raise on_every_rank(error) from None
         if self._measured is None or self._measured.profile.key.sequence_length < length:
             self._measured = self._measured_for(length, drawn, shapes)
         outcome = self._from_rank_0(lambda: self._plan(length))
@@ -128,26 +129,15 @@ class AutoPlanner:
     def _key(self, length: int, rows: int) -> ProfileKey:
         """What a profile must have been measured on. A collective over the stages, which know their own layers."""
         engine = self._engine
-        layers = [_describe_layers(engine.module)]
+        layers = [describe_layers(engine.module)]
         if self._groups.control is not None:
             everyone: list[Any] = [None] * len(self._groups.ranks)
             torch_dist.all_gather_object(everyone, layers[0], group=self._groups.control)
             layers = everyone
-        parameter = next(engine.module.parameters(), torch.empty(0))
-        numbers = sum(p.numel() for p in engine.module.parameters())
-        return ProfileKey(
-            model_fingerprint=hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16],
-            model=f"{type(engine.module).__name__} of {len(layers)} stages, {numbers} parameters on one",
-            device=device_name(torch.device(engine.device)),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            micro_batch=rows,
+        return profile_key(
+            layers, module=engine.module, device=torch.device(engine.device), rows=rows, length=length,
             tensor_parallel=engine.grid.get_slice_parallel_world_size(),
-            num_stages=engine.num_stages,
-            activation_checkpointing=engine.module.activation_checkpoint_interval > 0,
-            sequence_length=length,
-            attention_backend="automatic",
-            versions=installed_versions(),
-        )
+        )  # fmt: skip
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -160,17 +150,21 @@ class AutoPlanner:
                 f"terapipe.planner.memory_limit_gb = {limit_gb}: a profile from a file has no memory figures; set "
                 'terapipe.planner.profile to "measure", or remove the limit'
             )
-        result = plan_slices(
-            CostModel.from_profile(self._measured.profile),
-            length,
-            engine.num_stages,
-            engine.micro_batches,
-            granularity_tokens=min(self._config.granularity_tokens, length),
-            schedule=self._config.schedule,
-            memory=memory,
-            memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
-        )
-        return Choice(result.plan, result.schedule, result.predicted_s), result.describe()
+        costs = CostModel.from_profile(self._measured.profile)
+        limit_bytes = None if limit_gb is None else limit_gb * 1e9
+        result = self._search(costs, length, memory, limit_bytes)
+        head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
+        lines = describe(result, schedule_chosen=self._config.schedule == "auto")
+        return Choice(result.plan, result.schedule, result.predicted_s), "\n  ".join([head, *lines])
+
+    def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
+        """The best plan; with slices that are given, the best schedule for them."""
+        options = {"memory": memory, "memory_limit_bytes": limit_bytes}
+        stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
+        if self._config.slices == "auto":
+            granularity, schedule = self._config.granularity_tokens, self._config.schedule
+            return plan_slices(costs, length, stages, micro_batches, granularity, schedule, **options)
+        return best_schedule(costs, self._config.plan_for(length), stages, micro_batches, **options)
 
     def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
         """What rank 0 gets from ``ask``, on every rank; its ValueErrors as well."""
@@ -209,14 +203,6 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[StageCosts]) -
                 "write, or null"
             ) from error
     return measured
-
-
-def _describe_layers(module: Any) -> list[Any]:
-    """The layers of one stage, as text that two models share exactly when the same slices cost the same."""
-    specs = module._layer_specs[module._local_start : module._local_stop]
-    made_of = [re.sub(r" at 0x[0-9a-f]+", "", f"{spec!r} {getattr(spec, 'module_args', ())!r}") for spec in specs]
-    parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in module.parameters()]
-    return [made_of, parameters, module.activation_checkpoint_interval]
 
 
 class _Progress:

@@ -24,6 +24,15 @@ _HALF = 0.5  # any weight that is not 1: the weights of slices are not
 
 
 @dataclass
+class LiveProbe:
+    """A probed slice between its F and its B."""
+
+    active: ActiveSlice
+    outputs: Any
+    loss: Any
+
+
+@dataclass
 class StageProbe:
     """Times slices of ``sequence_length`` tokens on the layers of one stage. Use it inside ``untouched(module)``.
 
@@ -53,22 +62,27 @@ class StageProbe:
         """What the stage before hands on for slices of ``tokens`` tokens; the values are made up."""
         self._received[tokens] = spec, tuple(_made_up(t, self.device) for t in spec.tensors)
 
-    def run(self, tokens: int, prefix: int) -> tuple[float, float]:
-        """(forward, backward) seconds of the slice of ``tokens`` tokens after ``prefix`` tokens."""
+    def forward(self, tokens: int, prefix: int) -> tuple[float, LiveProbe]:
+        """Seconds of F of the slice of ``tokens`` tokens after ``prefix`` tokens, and what its B needs."""
         active = self._active(tokens, prefix)
         begin_s = _now_s()
-        outputs, loss = self._forward(active)
-        middle_s = _now_s()
-        self._backward(active, outputs, loss)
-        return middle_s - begin_s, _now_s() - middle_s
+        live = LiveProbe(active, *self._forward(active))
+        return _now_s() - begin_s, live
+
+    def backward(self, live: LiveProbe) -> float:
+        """Seconds of B of a slice whose F has run."""
+        begin_s = _now_s()
+        self._backward(live)
+        return _now_s() - begin_s
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """What this stage hands on for a slice of ``tokens`` tokens. Runs it once, which warms it up as well."""
-        outputs, loss = self._forward(self._active(tokens, self.sequence_length - tokens))
+        active = self._active(tokens, self.sequence_length - tokens)
+        outputs, loss = self._forward(active)
         tensors = () if self.is_last else as_tuple(outputs, "the outputs of a stage")
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
         self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)
-        self._backward(self._active(tokens, self.sequence_length - tokens), outputs, loss)
+        self._backward(LiveProbe(active, outputs, loss))
         return spec
 
     def saved_bytes(self, tokens: int, prefix: int) -> int:
@@ -88,7 +102,7 @@ class StageProbe:
         kept = [] if self.is_last else list(as_tuple(outputs, "the outputs of a stage"))
         for tensor in kept:
             note(tensor)
-        self._backward(active, outputs, loss)
+        self._backward(LiveProbe(active, outputs, loss))
         return sum(saved.values())
 
     def store_bytes(self) -> tuple[int, int]:
@@ -102,7 +116,7 @@ class StageProbe:
             return 0
         accelerator.reset_peak_memory_stats()
         before = int(accelerator.memory_allocated())
-        self.run(tokens, self.sequence_length - tokens)
+        self.backward(self.forward(tokens, self.sequence_length - tokens)[1])
         peak = int(accelerator.max_memory_allocated()) - before
         return max(0, peak - self.saved_bytes(tokens, self.sequence_length - tokens))
 
@@ -137,15 +151,16 @@ class StageProbe:
             loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
             return None, loss if torch.is_tensor(loss) else sum(loss)
 
-    def _backward(self, active: ActiveSlice, outputs: Any, loss: Any) -> None:
+    def _backward(self, live: LiveProbe) -> None:
         """What the engine's B does, bookkeeping apart."""
-        with push_slice(active):
-            if loss is not None:
-                loss.backward()
-                return
-            tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
-            if tensors:
-                torch.autograd.backward(tensors, list(self._gradients[active.num_tokens]))
+        with push_slice(live.active):
+            if live.loss is not None:
+                live.loss.backward()
+            else:
+                tensors = [t for t in as_tuple(live.outputs, "the outputs of a stage") if t.requires_grad]
+                if tensors:
+                    torch.autograd.backward(tensors, list(self._gradients[live.active.num_tokens]))
+        live.outputs = live.loss = None
 
 
 def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:

@@ -34,7 +34,7 @@ def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
         by_stage.setdefault(cost.stage_id, []).append(cost)
     stages = [by_stage[stage_id] for stage_id in sorted(by_stage)]
     parts = [
-        PartProfile(same[0].stage_id, tuple(_median_sample(s) for s in zip(*(c.samples for c in same), strict=True)))
+        PartProfile(same[0].stage_id, tuple(_median_sample(s) for s in zip(*map(_with_posting, same), strict=True)))
         for same in stages
     ]
     links = [
@@ -44,6 +44,16 @@ def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
     ]
     memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in stages)
     return Measured(Profile(key, tuple(parts), _with_every_part(links)), memory)
+
+
+def _with_posting(costs: StageCosts) -> list[CostSample]:
+    """The samples, each with what its messages cost the stage itself."""
+    return [
+        dataclasses.replace(
+            sample, forward_s=sample.forward_s + costs.posting_s, backward_s=sample.backward_s + costs.posting_s
+        )
+        for sample in costs.samples
+    ]
 
 
 def _median_sample(same: Sequence[CostSample]) -> CostSample:

@@ -1,8 +1,9 @@
 """Measure what slices of a stage take, on all stages at once, before or between batches.
 
 All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
-tensor-parallel peers meet inside the layers. Points come round after round, so that a machine that drifts meets all of
-them alike, and the median over the rounds is what counts.
+tensor-parallel peers meet inside the layers. Points come in groups of about a whole sequence, all forwards and then all
+backwards in reverse: slices that are live together use memory that is not warm any more, as in training. Groups come
+round after round, so that a machine that drifts meets all of them alike, and the median over the rounds is what counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Point = tuple[int, int]
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
 LIMIT_STEPS = 12  # all of it takes at most so many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
-_SMALL_TOKENS = 256  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
+_SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 
 
@@ -64,6 +65,32 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
     return tuple(dict.fromkeys(bases + contexts))
 
 
+def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Point, ...], ...]:
+    """The points in groups that are live together, each of about a whole sequence; short slices stand in one
+    several times."""
+    groups: list[list[Point]] = []
+    room = 0
+    for point in sorted(points, reverse=True):
+        repeats = max(1, min(_SMALL_TOKENS, sequence_length) // point[0])
+        needed = repeats * point[0]
+        if needed > room:
+            groups.append([])
+            room = sequence_length
+        groups[-1] += [point] * repeats
+        room -= needed
+    return tuple(map(tuple, groups))
+
+
+class Runs(Protocol):
+    """What is measured: ``probe.StageProbe``."""
+
+    def forward(self, tokens: int, prefix: int) -> tuple[float, Any]:
+        """Seconds of F, and what B needs."""
+
+    def backward(self, live: Any) -> float:
+        """Seconds of B."""
+
+
 @dataclass
 class Measurement:
     """The times of one rank, in seconds, by point."""
@@ -73,10 +100,18 @@ class Measurement:
     rounds: int = 0
     seconds: float = 0.0
 
-    def add(self, point: Point, times: tuple[float, float]) -> None:
-        """One more run of a point."""
-        self.forward_s.setdefault(point, []).append(times[0])
-        self.backward_s.setdefault(point, []).append(times[1])
+    def run(self, probe: Runs, group: Sequence[Point], peers: Peers) -> None:
+        """The forwards of a group, and its backwards in reverse."""
+        live = []
+        for point in group:
+            peers.barrier()
+            seconds, kept = probe.forward(*point)
+            self.forward_s.setdefault(point, []).append(seconds)
+            live.append((point, kept))
+        while live:
+            point, kept = live.pop()
+            peers.barrier()
+            self.backward_s.setdefault(point, []).append(probe.backward(kept))
 
     def samples(self) -> tuple[CostSample, ...]:
         """Medians and spreads."""
@@ -98,7 +133,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def measure(
-    run: Callable[[int, int], tuple[float, float]],
+    probe: Runs,
     points: Sequence[Point],
     sequence_length: int,
     *,
@@ -110,30 +145,27 @@ def measure(
     """Run all ``points`` round after round; a collective over ``peers``.
 
     Args:
-        run: (tokens, prefix) -> (forward, backward) seconds of this rank's stage.
+        probe: this rank's stage.
         num_stages, num_micro_batches: of a training step; its unsliced time is what measuring is limited by.
         progress: told the share that is done, between 0 and 1.
     """
-    peers = peers or Alone()
-    result, begin_s = Measurement(), time.perf_counter()
-    run(sequence_length, 0)  # once to warm up, and once to know what a step takes
-    peers.barrier()
-    whole_s = peers.largest(sum(run(sequence_length, 0)))
+    peers, begin_s = peers or Alone(), time.perf_counter()
+    groups = groups_of(points, sequence_length)
+    warm = Measurement()
+    for _ in range(2):  # once to warm up, and once to know what a step takes
+        warm.run(probe, [(sequence_length, 0)], peers)
+    whole_s = peers.largest(warm.forward_s[sequence_length, 0][-1] + warm.backward_s[sequence_length, 0][-1])
     limit_s = LIMIT_STEPS * (num_micro_batches + num_stages - 1) * whole_s
-    planned = MAX_ROUNDS
+    result, planned = Measurement(), MAX_ROUNDS
     while result.rounds < planned:
         round_s = time.perf_counter()
-        for index, point in enumerate(points):
-            for _ in range(max(1, _SMALL_TOKENS // point[0])):
-                peers.barrier()
-                result.add(point, run(*point))
-            progress((result.rounds + (index + 1) / len(points)) / planned)
+        for index, group in enumerate(groups):
+            result.run(probe, group, peers)
+            progress((result.rounds + (index + 1) / len(groups)) / planned)
         result.rounds += 1
         now_s = time.perf_counter()
-        affordable = peers.largest(now_s - begin_s) + peers.largest(now_s - round_s) <= limit_s
-        if result.rounds >= MIN_ROUNDS and not affordable:
-            break
-        if not affordable:
+        next_s = peers.largest(now_s - begin_s) + peers.largest(now_s - round_s)
+        if next_s > limit_s:
             planned = max(MIN_ROUNDS, result.rounds)
     progress(1.0)
     result.seconds = time.perf_counter() - begin_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ class StageLinks:
     def __init__(self, groups: PipelineGroups, stage_id: int, num_stages: int, device: torch.device) -> None:
         self._stage_id = stage_id
         self._batch: BatchInFlight | None = None
-        self._places_of: dict[int, Places] = {}  # by the identity of a schedule, which its Places keep alive
+        self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
         self._activations_in: ReceiveChannel | None = None
         self._activations_out: SendChannel | None = None
         self._gradients_in: ReceiveChannel | None = None
@@ -45,7 +46,11 @@ class StageLinks:
     def open_batch(self, batch: BatchInFlight) -> None:
         """Messages are those of ``batch`` from now on."""
         self._batch = batch
-        self._places = self._places_of.setdefault(id(batch.schedule), Places(batch.schedule))
+        key = id(batch.schedule)
+        if key not in self._places_of:
+            self._places_of[key] = Places(batch.schedule)
+            weakref.finalize(batch.schedule, self._places_of.pop, key).atexit = False
+        self._places = self._places_of[key]
 
     def close_batch(self) -> None:
         """Every message of the batch was used, and everything sent has been received."""

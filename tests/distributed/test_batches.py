@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -116,6 +117,32 @@ def _build_mixture() -> str:
 def test_experts_with_capacity_are_refused() -> None:
     for message in rank_pool(1).run(_build_mixture):
         assert "deepspeed.moe" in message and "terapipe.enabled" in message
+
+
+class RecurrentLayer(torch.nn.GRU):
+    """A layer that hands its state from token to token."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16, batch_first=True, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden)[0]
+
+
+def _recurrent_layers() -> list[Any]:
+    layers = gpt_layers()
+    return [*layers[:2], LayerSpec(RecurrentLayer), *layers[2:]]
+
+
+def _build_recurrent() -> str:
+    with pytest.raises(TeraPipeConfigError) as caught:
+        build(_recurrent_layers(), section())
+    return str(caught.value)
+
+
+def test_a_recurrent_layer_of_one_stage_is_refused_on_every_rank() -> None:
+    for message in rank_pool(2).run(_build_recurrent):
+        assert "on rank 0: layers that mix the tokens" in message and "(RecurrentLayer)" in message
 
 
 def _uneven_replicas() -> tuple[list[str], float]:

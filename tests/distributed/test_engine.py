@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import terapipe_ds
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime import engine as engine_module
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
@@ -129,6 +130,17 @@ def job_evaluation() -> dict[str, Any]:
     }
 
 
+def job_logits_without_labels() -> list[float]:
+    def run(engine: PipelineEngine) -> list[Any]:
+        return [
+            engine.eval_batch(iter([(micro_batch(i)[0], labels) for i in range(2)]), compute_loss=False)
+            for labels in (None, ())
+        ]
+
+    stock, ours = both(run)
+    return [error_of(a, b) for a, b in zip(ours, stock, strict=True)]
+
+
 @functools.cache
 def evaluation() -> list[dict[str, Any]]:
     return on_ranks(job_evaluation)
@@ -142,6 +154,9 @@ class TestEvaluation:
     def test_the_last_stage_has_whole_logits_and_single_losses(self) -> None:
         assert [rank["shape of the logits"] for rank in evaluation()] == [None, (2, LENGTH, VOCAB_SIZE)]
         assert [rank["number of losses"] for rank in evaluation()] == [0, 2]
+
+    def test_logits_need_no_labels(self) -> None:
+        assert max(error for errors in on_ranks(job_logits_without_labels) for error in errors) <= EXACT
 
     def test_training_goes_on_as_if_nothing_had_been_evaluated(self) -> None:
         for rank in evaluation():
@@ -425,7 +440,7 @@ class TestData:
             "end again": "StopIteration: ",
             "too short": r"TeraPipeConfigError: terapipe.slices = 3: 3 slices .* a sequence of 2 tokens",
             "unequal lengths": r"BatchError: .*the labels have length 7 .* the inputs have shapes \[2, 5\]",
-            "no labels": r"BatchError: .*the labels of a batch must be a tensor",
+            "no labels": r"BatchError: .*there are no labels",
             "evaluation": r"BatchError: .*the labels have length 7",
             "end in evaluation": "StopIteration: ",
             "no iterator in evaluation": r"BatchError: .*there is no data",
@@ -905,6 +920,17 @@ MEMORY = [
 ]
 
 
+def job_kept_schedules() -> list[tuple[int, int]]:
+    """Schedules, and what the links have worked out of them, after batches of one to four micro-batches."""
+    kept = []
+    with mock.patch.object(engine_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
+        for count in range(1, 5):
+            engine.set_train_batch_size(2 * count)
+            engine.train_batch(iter(batches(1, count)[0]))
+            kept.append((len(engine._schedules), len(engine._links._places_of)))
+    return kept
+
+
 class TestMemory:
     @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "dtype", "options"), MEMORY)
     def test_keys_values_and_gradients_take_what_the_schedule_says(
@@ -935,6 +961,10 @@ class TestMemory:
     def test_buffers_serve_all_lengths_that_alternate(self) -> None:
         for reserved in on_ranks(job_memory_of_lengths):
             assert len(set(reserved[3:])) == 1, "nothing new after every length has come once"
+
+    def test_as_few_schedules_are_kept_as_the_engine_says(self) -> None:
+        for kept in on_ranks(job_kept_schedules):
+            assert kept == [(1, 1), (2, 2), (2, 2), (2, 2)]
 
     def test_a_whole_sequence_keeps_nothing(self) -> None:
         assert on_ranks(job_memory_unsliced) == [0, 0]
@@ -993,6 +1023,18 @@ def job_checkpointing(tied: bool) -> dict[str, Errors]:
     }
 
 
+def job_checkpointing_and_autocast() -> tuple[dict[str, Errors], list[Errors]]:
+    """Under autocast: each kind of checkpointing against none, and this and the stock engine's one against fp32."""
+    autocast = {**HALF["autocast"], "optimizer": SMALL_STEPS}
+    options = {**autocast, **CHECKPOINTING["reentrant"], "module": {"checkpointable_layers": ["DecoderLayer"]}}
+    run = functools.partial(run_training, fp32_layers, data=batches(2))
+    exact, plain = run(terapipe=None, optimizer=SMALL_STEPS), run(terapipe=section(), **autocast)
+    kinds = {
+        kind: differences(run(terapipe=section(), **autocast, **CHECKPOINTING[kind]), plain) for kind in CHECKPOINTING
+    }
+    return kinds, [differences(run(terapipe=terapipe, **options), exact) for terapipe in (section(), None)]
+
+
 def job_dropout() -> dict[str, Any]:
     """Trainings of a model with dropout, by seed and kind of checkpointing."""
     layers = functools.partial(gpt_layers, dropout=0.2)
@@ -1023,6 +1065,12 @@ class TestCheckpointingAndDropout:
         results = on_ranks(job_checkpointing, tied=tied)
         for kind in CHECKPOINTING:
             assert violations([rank[kind] for rank in results]) == {}, kind
+
+    def test_a_forward_under_autocast_is_recomputed_under_it(self) -> None:
+        for kinds, (ours, stock) in on_ranks(job_checkpointing_and_autocast):
+            assert {kind: errors for kind, errors in kinds.items() if max(errors.values()) > 0.0} == {}
+            for name in ("returned", "gradient", "parameter"):
+                assert 0 < ours[name] <= 2 * stock[name] + 1e-3
 
     def test_dropout(self) -> None:
         results = on_ranks(job_dropout)

@@ -48,6 +48,12 @@ def shm_comm_state() -> tuple[bool, bool, str]:
     )
 
 
+def takes_fp16() -> bool:
+    import deepspeed
+
+    return bool(deepspeed.accelerator.get_accelerator().is_fp16_supported())
+
+
 def raise_on(failing_rank: int) -> None:
     from torch import distributed
 
@@ -116,6 +122,9 @@ class TestRunningJobs:
 
     def test_no_operator_is_compiled(self, pool: RankPool) -> None:
         assert pool.run(shm_comm_state) == [(False, False, "cpu")] * 2
+
+    def test_fp16_is_tested_on_every_cpu(self, pool: RankPool) -> None:
+        assert pool.run(takes_fp16) == [True, True]
 
     def test_process_groups_of_a_job_are_closed_after_it(self, pool: RankPool) -> None:
         pool.run(make_groups, count=2)  # so that what is made once exists

@@ -71,6 +71,9 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     logger.setLevel("ERROR")
     # DeepSpeed would compile this operator here, for a minute and behind a lock that outlives a killed rank.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed refuses fp16 on a CPU without instructions for it. torch computes it on every CPU, only slowly, and
+    # these ranks stand in for devices that have it.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.init_process_group(
         backend="gloo",
         store=torch.distributed.FileStore(rendezvous, world_size),

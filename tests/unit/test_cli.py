@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,6 +18,8 @@ from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
 ROOT = Path(__file__).parents[2]
 SEQ1F1B = ["--schedule", "seq1f1b", "--stages", "4", "--micro-batches", "2", "--slices", "4"]
+
+UNIT = ["--schedule", "seq1f1b", "--stages", "2", "--slices", "5,3", "--unit"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -116,6 +120,27 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("show", "--from-csv", "x.csv", "--forward-only"), "--forward-only does not go with --from-csv"),
         (("timeline", "no/such", "--out", "x.png"), "no/such: no such file or directory"),
         (("timeline", "x"), "required: --out"),
+        (("simulate", *UNIT[:-1]), "one of the arguments --profile --model --unit is required"),
+        (("simulate", *UNIT, "--model", "tiny"), "not allowed with argument --unit"),
+        (("simulate", "--stages", "2", "--slices", "4", "--unit"), "one of the arguments --schedule --from-csv"),
+        (("simulate", "--schedule", "gpipe", "--slices", "4,4", "--unit"), "--stages is missing"),
+        (("simulate", "--schedule", "gpipe", "--stages", "2", "--unit"), "required: --slices"),
+        (("simulate", *UNIT, "--slices", "8,8"), "--slices stands 2 times for 1 micro-batch"),
+        (("simulate", *UNIT, "--sequence-length", "9"), "--slices 5,3 has 8 tokens, --sequence-length is 9"),
+        (("simulate", *UNIT, "--granularity-tokens", "2"), "--granularity-tokens goes with a number of slices"),
+        (("simulate", *UNIT, "--device", "h100"), "--device goes with --model only"),
+        (("simulate", *UNIT, "--tensor-parallel", "2"), "--tensor-parallel goes with --model only"),
+        (("simulate", *UNIT, "--unit-send", "-1"), "send_s gives -0.625 for 5 tokens after 0"),
+        (("simulate", *UNIT, "--micro-batches", "0"), "num_micro_batches is 0"),
+        (("simulate", *UNIT, "--picture", "x.jpg"), "end the name in .png"),
+        (("simulate", *UNIT, "--trace", "no/such/dir.json"), "No such file or directory"),
+        (("simulate", *UNIT[:-3], "--slices", "x", "--unit"), "--slices is 'x'"),
+        (("simulate", *UNIT[:-3], "--slices", "4", "--unit"), "is a number of slices: give --sequence-length"),
+        (("simulate", *UNIT[:-3], "--slices", "0", "--sequence-length", "8", "--unit"), "num_slices = 0"),
+        (("simulate", *UNIT[:-1], "--model", "tiny"), "--model needs --device"),
+        (("simulate", *UNIT[:-1], "--model", "tiny", "--device", "v100", "--unit-send", "1"), "goes with --unit only"),
+        (("compare", "no/such.json", "x"), "no/such.json: No such file"),
+        (("compare", "x"), "required: MEASURED"),
     ],
 )
 def test_errors_are_one_line(
@@ -214,8 +239,120 @@ def test_timeline_says_where_a_stage_is_missing(capsys: pytest.CaptureFixture[st
     assert "note: no events of stage 1" in capsys.readouterr().err
 
 
+def test_simulate_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages, one micro-batch of 5 and 3 of 8 tokens: forwards 5/8 and 3/8 s, backwards twice that."""
+    lines = [line.split() for line in shown(capsys, "simulate", *UNIT).splitlines()]
+    assert lines[0] == ["seq1f1b:", "2", "stages,", "1", "micro-batch,", "slices", "5,3"]
+    assert lines[1] == ["makespan", "4.875", "s,", "bubble", "38.5", "%"]
+    assert lines[4:6] == [["0", "3", "38.5", "2"], ["1", "3", "38.5", "2"]]
+    assert lines[-1][:6] == ["critical", "path:", "6", "steps", "on", "2"]
+    data = json.loads(shown(capsys, "simulate", *UNIT, "--json"))
+    assert (data["makespan_s"], data["plans"], data["num_stages"]) == (4.875, [[5, 3]], 2)
+    assert data["stages"][1] == {
+        "stage_id": 1, "busy_s": 3, "bubble_fraction": pytest.approx(1 - 3 / 4.875), "peak_live_slices": 2,
+        "peak_bytes": None,
+    }  # fmt: skip
+    path = [(step["stage_id"], step["action"], step["waited_for"]) for step in data["critical_path"]]
+    assert path[:2] == [(0, "F0.0", "start"), (1, "F0.0", "dependency")]
+
+
+def test_simulate_takes_plans_in_several_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def plans(*arguments: str) -> object:
+        return json.loads(shown(capsys, "simulate", *arguments, "--unit", "--json"))["plans"]
+
+    two = ["--schedule", "gpipe", "--stages", "2", "--micro-batches", "2"]
+    assert plans(*two, "--slices", "3", "--sequence-length", "8") == [[3, 3, 2]] * 2
+    grains = ["--sequence-length", "8", "--granularity-tokens", "4"]
+    assert plans(*two, "--slices", "2", *grains) == [[4, 4]] * 2
+    assert plans(*two, "--slices", "5,3", "--slices", "1", "--sequence-length", "8") == [[5, 3], [8]]
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(build("seq1f1b", 2, 2, [2, 1])))
+    assert plans("--from-csv", str(path), "--slices", "5,3", "--slices", "1", "--sequence-length", "8") == [[5, 3], [8]]
+    assert "--stages does not go with --from-csv" in refused(
+        capsys, "simulate", "--from-csv", str(path), "--stages", "2", "--slices", "5,3", "--unit"
+    )
+    assert "micro-batch 1 has 2 slices (5, 3), the schedule 1" in refused(
+        capsys, "simulate", "--from-csv", str(path), "--slices", "5,3", "--unit"
+    )
+
+
+def test_simulate_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = {"--timeline": "t.json", "--trace": "trace.json", "--csv": "events.csv", "--picture": "p.svg"}
+    options = [word for option, name in names.items() for word in (option, str(tmp_path / name))]
+    shown(capsys, "simulate", *UNIT, "--unit-send", "0.5", *options)
+    assert {file.name for file in tmp_path.iterdir()} == set(names.values())
+    timeline = Timeline.load(tmp_path / "t.json")
+    assert timeline.makespan_s == 5.5, "4.875, and half a message of 5 tokens of 8 either way"
+    assert (tmp_path / "trace.json").read_text() == timeline.to_chrome_trace()
+    assert (tmp_path / "events.csv").read_text() == timeline.to_csv()
+    assert "makespan 5.6875 s" in shown(capsys, "simulate", *UNIT, "--unit-send", "0.5", "--no-overlap")
+
+
+class FakeCosts:
+    """In the place of costs that come from another module."""
+
+    asked: ClassVar[list[Any]] = []
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return 10.0
+
+    backward_s = forward_s
+
+    @classmethod
+    def from_profile(cls, profile: Any) -> list[FakeCosts]:
+        cls.asked.append(profile)
+        return [cls(), cls()]
+
+    @classmethod
+    def analytic(cls, *arguments: Any, **options: Any) -> list[FakeCosts]:
+        cls.asked.append((arguments, options))
+        return [cls()] * options["num_stages"]
+
+
+def test_simulate_takes_costs_from_a_profile_and_from_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fake(name: str, **names: Any) -> None:
+        module = types.ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, f"terapipe_ds.{name}", module)
+
+    fake("cost_model", CostModel=FakeCosts)
+    fake("cost_profile", Profile=types.SimpleNamespace(load=lambda path: f"read {path}"))
+    fake("cost_analytic", analytic_costs=FakeCosts.analytic)
+    FakeCosts.asked.clear()
+    assert "makespan 60 s" in shown(capsys, "simulate", *UNIT[:-1], "--profile", "p.json")
+    model = ["--model", "gpt3-13b", "--device", "v100", "--tensor-parallel", "8", "--micro-batch-size", "2"]
+    assert "makespan 60 s" in shown(capsys, "simulate", *UNIT[:-1], *model)
+    options = {"dtype": "auto", "num_stages": 2, "micro_batch": 2, "tensor_parallel": 8}
+    assert FakeCosts.asked == ["read p.json", (("gpt3-13b", "v100"), options)]
+    three = ["--schedule", "gpipe", "--stages", "3", "--slices", "5,3", "--profile", "p.json"]
+    assert "2 costs for 3 parts" in refused(capsys, "simulate", *three)
+
+
+def test_compare_reads_files_and_trace_directories(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    predicted, traces = tmp_path / "predicted.json", tmp_path / "traces"
+    traces.mkdir()
+    for step in (1, 2):
+        write_traces(traces, step)
+    one_slice = ["--schedule", "seq1f1b", "--stages", "2", "--slices", "1", "--sequence-length", "8"]
+    shown(capsys, "simulate", *one_slice, "--unit", "--timeline", str(predicted))
+    picture = tmp_path / "both.png"
+    text = shown(capsys, "compare", str(predicted), str(traces), "--step", "1", "--picture", str(picture))
+    assert "makespan s                       6           6   1.000" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(shown(capsys, "compare", str(predicted), str(traces), "--json"))
+    assert data["durations"]["median_ratio_by_kind"] == {"F": 1.0, "B": 0.5}
+    assert data["stages"][0]["busy_s"]["B"] == {"predicted": 2.0, "measured": 1.0, "ratio": 0.5}
+    assert "step 3 is not there" in refused(capsys, "compare", str(predicted), str(traces), "--step", "3")
+    shown(capsys, "simulate", *UNIT, "--timeline", str(predicted))
+    assert "not the same schedule" in refused(capsys, "compare", str(predicted), str(traces))
+    predicted.write_text("{}")
+    assert "predicted.json: not a timeline" in refused(capsys, "compare", str(predicted), str(traces))
+
+
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("show", "timeline"):
+    for command in ("show", "simulate", "timeline", "compare"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
@@ -225,11 +362,13 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_examples_of_the_help_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from terapipe_ds.commands import show
+    from terapipe_ds.commands import show, simulate
 
     monkeypatch.chdir(tmp_path)
-    lines = [line.split("  (")[0].split() for line in show.EXAMPLES.splitlines() if "terapipe" in line]
-    assert len(lines) == 5
+    text = show.EXAMPLES + simulate.EXAMPLES
+    lines = [line.split("  (")[0].split() for line in text.splitlines() if line.startswith("  terapipe")]
+    lines = [line for line in lines if not {"--profile", "--model"} & set(line)]
+    assert len(lines) == 5 + 5
     for line in lines:
         assert main(line[1:]) == 0
     capsys.readouterr()
@@ -272,6 +411,7 @@ def test_no_command_here_loads_torch() -> None:
         "import sys, terapipe_ds.cli as cli\n"
         "early = {'torch', 'deepspeed', 'numpy', 'matplotlib', 'terapipe_ds.schedule'} & set(sys.modules)\n"
         "cli.main(['show', '--schedule', '1f1b', '--stages', '2'])\n"
+        "cli.main(['simulate', '--schedule', '1f1b', '--stages', '2', '--slices', '4,4', '--unit'])\n"
         "sys.exit(str(early) if early else bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

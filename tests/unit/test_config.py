@@ -212,7 +212,7 @@ def test_a_wrong_value_of_the_planner(key: str, value: Any) -> None:
 
 def test_the_value_stands_in_the_message() -> None:
     assert problem({"granularity_tokens": True}) == "terapipe.granularity_tokens = True: must be an integer >= 1"
-    assert "= [512, 0]: must be a number of equal slices" in problem({"slices": [512, 0]})
+    assert '= [512, 0]: must be "auto", a number of equal slices' in problem({"slices": [512, 0]})
     assert "loss_reduction = 'average': must be one of mean_valid, mean, sum" in problem({"loss_reduction": "average"})
     assert "a value of type int" in problem({"slices": 10**5000})  # Python refuses to print it
 
@@ -275,6 +275,17 @@ def test_a_section_that_is_no_object(section: Any) -> None:
     assert problem(section).startswith(f"terapipe = {section!r}: give an object")
 
 
+@pytest.mark.parametrize("name", ["terapip", "TeraPipe", "terapipe_ds", "tera_pipe", " terapipe"])
+def test_a_misspelt_section_is_not_passed_over(name: str) -> None:
+    with pytest.raises(TeraPipeConfigError, match="unknown section; did you mean terapipe?"):
+        TeraPipeConfig.from_deepspeed({name: {"enabled": True, "slices": 8}})
+
+
+def test_other_sections_are_no_misspelling() -> None:
+    others = ("pipeline", "tensorboard", "tensor_parallel", "fp16", "my_own")
+    assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
+
+
 @pytest.mark.parametrize("ds_config", [None, "ds_config.json", 3, []])
 def test_a_config_that_is_no_dict(ds_config: Any) -> None:
     with pytest.raises(TeraPipeConfigError, match="give it as a dict"):
@@ -285,27 +296,23 @@ def test_keywords_are_checked_alike() -> None:
     assert TeraPipeConfig(enabled=True, slices=4).slices == 4
     with pytest.raises(TeraPipeConfigError, match=r"terapipe.slices = 0: must be"):
         TeraPipeConfig(slices=0)
-    with pytest.raises(TeraPipeConfigError, match=r'terapipe.slices = "auto"'):
-        TeraPipeConfig(enabled=True)
+    with pytest.raises(TeraPipeConfigError, match=r"terapipe.schedule = 'a.csv'"):
+        TeraPipeConfig(enabled=True, schedule="a.csv")
+
+
+@pytest.mark.parametrize("section", [{}, {"slices": "auto"}, {"schedule": "auto"}, {"slices": 4, "schedule": "auto"}])
+def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any]) -> None:
+    config = read({"enabled": True, **section})
+    assert config.slices == section.get("slices", "auto") and config.schedule == section.get("schedule", "seq1f1b")
 
 
 # --- what comes in a later release
 
 
-@pytest.mark.parametrize("section", [{}, {"slices": "auto"}])
-def test_auto_slices_say_what_to_give(section: dict[str, Any]) -> None:
-    message = problem({"enabled": True, **section})
-    assert message.startswith(
-        'terapipe.slices = "auto": planning from measured costs comes in a later release; give a number'
-    )
-    assert "[512, 384, 128]" in message
-
-
-@pytest.mark.parametrize("schedule", ["auto", "orders/best.csv"])
-def test_auto_schedules_and_schedule_files_say_what_to_give(schedule: str) -> None:
-    message = problem({"enabled": True, "slices": 4, "schedule": schedule})
-    assert message.startswith(f"terapipe.schedule = {schedule!r}: ")
-    assert "a later release; give one of gpipe, 1f1b, terapipe, seq1f1b" in message
+def test_schedule_files_say_what_to_give() -> None:
+    message = problem({"enabled": True, "slices": 4, "schedule": "orders/best.csv"})
+    assert message.startswith("terapipe.schedule = 'orders/best.csv': ")
+    assert 'a later release; give one of gpipe, 1f1b, terapipe, seq1f1b, or "auto"' in message
 
 
 def test_the_check_of_the_first_batch_comes_later() -> None:

@@ -17,6 +17,7 @@ from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profil
 BASE = {64: 1.0e-3, 128: 1.02e-3, 256: 1.7e-3, 512: 3.2e-3, 1024: 6.6e-3, 2048: 14.1e-3}
 FORWARD = (5e-5, 2e-8, 3e-8, 2.5e-9)
 BACKWARD = (9e-5, 3e-8, 8e-8, 6e-9)
+BEND = FORWARD[3] / 2  # i tokens attend to i^2 / 2 pairs among themselves
 GRID = [(64, 1984), (128, 1024), (256, 256), (256, 1792), (512, 512), (512, 1536), (1024, 1024)]
 
 
@@ -47,8 +48,9 @@ def test_the_form_of_the_paper_is_found_exactly() -> None:
 
 def test_between_and_below_the_measured_points() -> None:
     model = CostModel.fit(samples())
-    assert model.forward_s(384, 0) == pytest.approx((1.7e-3 + 3.2e-3) / 2)  # half way from 256 to 512
-    assert model.forward_s(160, 0) == pytest.approx(1.02e-3 + (1.7e-3 - 1.02e-3) / 4)
+    # a chord of i^2 runs (x - a) (b - x) above it
+    assert model.forward_s(384, 0) == pytest.approx((1.7e-3 + 3.2e-3) / 2 - BEND * 128 * 128)  # from 256 to 512
+    assert model.forward_s(160, 0) == pytest.approx(1.02e-3 + (1.7e-3 - 1.02e-3) / 4 - BEND * 32 * 96)
     assert model.forward_s(1, 0) == model.forward_s(63, 0) == 1.0e-3  # launches take what they take
     for i in (64, 256, 1024):  # a jump at the first token of prefix, by what the samples say
         assert model.forward_s(i, 1) - model.forward_s(i, 0) == pytest.approx(context(FORWARD, i, 1), rel=1e-6)
@@ -112,9 +114,10 @@ def test_left_out_means_left_out() -> None:
     assert report.forward.held_out[-1] == pytest.approx(0.5, rel=1e-6)
     assert report.forward.in_sample[-1] < 0.45  # the fit leans to it
     assert max(report.backward.held_out) < 1e-6
-    # interior base points, by hand: 128 lies between 64 and 256
-    expected = abs((1.0e-3 + (1.7e-3 - 1.0e-3) / 3) / 1.02e-3 - 1)
-    assert report.forward.held_out_base[0] == pytest.approx(expected)
+    # interior base points, by hand: 128, of which no other sample depends here, lies between 64 and 256
+    without = CostModel.fit(samples([(i, j) for i, j in GRID if i != 128])).report
+    expected = abs((1.0e-3 + (1.7e-3 - 1.0e-3) / 3 - BEND * 64 * 128) / 1.02e-3 - 1)
+    assert without.forward.held_out_base[0] == pytest.approx(expected, rel=1e-6)
     assert report.max_held_out == pytest.approx(0.5, rel=1e-6)
     text = str(report)
     assert "part 0, forward: fitted max" in text and "left out of the fit max 50.00%" in text
@@ -176,10 +179,19 @@ def test_questions_out_of_range(arguments: tuple[Any, Any], message: str) -> Non
             ask(*arguments)
 
 
-def test_allowed_extrapolation_is_linear() -> None:
+def test_the_base_rises_wherever_its_points_do() -> None:
+    """A flat stretch leaves no room for the bend that the prefix suggests, and a fall none at all."""
+    steep = [CostSample(i, j, s, s) for i, j, s in ((64, 64, 2.0), (128, 64, 3.0), (64, 128, 3.0), (128, 128, 5.0))]
+    flat = CostModel.fit([*steep, *(CostSample(i, 0, s, s) for i, s in ((64, 1.0), (128, 1.0), (256, 2.0)))])
+    assert flat.forward_curve.terms is not None and flat.forward_curve.terms[3] > 0
+    rising = flat.forward_s(np.arange(64, 257), 0)
+    assert (np.diff(rising) >= -1e-12).all() and rising[32] == 1.0
+
+
+def test_allowed_extrapolation_goes_on_as_the_last_segment() -> None:
     model = CostModel.fit(samples(), allow_extrapolation=True)
-    slope = (14.1e-3 - 6.6e-3) / 1024
-    assert model.forward_s(4096, 0) == pytest.approx(14.1e-3 + 2048 * slope)
+    slope = (14.1e-3 - 6.6e-3 - BEND * (2048**2 - 1024**2)) / 1024
+    assert model.forward_s(4096, 0) == pytest.approx(14.1e-3 + 2048 * slope + BEND * (4096**2 - 2048**2))
     assert model.forward_s(256, 8192) == pytest.approx(1.7e-3 + context(FORWARD, 256, 8192))
     with pytest.raises(CostModelError, match="at least 1 token"):
         model.forward_s(0, 0)

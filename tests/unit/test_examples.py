@@ -157,6 +157,14 @@ def test_loss_curves_are_a_whole_png(metrics: ModuleType, tmp_path: Path) -> Non
 # -- demo ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--steps", 2)])
+def test_demo_trains_only_where_it_is_asked_to(option: str, code: int) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), option]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == code
+    assert "usage: demo.py" in ended.stdout + ended.stderr
+
+
 def write_run(demo: ModuleType, name: str, losses: list[float], seconds: float, validation: float) -> Any:
     run = demo.Run(name, Path("unused.json"))
     entries = [{"step": i + 1, "loss": x, "seconds": seconds} for i, x in enumerate(losses)]

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds import timeline_picture
 from terapipe_ds.timeline import (
+    CriticalStep,
     Timeline,
     TimelineError,
     TimelineEvent,
@@ -171,7 +176,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.sampled_from([*json.loads(two_stages().to_json())]), json_values)
+@given(st.sampled_from([*json.loads(two_stages().to_json()), "bytes_over_time", "critical_path"]), json_values)
 def test_any_value_in_any_field_raises_nothing_but_its_own_error(key: str, value: Any) -> None:
     try:
         timeline = Timeline.from_json(changed(key, value))
@@ -187,7 +192,95 @@ def test_chrome_trace() -> None:
     forward = next(row for row in rows if row["name"] == "F0.0" and row["tid"] == 0)
     assert (forward["ts"], forward["dur"], forward["cat"]) == (2e6, 2e6, "F")
     assert forward["args"] == {"micro_batch_id": 0, "slice_id": 0, "chunk_id": 0}
-    assert len(rows) == 2 + 7
+    assert sum(row["ph"] == "X" for row in rows) == 7
+    counters = [(row["name"], row["ts"], row["args"]) for row in rows if row["ph"] == "C"]
+    assert counters == [
+        ("live slices, stage 0", 4e6, {"slices": 1}),
+        ("live slices, stage 0", 8e6, {"slices": 0}),
+        ("live slices, stage 1", 5e6, {"slices": 1}),
+        ("live slices, stage 1", 7e6, {"slices": 0}),
+    ]
+
+
+def test_links_and_bytes_in_a_chrome_trace() -> None:
+    events = (
+        event(0, "F0.0", 0, 2), TimelineEvent(0, "SA0.0>1", 0, 0, "SA", 2, 5),
+        event(0, "F0.1", 2, 4), TimelineEvent(0, "SA0.1>1", 0, 1, "SA", 5, 8),
+        TimelineEvent(1, "SG0.0c1>0", 0, 0, "SG", 9, 9.5, chunk_id=1),
+    )  # fmt: skip
+    timeline = Timeline(2, events, bytes_over_time=(((0.0, 10), (2.0, 30)), ((0.0, 20),)))
+    rows = json.loads(timeline.to_chrome_trace())["traceEvents"]
+    threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert threads == {
+        (0, 0): "stage 0", (0, 1): "stage 1",
+        (1, 0): "activations, stage 0 > 1", (1, 1): "gradients, stage 1 chunk 1 > 0",
+    }  # fmt: skip
+    boxes: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["ph"] == "X":
+            boxes.setdefault((row["pid"], row["tid"]), []).append(row)
+    assert boxes.keys() == threads.keys() - {(0, 1)}
+    for mine in boxes.values():  # Perfetto drops what overlaps in one thread
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(mine))
+    memory = [(row["name"], row["ts"], row["args"]["bytes"]) for row in rows if row["name"].startswith("memory")]
+    assert memory == [("memory, stage 0", 0, 10), ("memory, stage 0", 2e6, 30), ("memory, stage 1", 0, 20)]
+
+
+@given(timelines)
+def test_csv_has_every_event(timeline: Timeline) -> None:
+    head, *rows = csv.reader(io.StringIO(timeline.to_csv()))
+    assert head == ["stage_id", "action", "micro_batch_id", "slice_id", "kind", "start_s", "end_s", "chunk_id"]
+    types = (int, str, int, int, str, float, float, int)
+    read = [TimelineEvent(*(kind(cell) for kind, cell in zip(types, row, strict=True))) for row in rows]
+    assert tuple(read) == timeline.events
+
+
+def test_live_slices_over_time() -> None:
+    assert two_stages().live_slices() == (((12.0, 1), (16.0, 0)), ((13.0, 1), (15.0, 0)))
+    chunks = Timeline(1, (event(0, "F0.0", 0, 1), event(0, "F0.0", 1, 2, chunk_id=1), event(0, "B0.0", 2, 3, 1)))
+    assert chunks.live_slices() == (((1, 1), (2, 2), (3, 1)),)
+    back_to_back = Timeline(1, (event(0, "B0.0", 2, 3), event(0, "F0.0", 0, 2), event(0, "F0.1", 2, 3)))
+    assert back_to_back.live_slices() == (((2, 1), (3, 1)),)
+
+
+def test_bubbles_per_stage() -> None:
+    assert two_stages().bubbles() == pytest.approx((1 / 3, 1 / 2))
+    assert Timeline(2, ()).bubbles() == (0.0, 0.0)
+
+
+def simulated() -> Timeline:
+    first = event(0, "F0.0", 0, 1)
+    second = event(0, "B0.0", 1, 3)
+    path = (CriticalStep(first, "start"), CriticalStep(second, "stage"))
+    return Timeline(1, (first, second), "made", (1,), (9,), bytes_over_time=(((0.0, 5), (1.5, 9)),), critical_path=path)
+
+
+def test_what_a_simulation_adds_comes_back_and_a_measured_file_does_not_have_it() -> None:
+    assert Timeline.from_json(simulated().to_json()) == simulated()
+    text = json.loads(two_stages().to_json())
+    assert text["version"] == 1
+    assert not {"critical_path", "bytes_over_time"} & text.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("bytes_over_time", [[[0, 1]], [[0, 1]]], "bytes_over_time has 2 entries for 1 stages"),
+        ("bytes_over_time", [3], "a list of .seconds, bytes. per stage"),
+        ("bytes_over_time", [[[0.0]]], "a list of .seconds, bytes. per stage"),
+        ("bytes_over_time", [[[0.0, 1.5]]], "is no step"),
+        ("bytes_over_time", [[[math.nan, 1]]], "is no step"),
+        ("bytes_over_time", {}, "which is of the wrong type"),
+        ("critical_path", [[2, "stage"]], "critical_path has .* give .number of an event"),
+        ("critical_path", [[-1, "stage"]], "critical_path has"),
+        ("critical_path", [["0", "stage"]], "critical_path has"),
+        ("critical_path", [[0, 1]], "critical_path has"),
+        ("critical_path", [0], "critical_path has"),
+    ],
+)
+def test_other_json_of_a_simulation_is_refused(key: str, value: Any, reason: str) -> None:
+    with pytest.raises(TimelineError, match=reason):
+        Timeline.from_json(json.dumps(json.loads(simulated().to_json()) | {key: value}))
 
 
 def ranks_of(timeline: Timeline) -> list[Timeline]:
@@ -351,6 +444,21 @@ def test_every_box_that_has_room_has_its_label() -> None:
     texts = texts_of(timeline_picture._figure([("", large(2, 16))]))
     for unit in range(16):
         assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
+
+
+def test_eight_stages_of_64_units_are_legible() -> None:
+    """Nine boxes of ten have their label, though a forward takes half of a backward and slices differ."""
+    from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.schedule import build
+    from terapipe_ds.simulator import UnitCosts, simulate
+
+    uneven = SlicePlan((20, 18, 17, 16, 15, 15, 14, 13))
+    timeline = simulate(build("seq1f1b", 8, 8, 8), uneven, UnitCosts(128, 0.1))
+    figure = timeline_picture._figure([("seq1f1b", timeline)])
+    labels = [text for text in texts_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
+    assert len(labels) >= 0.9 * 8 * 128
+    assert not overlaps(figure)
+    assert all(text.get_fontsize() >= 5 for axes in figure.axes for text in axes.texts)
 
 
 def test_boxes_stand_at_their_times_and_in_their_colours() -> None:

@@ -17,7 +17,7 @@ from terapipe_ds.attention.backends.base import Backend
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
 from terapipe_ds.attention.backends.reference import Reference
 
-__all__ = ["Backend", "available_backends", "choose_backend", "set_backend"]
+__all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "set_backend"]
 
 _log = logging.getLogger("terapipe_ds")
 
@@ -48,6 +48,13 @@ def set_backend(name: str | None) -> None:
         available = ", ".join(available_backends())
         raise ValueError(f"attention backend {name!r} cannot run on this machine; available here: {available}")
     _forced = found
+
+
+def backend_name(q: torch.Tensor) -> str:
+    """Which backend slices of such queries ([B, H, T, D] without dropout) are computed by."""
+    if _forced is not None:
+        return _forced.name
+    return next(b.name for b in _BACKENDS if b.refusal(q, 0.0) is None and b.is_available())
 
 
 def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:

@@ -120,7 +120,7 @@ def test_a_worked_example() -> None:
 
 
 def test_the_maxima_may_stand_on_different_slices() -> None:
-    """One slice: f + b = 10, maxima 9 + 1. Two: f + b = 5 each, but maxima 4 + 4. A limit on f + b alone prefers two."""
+    """Largest f + b of the two slices: 5.5, on the second. The largest f is on the first, so that F + B is 8.5."""
     forward = {(2, 0): 9.0, (1, 0): 4.0, (1, 1): 1.0}
     backward = {(2, 0): 1.0, (1, 0): 1.0, (1, 1): 4.5}
     costs = TableCosts(lambda t, p: forward[t, p], lambda t, p: backward[t, p])
@@ -136,6 +136,21 @@ def test_fewer_slices_where_times_tie() -> None:
     assert solve(linear, 8, 1, 1, 1).plan == SlicePlan((8,))
     capped = TableCosts(lambda t, p: float(max(t, 4)), lambda t, p: float(max(t, 4)))
     assert solve(capped, 16, 96, 1, 1).plan == SlicePlan((4, 4, 4, 4))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 7), st.sampled_from([1, 2, 8]), st.none() | st.integers(1, 7))
+def test_the_fewest_slices_of_equally_good_plans(seed: int, n: int, num_stages: int, most: int | None) -> None:
+    """Of all plans with the best time and maxima no larger, none has fewer slices (whole numbers: ties are exact)."""
+    costs = random_costs(np.random.default_rng(seed), n, 1, "zeros_and_ties")
+    solution = solve(costs, n, num_stages, 1, 1, most)
+    counts = [
+        len(slices)
+        for slices in compositions(n, 1, most)
+        if fill_drain_time(costs, slices, num_stages, 1) == solution.predicted_s
+        and max(costs.forward(*x) for x in slices) <= solution.max_forward_s
+        and max(costs.backward(*x) for x in slices) <= solution.max_backward_s
+    ]
+    assert solution.plan.num_slices == min(counts)
 
 
 def test_the_same_twice_is_the_same() -> None:
@@ -188,7 +203,7 @@ def test_equal_time_equals_brute_force() -> None:
 
 def test_equal_time_of_too_many_slices() -> None:
     table = tabulate(random_costs(np.random.default_rng(0), 10, 4, "random"), 10, 4)
-    with pytest.raises(PlannerError, match="4 slices cut at multiples of 4 tokens do not fit in a sequence of 10 tokens"):
+    with pytest.raises(PlannerError, match="4 slices cut at multiples of 4 tokens do not fit in a sequence of 10"):
         equal_time(table, 4)
     with pytest.raises(PlannerError, match="num_slices = 0: give an integer >= 1"):
         equal_time(table, 0)

@@ -78,7 +78,7 @@ def test_a_vectorized_object_may_return_one_number_for_all() -> None:
 def test_a_vectorized_object_that_returns_another_shape() -> None:
     costs = Vectorized(16)
     costs.backward_s = lambda tokens, prefix: np.ones(2)  # type: ignore[method-assign]
-    with pytest.raises(PlannerError, match="backward_s of a vectorized costs object gave no array of one time per slice"):
+    with pytest.raises(PlannerError, match="backward_s of a vectorized costs object gave no array of one time per"):
         tabulate(costs, 16, 8)
 
 
@@ -88,7 +88,7 @@ def test_a_time_that_cannot_be(name: str, bad: float) -> None:
     costs = coded()
     good = getattr(costs, name)
     setattr(costs, name, lambda tokens, prefix: bad if (tokens, prefix) == (20, 80) else good(tokens, prefix))
-    with pytest.raises(PlannerError, match=rf"{name}_s\(tokens=20, prefix=80\) = {bad}: times are finite seconds >= 0;"):
+    with pytest.raises(PlannerError, match=rf"{name}_s\(tokens=20, prefix=80\) = {bad}: times are finite seconds"):
         tabulate(costs, 100, 40)
 
 
@@ -115,7 +115,8 @@ def test_no_number_and_no_method() -> None:
 def test_numbers_that_cannot_be() -> None:
     with pytest.raises(PlannerError, match="granularity_tokens = 64 is larger than the sequence of 32 tokens: give at"):
         solve(coded(), 32, 2)
-    for arguments in [(0, 2, 1, 8), (16, 0, 1, 8), (16, 2, 0, 8), (16, 2, 1, 0), (16, 2, 1, 8, 0), (16, True), (16, 2.0)]:
+    wrong = [(0, 2, 1, 8), (16, 0, 1, 8), (16, 2, 0, 8), (16, 2, 1, 0), (16, 2, 1, 8, 0), (16, True), (16, 2.0)]
+    for arguments in wrong:
         with pytest.raises(PlannerError, match=r"= .*: give an integer >= 1"):
             solve(coded(), *arguments)  # type: ignore[arg-type]
 

@@ -71,6 +71,22 @@ class TestDrawing:
         assert reports[0].shapes is None
         assert reports[0].training is False
 
+    @pytest.mark.parametrize("labels", [None, (), []])
+    def test_without_a_loss_the_inputs_tell_the_length(self, labels: Any) -> None:
+        passenger = torch.zeros(3)
+        _, shapes = of(((passenger, TOKENS), labels)).draw(1, training=False, needs_labels=False)
+        assert shapes == (MicroBatchShape(2, 12),)
+
+    def test_without_a_loss_sliced_inputs_say_which_of_them(self) -> None:
+        inputs = (torch.zeros(2, 5), TOKENS)
+        _, shapes = of((inputs, None), sliced_inputs=[1]).draw(1, training=False, needs_labels=False)
+        assert shapes == (MicroBatchShape(2, 12),)
+
+    @pytest.mark.parametrize("labels", [None, ()])
+    def test_a_loss_needs_labels(self, labels: Any) -> None:
+        with pytest.raises(BatchError, match=r"there are no labels.*compute_loss=False"):
+            of((TOKENS, labels)).draw(1, training=False)
+
     def test_the_last_stage_needs_no_inputs(self, reports: list[StageReport]) -> None:
         drawn, _ = of((None, TOKENS), stage_id=1, num_stages=2).draw(1, training=True)
         assert drawn[0].inputs is None
@@ -102,7 +118,7 @@ class TestErrors:
             (TOKENS, r"must give \(inputs, labels\), got Tensor"),
             ((TOKENS, TOKENS, TOKENS), r"must give \(inputs, labels\), got tuple of 3 elements"),
             ({"tokens": TOKENS}, "got dict"),
-            ((TOKENS, None), "the labels of a batch must be a tensor"),
+            ((TOKENS, None), "there are no labels, from which come the sequence length.*compute_loss=False"),
             ((TOKENS[:, :5], TOKENS), r"length 12 .* the inputs have shapes \[2, 5\]"),
             ((TOKENS[:, :0], TOKENS[:, :0]), r"labels of shape \[2, 0\] has no tokens"),
             ((TOKENS, TOKENS.flatten()), "no label tensor has dimension 1"),

@@ -65,10 +65,20 @@ def test_the_first_range_is_recomputed_too() -> None:
     assert calls == 2
 
 
-def test_the_other_kind_is_left_as_it_is() -> None:
-    assert checkpoint_with_gradients(ds_checkpointing.non_reentrant_checkpoint) is (
-        ds_checkpointing.non_reentrant_checkpoint
-    )
+@pytest.mark.parametrize("checkpoint", [ds_checkpointing.checkpoint, ds_checkpointing.non_reentrant_checkpoint])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_range_is_recomputed_in_the_dtype_of_its_forward(checkpoint: Any, autocast: bool) -> None:
+    layer, dtypes = nn.Linear(3, 3), []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = layer(hidden)
+        dtypes.append(hidden.dtype)
+        return hidden
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = checkpoint_with_gradients(checkpoint)(forward, torch.randn(2, 3, requires_grad=True))
+    output.float().sum().backward()
+    assert dtypes == [torch.bfloat16 if autocast else torch.float32] * 2
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -1,0 +1,145 @@
+"""What the benchmarks of whole steps share: ranks pinned to cores, one workload for all, the machine in words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_ARGUMENTS = {
+    "stages": (2, "pipeline stages, one process each"),
+    "accumulation": (1, "micro-batches per step"),
+    "sequence_length": (2048, "tokens"),
+    "micro_batch": (1, "sequences per micro-batch"),
+    "hidden": (512, "hidden size"),
+    "layers": (8, "decoder layers"),
+    "heads": (8, "attention heads"),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every system trains."""
+
+    stages: int
+    accumulation: int
+    sequence_length: int
+    micro_batch: int
+    hidden: int
+    layers: int
+    heads: int
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser, **defaults: int) -> None:
+        """One option per field that the parser does not have yet; ``defaults`` replace the usual ones."""
+        taken = {action.dest for action in parser._actions}
+        for name, (usual, what) in _ARGUMENTS.items():
+            if name not in taken:
+                default = defaults.get(name, usual)
+                help_text = f"{what} (default: {default})"
+                parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help_text)
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, **replaced: int) -> Workload:
+        """What the options say."""
+        return cls(**{field.name: replaced.get(field.name, getattr(arguments, field.name)) for field in fields(cls)})
+
+
+def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
+    """Run ``target(rank, rendezvous_file, *arguments)`` in a process per rank, and wait for all."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(target, args=(str(Path(folder) / "store"), *arguments), nprocs=num_ranks, join=True)
+
+
+def prepare_rank(rank: int, stages: int, rendezvous: str) -> None:
+    """Pin this process to its core, with one thread, and meet the others. Before torch is imported."""
+    os.environ.update(
+        DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(stages),
+        LOCAL_SIZE=str(stages), LOCAL_WORLD_SIZE=str(stages), DEEPSPEED_LOG_LEVEL="error",
+    )  # fmt: skip
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process; the parent prints
+    import deepspeed
+    import torch
+    import torch.distributed as torch_dist
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at start, for a minute
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=stages)
+    deepspeed.init_distributed("gloo")
+
+
+def progress_bar(rank: int, total: int, what: str) -> Any:
+    """A bar on rank 0, where somebody looks at a terminal; ``update()`` after each of ``total``."""
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, disable=None if rank == 0 else True, leave=False)
+
+
+def finish_rank(engines: Sequence[Any]) -> None:
+    """End the process once all are done."""
+    import torch.distributed as torch_dist
+
+    torch_dist.barrier()
+    for engine in engines:
+        engine.destroy()
+    os._exit(0)  # gloo's threads may outlive the interpreter's teardown
+
+
+def build_engine(section: dict[str, Any] | None, work: Workload) -> Any:
+    """DeepSpeed's stock engine (``section`` None) or ours with a ``terapipe`` section."""
+    from deepspeed.pipe import PipelineModule
+
+    import terapipe_ds
+    from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+
+    config = GPTConfig(
+        vocab_size=256, hidden_size=work.hidden, num_layers=work.layers, num_heads=work.heads,
+        max_sequence_length=work.sequence_length,
+    )  # fmt: skip
+    module = PipelineModule(gpt_layers(config), num_stages=work.stages, loss_fn=gpt_loss, partition_method="parameters")
+    ds_config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": work.micro_batch,
+        "gradient_accumulation_steps": work.accumulation,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+        # DeepSpeed clips at 1.0 by default, and its stock norm counts the first stage only: the losses would differ
+        "gradient_clipping": 0.0,
+        "steps_per_print": 10**9,
+    }
+    if section is not None:
+        ds_config["terapipe"] = section
+    engine, *_ = terapipe_ds.initialize(model=module, model_parameters=list(module.parameters()), config=ds_config)
+    return engine
+
+
+def batches(work: Workload) -> Iterator[Any]:
+    """The same random tokens again and again."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 256, (work.micro_batch, work.sequence_length + 1), generator=generator)
+    while True:
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def machine() -> dict[str, Any]:
+    """What a figure has to say of where it was measured."""
+    from terapipe_ds.compat import installed_versions
+    from terapipe_ds.runtime.machine import cpu_name
+
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg()[0],
+        "versions": installed_versions(),
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,49 @@
+"""The best schedule for a plan that is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import MemoryLimitError
+from terapipe_ds.planner.search import PlanResult, choose
+from terapipe_ds.schedule import SCHEDULE_NAMES, build
+from terapipe_ds.simulator import Replay
+
+
+def best_schedule(
+    costs: Any, plan: SlicePlan, num_stages: int, num_micro_batches: int = 1, *, memory: Any = None,
+    memory_limit_bytes: float | None = None,
+) -> PlanResult:  # fmt: skip
+    """The schedule that takes the least predicted time with ``plan`` and fits; `costs` as for `plan_slices`.
+
+    Nothing is proven of other plans: the bound is 0.
+
+    Raises:
+        MemoryLimitError: no schedule fits ``memory_limit_bytes``.
+    """
+    found, needs = [], []
+    for name in SCHEDULE_NAMES:
+        replay = Replay.of(build(name, num_stages, num_micro_batches, plan.num_slices))
+        timeline = replay.run(plan, costs, memory=memory)
+        peaks = timeline.peak_bytes
+        if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
+            needs.append((max(peaks), peaks.index(max(peaks)), name))
+            continue
+        whole = SlicePlan.equal(plan.sequence_length, 1)
+        unsliced_s = Replay.of(build(name, num_stages, num_micro_batches, 1)).makespan(whole, costs)
+        result = PlanResult(
+            plan, name, timeline.makespan_s, False, 0.0, num_stages, num_micro_batches, unsliced_s, plan,
+            timeline.makespan_s, timeline.bubble_fraction, peaks, memory_limit_bytes, len(SCHEDULE_NAMES),
+        )  # fmt: skip
+        found.append(result)
+    if found:
+        return choose(found)
+    need_bytes, stage_id, name = min(needs)
+    raise MemoryLimitError(
+        f"no schedule fits in the memory limit of {memory_limit_bytes:.4g} bytes with the slices {list(plan.lengths)}: "
+        f"the least, {name}, needs {need_bytes:.4g} bytes on stage {stage_id}; raise the limit, give shorter slices, "
+        "more stages or activation checkpointing",
+        need_bytes,
+        stage_id,
+    )

@@ -1,0 +1,146 @@
+"""Profile the parts of a model one after the other, on one device, without a pipeline.
+
+Parts with the same layers are measured once. There are no links on one device, so the profile has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime import utils as ds_utils
+
+from terapipe_ds.attention import SliceStore, guard_plain_attention
+from terapipe_ds.cost_profile import CostSample, PartProfile, Profile
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.link import MessageSpec
+from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.profile_key import describe_layers, profile_key
+from terapipe_ds.runtime.profiler import grid, measure, noise_warning
+from terapipe_ds.runtime.untouched import untouched
+
+
+@dataclass(frozen=True)
+class OfflineJob:
+    """What to profile: the whole model as ``PipelineModule`` takes it, and a batch for it."""
+
+    layers: Sequence[LayerSpec]
+    loss_fn: Callable[[Any, Any], Any]
+    inputs: torch.Tensor  # of a micro-batch, [B, L]
+    labels: torch.Tensor
+    num_stages: int
+    num_micro_batches: int = 1
+    granularity_tokens: int = 64
+    activation_checkpoint_interval: int = 0
+    partition_method: str = "parameters"
+
+
+def profile_model(
+    job: OfflineJob, progress: Callable[[int, float], None], warn: Callable[[str], None]
+) -> Profile:
+    """The profile of all parts of ``job``; needs no process group, and makes one of its own where there is none.
+
+    Args:
+        progress: told the part that is measured, and the share of it that is done.
+        warn: told where the numbers vary too much.
+    """
+    _be_alone()
+    bounds = partition(job.layers, job.num_stages, job.partition_method)
+    length = int(job.inputs.shape[1])
+    points = grid(length, job.granularity_tokens)
+    lengths = sorted({tokens for tokens, _ in points})
+    specs: dict[int, MessageSpec] = {}
+    known: dict[str, tuple[CostSample, ...]] = {}
+    parts, described, module = [], [], None
+    for part_id in range(job.num_stages):
+        module = _part(job, bounds[part_id], bounds[part_id + 1])
+        described.append(describe_layers(module))
+        probe = _probe(job, module, part_id)
+        with untouched(module), guard_plain_attention():
+            specs = _specs(probe, lengths, specs)
+            same = _alike(described[-1], part_id, job.num_stages)
+            if same not in known:
+                measured = measure(
+                    probe, points, length, num_stages=job.num_stages, num_micro_batches=job.num_micro_batches,
+                    progress=partial(progress, part_id),
+                )  # fmt: skip
+                known[same] = measured.samples()
+                warning = noise_warning(known[same])
+                if warning is not None:
+                    warn(f"part {part_id}: {warning}")
+        parts.append(PartProfile(part_id, known[same]))
+    device = torch.device(get_accelerator().device_name())
+    key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
+    return Profile(key, tuple(parts))
+
+
+def _be_alone() -> None:
+    """A process group of one rank, which ``PipelineModule`` asks for."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
+    if not torch_dist.is_initialized():
+        torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at start, for nobody
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def partition(layers: Sequence[LayerSpec], num_stages: int, method: str) -> list[int]:
+    """Where the layers are cut, as ``PipelineModule`` cuts them (deepspeed/runtime/pipe/module.py).
+
+    Raises:
+        ValueError: more stages than layers, or a method other than "parameters" and "uniform".
+    """
+    if not 1 <= num_stages <= len(layers):
+        raise ValueError(f"{num_stages} stages for a model of {len(layers)} layers: give between 1 and {len(layers)}")
+    if method == "uniform":
+        return list(ds_utils.partition_uniform(num_items=len(layers), num_parts=num_stages))
+    if method != "parameters":
+        raise ValueError(f"partition method {method!r}: give 'parameters' or 'uniform'")
+    with torch.device("meta"):
+        counts = [sum(p.numel() for p in spec.build().parameters() if p.requires_grad) for spec in layers]
+    return list(ds_utils.partition_balanced(weights=counts, num_parts=num_stages))
+
+
+def _part(job: OfflineJob, start: int, stop: int) -> Any:
+    module = PipelineModule(
+        list(job.layers[start:stop]), num_stages=1, loss_fn=job.loss_fn,
+        activation_checkpoint_interval=job.activation_checkpoint_interval,
+    )  # fmt: skip
+    module.activation_checkpoint_func = checkpoint_with_gradients(module.activation_checkpoint_func)
+    return module
+
+
+def _probe(job: OfflineJob, module: Any, part_id: int) -> StageProbe:
+    device = torch.device(get_accelerator().device_name())
+    is_last = part_id == job.num_stages - 1
+    labels = SliceableTensors.of_labels(job.labels.to(device), 1)
+    inputs = SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1)
+    return StageProbe(
+        module, module, labels.length, device, SliceStore(), part_id, inputs if part_id == 0 else None,
+        labels if is_last else None, is_last, job.loss_fn,
+    )  # fmt: skip
+
+
+def _specs(probe: StageProbe, lengths: Sequence[int], before: dict[int, MessageSpec]) -> dict[int, MessageSpec]:
+    found = {}
+    for tokens in lengths:
+        if tokens in before:
+            probe.receive(tokens, before[tokens])
+        found[tokens] = probe.output_spec(tokens)
+    return found
+
+
+def _alike(described: list[Any], part_id: int, num_stages: int) -> str:
+    """The same text for parts that cost the same: their layers without the number that each of them has."""
+    made_of, parameters, interval = described
+    unnumbered = [[kind, [a for a in arguments if not a.isdigit()], kwargs] for kind, arguments, kwargs in made_of]
+    return json.dumps([unnumbered, parameters, interval, part_id == 0, part_id == num_stages - 1])

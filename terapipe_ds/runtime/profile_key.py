@@ -1,0 +1,63 @@
+"""What a profile was measured on, read off the layers and the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from terapipe_ds.attention.backends import backend_name
+from terapipe_ds.compat import installed_versions
+from terapipe_ds.cost_profile import ProfileKey
+from terapipe_ds.runtime.machine import device_name
+
+
+def describe_layers(module: Any) -> list[Any]:
+    """The layers that a ``PipelineModule`` has here, as values that two stages share exactly when they are the same:
+    [[kind, arguments, keywords] of each layer], parameters, checkpoint interval."""
+    specs = module._layer_specs[module._local_start : module._local_stop]
+    parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in module.parameters()]
+    return [[_describe(spec) for spec in specs], parameters, module.activation_checkpoint_interval]
+
+
+def _describe(layer: Any) -> list[Any]:
+    if not hasattr(layer, "typename"):  # a module or a function instead of a LayerSpec
+        return [type(layer).__qualname__, [_text(layer)], ""]
+    arguments = [_text(argument) for argument in layer.module_args]
+    return [layer.typename.__qualname__, arguments, _text(sorted(layer.module_kwargs.items()))]
+
+
+def _text(value: Any) -> str:
+    """``repr`` without addresses, which differ from run to run."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def profile_key(
+    layers: Sequence[Any], *, module: Any, device: torch.device, rows: int, length: int, tensor_parallel: int = 1
+) -> ProfileKey:
+    """The key of a profile of sequences of ``length`` tokens, ``rows`` of them in a micro-batch.
+
+    Args:
+        layers: ``describe_layers`` of every stage.
+        module: of any stage, for the dtype.
+    """
+    parameter = next(module.parameters(), torch.empty(0))
+    names = [kind for made_of, *_ in layers for kind, *_ in made_of]
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    return ProfileKey(
+        model_fingerprint=hashlib.sha256(json.dumps(list(layers)).encode()).hexdigest()[:16],
+        model=", ".join(f"{count} {name}" for name, count in counts.items()),
+        device=device_name(device),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        micro_batch=rows,
+        tensor_parallel=tensor_parallel,
+        num_stages=len(layers),
+        activation_checkpointing=module.activation_checkpoint_interval > 0,
+        sequence_length=length,
+        attention_backend=backend_name(parameter.new_empty(1, 1, 1, 8)),
+        versions=installed_versions(),
+    )

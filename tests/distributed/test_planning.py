@@ -1,0 +1,308 @@
+"""Slices planned from costs that the engine measures in place, on ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.cost_profile import Profile, ProfileError
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import MemoryLimitError
+from terapipe_ds.runtime import measuring
+from terapipe_ds.runtime.batch import BatchError
+from terapipe_ds.runtime.engine import TeraPipeEngine
+from tests.distributed.engines import (
+    EXACT,
+    LENGTH,
+    batches,
+    both,
+    differences,
+    engine_of,
+    gpt_layers,
+    run_training,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+AUTO = {"slices": "auto", "granularity_tokens": 4}
+
+
+def _auto(**planner: Any) -> dict[str, Any]:
+    return section(**AUTO, planner=planner)
+
+
+# -- training as before ------------------------------------------------------------------------------------------
+
+
+def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[str, float]]:
+    """The plan that was chosen, and whether a run given that plan as a list is the same to the last bit."""
+    torch.manual_seed(5)
+    layers = options.pop("layers", {})
+    with engine_of(gpt_layers(**layers), _auto(), **options) as engine:
+        assert isinstance(engine, TeraPipeEngine)
+        planned = train(engine, batches(3))
+        lengths = list(engine.slice_plan(LENGTH).lengths)
+        after = torch.rand(1)
+    torch.manual_seed(5)
+    listed = run_training(lambda: gpt_layers(**layers), section(slices=lengths), batches(3), **options)
+    same_numbers = bool(torch.equal(after, torch.rand(1)))
+    same = planned.losses == listed.losses and planned.returned == listed.returned and same_numbers
+    pairs = [(planned.parameters, listed.parameters), *zip(planned.gradients, listed.gradients, strict=True)]
+    for ours, theirs in pairs:
+        same = same and ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return lengths, same, differences(planned, listed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        (2, {"layers": {"dtype": "float32", "dropout": 0.2}}),
+        (2, {"module": {"activation_checkpoint_interval": 1}}),
+        (4, {"layers": {"tied_embedding": True}}),
+        (2, {"layers": {"dtype": "bfloat16"}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+    ],
+    ids=["plain", "dropout", "checkpointing", "tied-2x2", "bf16-zero1"],
+)
+def test_measuring_leaves_training_as_it_is(ranks: int, options: dict[str, Any]) -> None:
+    results = rank_pool(ranks).run(_auto_then_listed, options=options)
+    plans = {tuple(lengths) for lengths, _, _ in results}
+    assert len(plans) == 1 and sum(next(iter(plans))) == LENGTH  # one plan on all ranks
+    assert all(same for _, same, _ in results), [errors for _, _, errors in results]
+
+
+def _auto_against_stock(schedule: str) -> dict[str, float]:
+    stock, ours = both(lambda engine: train(engine, batches(2)), terapipe={**_auto(), "schedule": schedule})
+    return differences(ours, stock)
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "auto"])
+def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
+    assert violations(rank_pool(2).run(_auto_against_stock, schedule=schedule), EXACT) == {}
+
+
+# -- the profile, kept and given -----------------------------------------------------------------------------------
+
+
+def _measured_in(folder: str, count: int, **options: Any) -> tuple[list[int], tuple[int, ...]]:
+    """How often each of ``count`` engines, one after the other, measured, and the last one's plan."""
+    measured: list[int] = []
+    original = measuring.measure
+    calls = [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **kwargs)
+
+    measuring.measure = counted  # type: ignore[assignment]
+    try:
+        for _ in range(count):
+            calls[0] = 0
+            with engine_of(gpt_layers(), _auto(cache_dir=folder), **options) as engine:
+                train(engine, batches(2))
+                plan = engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
+            measured.append(calls[0])
+    finally:
+        measuring.measure = original
+    return measured, plan
+
+
+def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
+    first, second = rank_pool(2).run(_measured_in, folder=str(tmp_path), count=2)
+    assert first[0] == second[0] == [1, 0] and first[1] == second[1]
+    (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
+    profile = Profile.load(file)
+    assert profile.key.num_stages == len(profile.parts) == 2 and profile.key.micro_batch == 2
+    assert profile.key.sequence_length == LENGTH and profile.key.dtype == "float64"
+    assert {link.part_id for link in profile.links} == {0, 1}
+    memory = json.loads(next(tmp_path.glob("*.memory.json")).read_text())
+    heads, tokens = 2 * 4 * 8, 2  # 2 key heads of dimension 4 in fp64, 2 rows
+    assert [part["store_bytes_per_token"] for part in memory] == [2 * heads * tokens * layers for layers in (3, 1)]
+
+
+@pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])
+def test_a_cache_that_cannot_be_used_is_measured_again(tmp_path: Path, text: str) -> None:
+    rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1)
+    for file in tmp_path.glob("profile-*.json"):
+        file.write_text(text)
+    for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1):
+        assert measured == [1]
+    for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1):
+        assert measured == [0]  # mended
+
+
+def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
+    with engine_of(gpt_layers(**layers), _auto(profile=path), **options) as engine, pytest.raises(ValueError) as caught:
+        train(engine, batches(1))
+    assert isinstance(caught.value, ProfileError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "named"),
+    [
+        ({"ffn_size": 32}, {}, "model_fingerprint"),
+        ({"dtype": "float32"}, {}, "dtype"),
+        ({}, {"module": {"activation_checkpoint_interval": 1}}, "activation_checkpointing"),
+    ],
+)
+def test_the_profile_of_something_else_is_refused_on_every_rank(
+    tmp_path: Path, layers: dict[str, Any], options: dict[str, Any], named: str
+) -> None:
+    rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1)
+    (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
+    for message in rank_pool(2).run(_with_profile, path=str(file), layers=layers, **options):
+        assert named in message and "measure" in message
+
+
+def _edited(file: Path, **key: Any) -> Path:
+    document = json.loads(file.read_text())
+    document["key"].update(key)
+    edited = file.with_name("edited.json")
+    edited.write_text(json.dumps(document))
+    return edited
+
+
+@pytest.mark.parametrize(
+    ("key", "named"), [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")]
+)
+def test_a_profile_of_another_device_or_micro_batch_is_refused(
+    tmp_path: Path, key: dict[str, Any], named: str
+) -> None:
+    rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1)
+    (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
+    for message in rank_pool(2).run(_with_profile, path=str(_edited(file, **key)), layers={}):
+        assert named in message
+
+
+def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for message in rank_pool(2).run(_with_profile, path=str(tmp_path / "none.json"), layers={}):
+        assert "none.json" in message
+
+
+# -- limits and lengths --------------------------------------------------------------------------------------------
+
+
+def _limited(limit_gb: float) -> str:
+    terapipe = _auto(memory_limit_gb=limit_gb)
+    with engine_of(gpt_layers(), terapipe) as engine, pytest.raises(MemoryLimitError) as caught:
+        train(engine, batches(1))
+    return str(caught.value)
+
+
+def test_a_memory_limit_that_nothing_meets_is_an_error_on_every_rank() -> None:
+    for message in rank_pool(2).run(_limited, limit_gb=1e-6):
+        assert "memory" in message and "stage" in message
+
+
+def _too_short() -> str:
+    with engine_of(gpt_layers(), section(slices="auto", granularity_tokens=24)) as engine:
+        with pytest.raises(TeraPipeConfigError) as caught:
+            train(engine, batches(1))
+        train(engine, batches(1, length=24))  # nobody was left waiting
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_granule_longer_than_the_sequence_is_an_error_on_every_rank(ranks: int) -> None:
+    for message in rank_pool(ranks).run(_too_short):
+        assert "granularity_tokens = 24" in message and "at most 23" in message
+
+
+def _lengths_change() -> tuple[dict[str, float], list[int]]:
+    data = [*batches(1), *batches(1, first_seed=1, length=31), *batches(1, first_seed=2, length=9)]
+    mixed = [[*batches(1, 1, length=31)[0], *batches(1, 1, first_seed=7, length=17)[0]]]
+
+    stock = run_training(gpt_layers, None, [*data, *mixed], stages=1)  # with more it cannot mix lengths in a batch
+    with engine_of(gpt_layers(), _auto()) as engine:
+        ours = train(engine, [*data, *mixed])
+        counts = [sum(engine.slice_plan(length).lengths) for length in (LENGTH, 31, 9, 17)]  # type: ignore[attr-defined]
+    return differences(ours, stock), counts
+
+
+def test_new_lengths_are_planned_when_they_come() -> None:
+    results = rank_pool(2).run(_lengths_change)
+    assert violations([errors for errors, _ in results], EXACT) == {}
+    assert all(counts == [LENGTH, 31, 9, 17] for _, counts in results)
+
+
+def _replicas_with_other_lengths() -> list[int]:
+    """Two pipelines whose batches differ in length: both learn of both lengths, one batch after the other."""
+    with engine_of(gpt_layers(), _auto()) as engine:
+        replica = engine.grid.get_data_parallel_rank()
+        lengths = [LENGTH, 31] if replica == 0 else [31, 9]
+        train(engine, [batches(1, length=length)[0] for length in lengths])
+        return [sum(engine.slice_plan(length).lengths) for length in (LENGTH, 31, 9)]  # type: ignore[attr-defined]
+
+
+def test_pipelines_plan_together_whatever_their_lengths() -> None:
+    assert rank_pool(4).run(_replicas_with_other_lengths) == [[LENGTH, 31, 9]] * 4
+
+
+def _evaluated_first() -> tuple[float, float]:
+    def job(engine: Any) -> tuple[float, float]:
+        return float(engine.eval_batch(iter(batches(1)[0]))), train(engine, batches(1)).returned[0]
+
+    stock, ours = both(job, terapipe=_auto())
+    return abs(stock[0] - ours[0]), abs(stock[1] - ours[1])
+
+
+def test_the_first_batch_may_be_an_evaluation() -> None:
+    for errors in rank_pool(2).run(_evaluated_first):
+        assert max(errors) < 1e-5
+
+
+def _tuned_by_hand() -> tuple[dict[str, float], tuple[int, ...], str]:
+    plan = SlicePlan((9, 13, 1))
+
+    def job(engine: Any) -> Any:
+        if isinstance(engine, TeraPipeEngine):
+            engine.use_slice_plan(plan, "terapipe")
+        return train(engine, batches(2))
+
+    stock, ours = both(job)
+    with engine_of(gpt_layers(), section()) as engine:
+        assert isinstance(engine, TeraPipeEngine)
+        engine.use_slice_plan(plan if engine.stage_id == 0 else SlicePlan((23,)))
+        with pytest.raises(BatchError) as caught:
+            train(engine, batches(1))
+        return differences(ours, stock), engine.slice_plan(LENGTH).lengths, str(caught.value)
+
+
+def test_a_plan_can_be_set_by_hand_alike_on_all_ranks() -> None:
+    results = rank_pool(2).run(_tuned_by_hand)
+    assert violations([errors for errors, _, _ in results], EXACT) == {}
+    assert [lengths for _, lengths, _ in results] == [(9, 13, 1), (23,)]
+    assert all("disagree" in message for _, _, message in results)
+
+
+def _logged() -> list[str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("terapipe_ds")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with engine_of(gpt_layers(), _auto()) as engine:
+            train(engine, batches(1))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [text for text in records if "unsliced" in text]
+
+
+def test_rank_0_logs_the_plan_in_one_block() -> None:
+    first, second = rank_pool(2).run(_logged)
+    assert len(first) == 1 and second == []
+    for word in ("plan", "predicted", "equal", "bubble", "memory", "seq1f1b"):
+        assert word in first[0], first[0]

@@ -1,0 +1,114 @@
+"""Slices that are run for their time alone, on a small decoder in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
+from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.untouched import untouched
+
+LENGTH, ROWS = 24, 2
+
+
+class Watched(nn.Module):
+    """Layers that note what slice they were run on."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.seen: list[ActiveSlice | None] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(active_slice())
+        self.shapes.append(tuple(x.shape))
+        return self.layers(x)
+
+
+def _layers() -> list[nn.Module]:
+    config = GPTConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, max_sequence_length=64)
+    return [spec.build() for spec in gpt_layers(config)]
+
+
+def _tokens(seed: int) -> Tensor:
+    return torch.randint(31, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _probe(layers: list[nn.Module], first: bool, last: bool) -> StageProbe:
+    module = Watched(layers)
+    labels = SliceableTensors.of_labels(_tokens(1), 1)
+    inputs = SliceableTensors.of_inputs(_tokens(0), LENGTH, 1)
+    return StageProbe(
+        module, module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
+        labels=labels if last else None, is_last=last, loss_fn=gpt_loss,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)])
+def probe(request: pytest.FixtureRequest) -> Iterator[StageProbe]:
+    first, last = request.param
+    layers = _layers()
+    probe = _probe(layers[None if first else 1 : None if last else -2], first, last)
+    if not first:
+        for tokens in (4, 8, LENGTH):
+            spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
+            probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
+    with untouched(probe.module):
+        yield probe
+
+
+def test_any_slice_runs_in_any_order(probe: StageProbe) -> None:
+    for tokens in (4, 8, LENGTH):
+        probe.output_spec(tokens)
+    module = probe.module
+    assert isinstance(module, Watched)
+    for tokens, prefix in [(8, 16), (4, 0), (LENGTH, 0), (4, 12), (4, 12)]:
+        seconds, live = probe.forward(tokens, prefix)
+        assert seconds > 0 and probe.backward(live) > 0
+        active = module.seen[-1]
+        assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
+        assert module.shapes[-1][:2] == (ROWS, tokens)
+    assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+def test_slices_may_be_live_together(probe: StageProbe) -> None:
+    for tokens in (4, 8):
+        probe.output_spec(tokens)
+    live = [probe.forward(*point)[1] for point in [(8, 16), (8, 8), (4, 0), (8, 16)]]
+    for one in reversed(live):
+        assert probe.backward(one) > 0
+    assert probe.store.live_bytes() > 0
+    probe.store.reset()
+    assert probe.store.live_bytes() == 0
+
+
+def test_the_outputs_that_are_announced_are_those_of_the_layers() -> None:
+    layers = _layers()
+    spec = _probe(layers[:2], True, False).output_spec(8)
+    assert spec == MessageSpec((TensorSpec((ROWS, 8, 16), torch.float32, True),), is_tuple=False)
+
+
+def test_saved_bytes_grow_with_the_slice_and_leave_out_what_is_shared() -> None:
+    probe = _probe([nn.Linear(16, 16, bias=False)], False, False)
+    for tokens in (4, 8):
+        spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
+        probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
+        probe.output_spec(tokens)
+    # the input, saved for the weight's gradient, and the output, which the next stage's gradient starts from
+    assert probe.saved_bytes(4, 0) == 2 * ROWS * 4 * 16 * 4
+    assert probe.saved_bytes(8, 8) == 2 * ROWS * 8 * 16 * 4
+
+
+def test_store_bytes_are_those_of_the_whole_sequence() -> None:
+    probe = _probe(_layers(), True, True)
+    probe.output_spec(8)
+    keys = 2 * ROWS * LENGTH * 16 * 4 * 2  # keys and values, two layers, fp32
+    assert probe.store_bytes() == (keys, keys)

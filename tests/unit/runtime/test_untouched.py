@@ -1,0 +1,101 @@
+"""Measurements leave the module, its gradients and the random numbers as they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.untouched import untouched
+
+
+class Layer(nn.Module):
+    """A linear with a tied second use, dropout, a buffer that counts, and a reference that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1))
+        self.hidden = [nn.Parameter(torch.ones(4))]
+        self.hook_calls = 0
+        self.first.weight.register_post_accumulate_grad_hook(self._count)
+        self.micro_offset = 3
+
+    def _count(self, _: Tensor) -> None:
+        self.hook_calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.micro_offset += 1
+        x = nn.functional.dropout(self.second(self.first(x)), 0.5, self.training)
+        return x * self.frozen + torch.rand(4) + random.random() + np.random.rand()
+
+
+def _use(layer: Layer) -> Tensor:
+    out = layer(torch.ones(2, 4))
+    out.sum().backward()
+    return out
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("had_gradients", [False, True])
+def test_nothing_changes(had_gradients: bool, in_fp32: bool) -> None:
+    layer = Layer().eval()
+    layer.first.training = True
+    if had_gradients:
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, 7.0)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    identities = {name: id(parameter) for name, parameter in layer.named_parameters()}
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    with untouched(layer, in_fp32):
+        for _ in range(3):
+            _use(layer)
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    assert {name: id(parameter) for name, parameter in layer.named_parameters()} == identities
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is gradients[name]
+        assert parameter.grad is None or (parameter.grad == 7.0).all()
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert layer.hook_calls == 0 and layer.micro_offset == 3
+    assert not layer.training and layer.first.training and not layer.second.training
+
+
+def test_inside_it_trains_on_the_same_weights() -> None:
+    layer = Layer().eval()
+    with untouched(layer):
+        assert layer.training
+        assert layer.first.weight is layer.second.weight  # tied parameters stay tied
+        assert layer.first.weight.data_ptr() == dict(layer.named_parameters())["first.weight"].data_ptr()
+        _use(layer)
+        once = layer.first.weight.grad.clone()
+        assert once.abs().sum() > 0
+        _use(layer)
+        assert (layer.first.weight.grad - once).abs().sum() > 0  # added up, as by a later slice
+        assert layer.frozen.grad is None
+    assert layer.first.weight.grad is None
+
+
+def test_all_is_put_back_after_an_error() -> None:
+    layer = Layer()
+    weight = layer.first.weight
+    with pytest.raises(ZeroDivisionError), untouched(layer):
+        _use(layer)
+        raise ZeroDivisionError
+    assert layer.first.weight is weight and weight.grad is None and float(layer.calls) == 0
+
+
+def test_half_precision_gradients_are_added_up_in_fp32() -> None:
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    with untouched(layer, accumulates_in_fp32=True):
+        layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        assert layer.weight.grad is None  # dropped as soon as it was added

@@ -1,0 +1,197 @@
+"""What the tests of the simulator share: costs, memory, random cases, and a second computation of the times."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import Kind, Schedule, build
+
+sys.path.append(str(Path(__file__).parent / "schedule"))  # these tests alone do not collect that folder
+
+from schedule_cases import OTHER_KINDS, by_hand, names, v_shaped, with_orders
+
+__all__ = ["OTHER_KINDS", "Case", "Memory", "Table", "by_hand", "cases", "scanned_bytes", "schedules",
+           "starts_and_ends", "v_shaped", "with_orders"]  # fmt: skip
+
+
+class Table:
+    """Costs that are different for every pair, and that count how often they are asked."""
+
+    def __init__(self, seed: int, send: bool = True) -> None:
+        self.seed, self.asked = seed, []  # type: int, list[Any]
+        if send:
+            self.send_s = self._send_s
+
+    def _number(self, *key: Any) -> float:
+        assert all(type(value) is int for value in key[1:])
+        assert key not in self.asked
+        self.asked.append(key)
+        return self.value(*key)
+
+    def value(self, *key: Any) -> float:
+        """Between 0.5 and 1.5."""
+        return 0.5 + (hash((self.seed, *map(ord, key[0]), *key[1:])) % 1009) / 1009
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return self._number("f", tokens, prefix)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return 2 * self._number("b", tokens, prefix)
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return 0.6 * self._number("w", tokens, prefix)
+
+    def _send_s(self, tokens: int) -> float:
+        return self._number("s", tokens)
+
+    def seconds(self, kind: str, tokens: int, prefix: int) -> float:
+        """Without counting."""
+        if kind == "s":
+            return self.value("s", tokens) if hasattr(self, "send_s") else 0.0
+        return {"f": 1, "b": 2, "w": 0.6}[kind] * self.value(kind, tokens, prefix)
+
+
+class Memory:
+    """Bytes that tell all kinds of things apart."""
+
+    def static_bytes(self, part_id: int) -> int:
+        return 1_000_000 + part_id
+
+    def store_bytes(self, part_id: int, sequence_length: int) -> int:
+        return 1000 * sequence_length + part_id
+
+    def store_grad_bytes(self, part_id: int, sequence_length: int) -> int:
+        return 3000 * sequence_length + part_id
+
+    def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
+        return 500 * tokens + prefix + part_id
+
+    def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
+        return 70 * tokens + 11 * prefix + part_id
+
+
+@dataclasses.dataclass
+class Case:
+    """A schedule with all that a simulation takes."""
+
+    schedule: Schedule
+    plans: list[SlicePlan]
+    costs: list[Table]  # one per part
+    overlap: bool
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    if draw(st.integers(0, 3)) == 0:
+        return OTHER_KINDS[draw(st.sampled_from(sorted(OTHER_KINDS)))]()
+    num_slices = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    forward_only = draw(st.integers(0, 4)) == 0
+    return build(draw(names), draw(st.integers(1, 5)), len(num_slices), num_slices, forward_only=forward_only)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    schedule = draw(schedules())
+    lengths = st.integers(1, 5)
+    plans = [SlicePlan(draw(st.lists(lengths, min_size=n, max_size=n))) for n in schedule.num_slices]
+    seeds = draw(st.lists(st.integers(0, 99), min_size=schedule.num_parts, max_size=schedule.num_parts))
+    made: dict[int, Table] = {}
+    costs = [made.setdefault(seed, Table(seed, send=seed % 3 > 0)) for seed in seeds]  # equal seeds: the same object
+    return Case(schedule, plans, costs, draw(st.booleans()))
+
+
+def starts_and_ends(case: Case) -> dict[tuple[int, str], tuple[float, float]]:
+    """(stage, action or "send of action") -> (start, end): every edge as written down in the rules, from the back.
+
+    A recursion over what has to end before, with none of the simulator's order, numbering or state.
+    """
+    schedule = case.schedule
+    at = {a.key: (stage, i) for stage, order in enumerate(schedule.orders) for i, a in enumerate(order)}
+    split = {(a.part_id, a.unit) for order in schedule.orders for a in order if a.kind is Kind.WEIGHT}
+
+    def seconds(stage: int, index: int, kind: str = "") -> float:
+        action = schedule.orders[stage][index]
+        start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
+        of = functools.partial(case.costs[action.part_id].seconds, tokens=stop - start, prefix=start)
+        if kind or action.kind is not Kind.BACKWARD:
+            return of(kind or {"F": "f", "W": "w"}[action.kind.value])
+        return of("b") - of("w") if (action.part_id, action.unit) in split else of("b")
+
+    def other(stage: int, index: int, direction: int) -> tuple[int, int] | None:
+        action = schedule.orders[stage][index]
+        step = {"F": 1, "B": -1, "W": 99}[action.kind.value] * direction
+        return at.get((action.kind, action.part_id + step, *action.unit))
+
+    @functools.cache
+    def compute(stage: int, index: int) -> tuple[float, float]:
+        befores = [0.0]
+        if index > 0:
+            befores.append(compute(stage, index - 1)[1])
+            if not case.overlap and leaves(stage, index - 1):
+                befores.append(send(stage, index - 1)[1])
+        source = other(stage, index, -1)
+        if source is not None:
+            befores.append(send(*source)[1] if source[0] != stage else compute(*source)[1])
+        return max(befores), max(befores) + seconds(stage, index)
+
+    def leaves(stage: int, index: int) -> bool:
+        target = other(stage, index, 1)
+        return target is not None and target[0] != stage
+
+    @functools.cache
+    def send(stage: int, index: int) -> tuple[float, float]:
+        mine, target = schedule.orders[stage][index], other(stage, index, 1)
+        assert target is not None
+        begin = compute(stage, index)[1]
+        for earlier in range(index - 1, -1, -1):
+            a, to = schedule.orders[stage][earlier], other(stage, earlier, 1)
+            if (a.kind, a.part_id) == (mine.kind, mine.part_id) and to is not None and to[0] == target[0]:
+                begin = max(begin, send(stage, earlier)[1])
+                break
+        return begin, begin + seconds(stage, index, "s")
+
+    found: dict[tuple[int, str], tuple[float, float]] = {}
+    for stage, order in enumerate(schedule.orders):
+        for index, action in enumerate(order):
+            found[stage, str(action)] = compute(stage, index)
+            if leaves(stage, index) and hasattr(case.costs[action.part_id], "send_s"):
+                found[stage, f"send of {action}"] = send(stage, index)
+    return found
+
+
+def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[float, float]]) -> int:
+    """Bytes of a stage in a moment, each thing by its own rule; ``times`` of the stage's computations."""
+    order, memory = case.schedule.orders[stage], Memory()
+    spans = [plan.spans() for plan in case.plans]
+    lengths = [plan.sequence_length for plan in case.plans]
+    total = sum(
+        memory.static_bytes(part)
+        for part in {part for (home, _), part in case.schedule.placement.items() if home == stage}
+    )
+
+    def lasts(select: Any) -> bool:
+        mine = [times[i] for i, action in enumerate(order) if select(action)]
+        return bool(mine) and min(s for s, _ in mine) <= time_s < max(e for _, e in mine)
+
+    for part in {action.part_id for action in order}:
+        for m, plan in enumerate(case.plans):
+            if lasts(lambda a, p=part, m=m: (a.part_id, a.micro_batch_id) == (p, m)):
+                total += memory.store_bytes(part, lengths[m])
+            backward = lambda a, p=part, m=m: a.kind is Kind.BACKWARD and (a.part_id, a.micro_batch_id) == (p, m)  # noqa: E731
+            total += memory.store_grad_bytes(part, lengths[m]) if lasts(backward) else 0
+            for s in range(plan.num_slices):
+                if lasts(lambda a, p=part, unit=(m, s): (a.part_id, a.unit) == (p, unit)):
+                    total += memory.slice_bytes(part, plan.lengths[s], spans[m][s][0])
+    for i, action in enumerate(order):
+        start, stop = spans[action.micro_batch_id][action.slice_id]
+        if times[i][0] <= time_s < times[i][1]:
+            total += memory.working_bytes(action.part_id, stop - start, start)
+    return total

@@ -1,0 +1,403 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator_cases import (
+    OTHER_KINDS,
+    Case,
+    Memory,
+    Table,
+    by_hand,
+    cases,
+    scanned_bytes,
+    schedules,
+    starts_and_ends,
+    v_shaped,
+    with_orders,
+)
+
+import terapipe_ds
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build
+from terapipe_ds.simulator import Replay, SimulationError, UnitCosts, simulate
+from terapipe_ds.timeline import COMPUTE_KINDS, Timeline
+
+
+def constant(forward_s: float, backward_s: float, **more: Any) -> Any:
+    costs = SimpleNamespace(forward_s=lambda tokens, prefix: forward_s, backward_s=lambda tokens, prefix: backward_s)
+    if "send_s" in more:
+        costs.send_s = lambda tokens: more["send_s"]
+    if "weight_s" in more:
+        costs.weight_s = lambda tokens, prefix: more["weight_s"]
+    return costs
+
+
+def run(case: Case, **more: Any) -> Timeline:
+    return simulate(case.schedule, case.plans, case.costs, overlap=case.overlap, **more)
+
+
+def times_of(timeline: Timeline, stage_id: int) -> dict[str, tuple[float, float]]:
+    return {e.action: (e.start_s, e.end_s) for e in timeline.events if e.stage_id == stage_id}
+
+
+# --- against formulas
+
+slice_times = st.lists(st.tuples(st.floats(1e-3, 10), st.floats(1e-3, 10)), min_size=1, max_size=8)
+
+
+@given(st.integers(1, 9), st.integers(1, 5), slice_times)
+def test_fill_and_drain(num_stages: int, m: int, seconds: list[tuple[float, float]]) -> None:
+    """Li et al., arXiv 2102.07988, equation 5, with its forward and its backward part."""
+    plan = SlicePlan((1,) * len(seconds))
+    costs = SimpleNamespace(forward_s=lambda _, i: seconds[i][0], backward_s=lambda _, i: seconds[i][1])
+    forward, backward = zip(*seconds, strict=True)
+    expected = m * (sum(forward) + sum(backward)) + (num_stages - 1) * (max(forward) + max(backward))
+    schedule = build("terapipe", num_stages, m, len(seconds))
+    timeline = simulate(schedule, plan, costs)
+    assert timeline.makespan_s == pytest.approx(expected, rel=1e-12)
+    assert Replay(schedule).makespan(plan, costs) == timeline.makespan_s
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "terapipe", "seq1f1b"])
+@pytest.mark.parametrize(("num_stages", "m"), [(1, 1), (2, 1), (4, 8), (8, 8), (5, 3)])
+def test_one_slice_each(name: str, num_stages: int, m: int) -> None:
+    timeline = simulate(build(name, num_stages, m, 1), SlicePlan((2048,)), constant(1.0, 2.0))
+    assert timeline.makespan_s == pytest.approx((m + num_stages - 1) * 3.0, rel=1e-12)
+    assert timeline.bubble_fraction == pytest.approx((num_stages - 1) / (m + num_stages - 1), abs=1e-12)
+    assert timeline.bubbles() == pytest.approx([timeline.bubble_fraction] * num_stages, abs=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_chain_through_all_stages_pays_every_link_twice(overlap: bool) -> None:
+    costs = [constant(1.0 + k, 2.0 + k, send_s=0.25 * (k + 1)) for k in range(4)]
+    timeline = simulate(build("1f1b", 4, 1, 1), SlicePlan((8,)), costs, overlap=overlap)
+    computing = sum(1.0 + k + 2.0 + k for k in range(4))
+    assert timeline.makespan_s == computing + 0.25 * (1 + 2 + 3) + 0.25 * (2 + 3 + 4)
+
+
+def test_unit_costs_are_shares_of_the_sequence() -> None:
+    assert simulate(build("terapipe", 1, 2, 3), SlicePlan((5, 2, 1)), UnitCosts(8)).makespan_s == 6.0
+
+
+# --- by hand
+
+
+def test_two_stages_by_hand() -> None:
+    """F takes 2 and 1, B 3 and 2 (slices 0 and 1), a message 1."""
+    costs = SimpleNamespace(
+        forward_s=lambda tokens, prefix: 1.0 if prefix else 2.0,
+        backward_s=lambda tokens, prefix: 2.0 if prefix else 3.0,
+        send_s=lambda tokens: 1.0,
+    )
+    schedule, plan = build("terapipe", 2, 1, 2), SlicePlan((4, 4))
+    timeline = simulate(schedule, plan, costs)
+    assert times_of(timeline, 0) == {
+        "F0.0": (0, 2), "SA0.0>1": (2, 3), "F0.1": (2, 3), "SA0.1>1": (3, 4), "B0.1": (9, 11), "B0.0": (12, 15),
+    }  # fmt: skip
+    assert times_of(timeline, 1) == {
+        "F0.0": (3, 5), "F0.1": (5, 6), "B0.1": (6, 8), "SG0.1>0": (8, 9), "B0.0": (8, 11), "SG0.0>0": (11, 12),
+    }  # fmt: skip
+    assert (timeline.makespan_s, timeline.bubbles()) == (15, pytest.approx((7 / 15, 7 / 15)))
+    assert [(step.event.stage_id, step.event.action, step.waited_for) for step in timeline.critical_path or ()] == [
+        (0, "F0.0", "start"), (0, "SA0.0>1", "dependency"), (1, "F0.0", "link"), (1, "F0.1", "stage"),
+        (1, "B0.1", "stage"), (1, "B0.0", "stage"), (1, "SG0.0>0", "dependency"), (0, "B0.0", "link"),
+    ]  # fmt: skip
+    assert timeline.live_slices() == (
+        ((2, 1), (3, 2), (11, 1), (15, 0)),
+        ((5, 1), (6, 2), (8, 1), (11, 0)),
+    )
+    busy = simulate(schedule, plan, costs, overlap=False)
+    assert times_of(busy, 0) == {
+        "F0.0": (0, 2), "SA0.0>1": (2, 3), "F0.1": (3, 4), "SA0.1>1": (4, 5), "B0.1": (9, 11), "B0.0": (13, 16),
+    }  # fmt: skip
+    assert times_of(busy, 1) == {
+        "F0.0": (3, 5), "F0.1": (5, 6), "B0.1": (6, 8), "SG0.1>0": (8, 9), "B0.0": (9, 12), "SG0.0>0": (12, 13),
+    }  # fmt: skip
+
+
+def test_a_slow_link_sends_one_message_at_a_time() -> None:
+    timeline = simulate(build("terapipe", 2, 1, 3), SlicePlan((1, 1, 1)), constant(1.0, 1.0, send_s=4.0))
+    assert [times_of(timeline, 0)[f"SA0.{i}>1"] for i in range(3)] == [(1, 5), (5, 9), (9, 13)]
+    assert [step.waited_for for step in timeline.critical_path or ()][2:4] == ["link", "link"]
+    assert timeline.makespan_s == 1 + 3 * 4 + 1 + 3 * 4 + 1 + 1
+
+
+def test_w_takes_its_share_of_the_backward() -> None:
+    schedule = by_hand([["F0.0", "F0.1", "B0.1", "B0.0", "W0.0"]])
+    timeline = simulate(schedule, SlicePlan((1, 1)), constant(1.0, 5.0, weight_s=2.0))
+    assert times_of(timeline, 0) == {"F0.0": (0, 1), "F0.1": (1, 2), "B0.1": (2, 7), "B0.0": (7, 10), "W0.0": (10, 12)}
+    assert timeline.live_slices() == (((1, 1), (2, 2), (7, 1), (12, 0)),)
+
+
+def test_w_does_not_wait_for_the_message_of_its_b() -> None:
+    schedule = by_hand([["F0.0", "B0.0", "W0.0"], ["F0.0", "B0.0", "W0.0"]])
+    timeline = simulate(schedule, SlicePlan((1,)), constant(1.0, 2.0, weight_s=1.0, send_s=10.0))
+    assert times_of(timeline, 1)["W0.0"] == (13, 14)
+    assert times_of(timeline, 1)["SG0.0>0"] == (13, 23)
+
+
+def test_two_parts_on_one_stage_have_no_link() -> None:
+    timeline = simulate(v_shaped(), SlicePlan((1, 1)), constant(1.0, 1.0, send_s=0.5))
+    sent = sorted(e.action for e in timeline.events if e.kind in ("SA", "SG") and e.stage_id == 1)
+    assert sent == ["SA0.0c1>0", "SA0.1c1>0", "SG0.0>0", "SG0.1>0"]
+
+
+def test_chunks_of_the_same_two_stages_have_links_of_their_own() -> None:
+    orders = [[f"F{m}.0c{chunk}" for chunk in range(2) for m in range(3)]] * 2
+    placement = {(stage, chunk): 2 * chunk + stage for stage in range(2) for chunk in range(2)}
+    schedule = by_hand(orders, placement, forward_only=True)
+    first = times_of(simulate(schedule, SlicePlan((1,)), constant(1.0, 0.0, send_s=3.0)), 0)
+    assert [first[f"SA{m}.0>1"] for m in range(3)] == [(1, 4), (4, 7), (7, 10)]
+    assert first["SA0.0c1>1"] == (9, 12), "F0.0 of part 1 ends at 5, its message at 8, F0.0 of part 2 at 9"
+
+
+# --- against the second computation
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_every_time_is_the_longest_path_to_it(case: Case) -> None:
+    timeline = run(case)
+    expected = starts_and_ends(case)
+    found = {}
+    for event in timeline.events:
+        name = event.action
+        if event.kind in ("SA", "SG"):
+            name = f"send of {'F' if event.kind == 'SA' else 'B'}{name[2:].partition('>')[0]}"
+        found[event.stage_id, name] = event.start_s, event.end_s
+    assert found.keys() == expected.keys()
+    for key, span in found.items():
+        assert span == pytest.approx(expected[key], rel=1e-12)
+    assert len(found) == len(timeline.events)
+    assert Replay(case.schedule).makespan(case.plans, fresh(case), overlap=case.overlap) == timeline.makespan_s
+
+
+def fresh(case: Case) -> list[Table]:
+    made: dict[int, Table] = {}
+    return [made.setdefault(id(cost), Table(cost.seed, hasattr(cost, "send_s"))) for cost in case.costs]
+
+
+@given(cases())
+def test_a_stage_does_one_thing_at_a_time_in_its_order(case: Case) -> None:
+    timeline = run(case)
+    for stage_id, order in enumerate(case.schedule.orders):
+        mine = [e for e in timeline.events if e.stage_id == stage_id and (e.kind in COMPUTE_KINDS or not case.overlap)]
+        assert [e.action for e in mine if e.kind in COMPUTE_KINDS] == [str(action) for action in order]
+        assert all(a.end_s <= b.start_s for a, b in pairwise(mine))
+
+
+@given(cases())
+def test_lower_bounds(case: Case) -> None:
+    timeline = run(case)
+    assert timeline.makespan_s >= max(timeline.busy_s()) * (1 - 1e-12)
+    for m, plan in enumerate(case.plans):  # the first slice goes forward through every part
+        first = plan.lengths[0], 0
+        chain = sum(costs.seconds("f", *first) for costs in case.costs)
+        assert timeline.makespan_s >= chain * (1 - 1e-12), m
+    overlapped = simulate(case.schedule, case.plans, fresh(case), overlap=True)
+    assert timeline.makespan_s >= overlapped.makespan_s * (1 - 1e-12)
+
+
+@given(cases())
+def test_the_critical_path_has_no_gap_and_lasts_the_makespan(case: Case) -> None:
+    timeline = run(case)
+    path = timeline.critical_path
+    assert path is not None
+    assert (path[0].waited_for, path[0].event.start_s, path[-1].event.end_s) == ("start", 0.0, timeline.makespan_s)
+    assert sum(step.event.end_s - step.event.start_s for step in path) == pytest.approx(timeline.makespan_s, rel=1e-12)
+    for before, step in pairwise(path):
+        assert before.event.end_s == step.event.start_s
+        same_stage = before.event.stage_id == step.event.stage_id
+        same_unit = before.event.micro_batch_id, before.event.slice_id
+        if step.waited_for == "stage":
+            assert same_stage and step.event.kind in COMPUTE_KINDS
+        elif step.waited_for == "dependency":
+            assert same_unit == (step.event.micro_batch_id, step.event.slice_id)
+            assert before.event.kind in COMPUTE_KINDS
+        else:
+            assert (step.waited_for, before.event.kind in ("SA", "SG")) == ("link", True)
+
+
+@given(cases())
+def test_live_slices_are_those_of_the_schedule(case: Case) -> None:
+    timeline = run(case)
+    assert timeline.peak_live_slices == case.schedule.peak_live_slices()
+    assert tuple(max(count for _, count in steps) for steps in timeline.live_slices()) == timeline.peak_live_slices
+    assert timeline.peak_bytes is None and timeline.bytes_over_time is None
+
+
+@given(cases())
+def test_bytes_are_those_of_a_scan(case: Case) -> None:
+    timeline = run(case, memory=Memory())
+    assert timeline.bytes_over_time is not None
+    for stage_id, steps in enumerate(timeline.bytes_over_time):
+        mine = [e for e in timeline.events if e.stage_id == stage_id and e.kind in COMPUTE_KINDS]
+        times = [(e.start_s, e.end_s) for e in mine]
+        moments = sorted({0.0, *(t for span in times for t in span)})
+        moments += [(a + b) / 2 for a, b in pairwise(moments)]
+        for moment in moments:
+            now = [number for time_s, number in steps if time_s <= moment][-1]
+            assert now == scanned_bytes(case, stage_id, moment, times)
+        assert timeline.peak_bytes is not None
+        assert timeline.peak_bytes[stage_id] == max(number for _, number in steps)
+        assert steps[-1][1] == scanned_bytes(case, stage_id, math.inf, times), "at the end only what stays"
+    assert Replay(case.schedule).peak_bytes(case.plans, Memory()) == timeline.peak_bytes
+
+
+def test_bytes_by_hand() -> None:
+    """1f1b over two stages, two micro-batches of two slices: stage 0 holds both micro-batches at once."""
+    memory = SimpleNamespace(
+        static_bytes=lambda part_id: 1000, store_bytes=lambda part_id, length: 100 * length,
+        store_grad_bytes=lambda part_id, length: 200 * length, slice_bytes=lambda part_id, tokens, prefix: 10 * tokens,
+        working_bytes=lambda part_id, tokens, prefix: tokens,
+    )  # fmt: skip
+    timeline = simulate(build("1f1b", 2, 2, 2), SlicePlan((3, 1)), UnitCosts(4), memory=memory)
+    # B0.1 on stage 0: two stores of 4 tokens, one of gradients, 8 live tokens, 1 token at work; B0.0 after it has 3 at
+    # work but 1 live token less, which is 10 bytes.
+    assert timeline.peak_bytes == (1000 + 2 * 400 + 800 + 80 + 1, 1000 + 400 + 800 + 40 + 1)
+
+
+# --- how costs are asked
+
+
+def test_scalar_costs_get_python_ints_once_each() -> None:
+    costs = Table(1)
+    plans = [SlicePlan((2, 3)), SlicePlan((2, 3)), SlicePlan((3, 2))]
+    simulate(build("seq1f1b", 3, 3, 2), plans, costs)
+    assert sorted(costs.asked) == sorted(
+        [(kind, *pair) for kind in "fb" for pair in [(2, 0), (3, 2), (3, 0), (2, 3)]] + [("s", 2), ("s", 3)]
+    )
+
+
+def test_vectorized_costs_give_the_same() -> None:
+    class Vectorized:
+        vectorized = True
+        calls = 0
+
+        def forward_s(self, tokens: Any, prefix: Any) -> Any:
+            self.calls += 1
+            return 1.0 + 0.1 * tokens + 0.01 * prefix
+
+        def backward_s(self, tokens: Any, prefix: Any) -> Any:
+            return 2.0 + 0.2 * tokens * prefix
+
+        def send_s(self, tokens: Any) -> Any:
+            return 0.125
+
+    scalar = Vectorized()
+    scalar.vectorized = False  # type: ignore[misc]
+    plan, schedule = SlicePlan((5, 3, 2, 2)), build("seq1f1b", 3, 2, 4)
+    arrays = Vectorized()
+    assert simulate(schedule, plan, arrays) == simulate(schedule, plan, scalar)
+    assert arrays.calls == 1
+    wrong = SimpleNamespace(vectorized=True, forward_s=lambda t, p: np.ones(3), backward_s=lambda t, p: t)
+    with pytest.raises(SimulationError, match=r"shape \(3,\) for 4 pairs"):
+        simulate(schedule, plan, wrong)
+
+
+def test_only_what_is_needed_is_asked() -> None:
+    forward = SimpleNamespace(forward_s=lambda tokens, prefix: 1.0, send_s=lambda tokens: pytest.fail("no link"))
+    assert simulate(build("gpipe", 1, 2, 1, forward_only=True), SlicePlan((4,)), forward).makespan_s == 2.0
+
+
+def test_the_replay_is_kept_with_the_schedule_and_equality_does_not_see_it() -> None:
+    schedule, other = build("seq1f1b", 2, 2, 2), build("seq1f1b", 2, 2, 2)
+    simulate(schedule, SlicePlan((1, 1)), UnitCosts(2))
+    assert Replay.of(schedule) is Replay.of(schedule)
+    assert schedule == other and hash(schedule) == hash(other)
+    assert Replay.of(dataclasses.replace(schedule, name="other")) is not Replay.of(schedule)
+
+
+def test_public_name() -> None:
+    assert terapipe_ds.simulate is simulate
+    assert terapipe_ds.Timeline is Timeline
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (SlicePlan((4,)), r"micro-batch 0 has 1 slices \(4,\), the schedule 2: build the schedule with num_slices=1"),
+        ([SlicePlan((4, 4))], "1 plans for 2 micro-batches: give one plan for all"),
+        ([SlicePlan((4, 4)), SlicePlan((4, 2, 2))], "micro-batch 1 has 3 slices"),
+        ([SlicePlan((4, 4)), (4, 4)], r"micro-batch 1 is \(4, 4\): give a SlicePlan"),
+    ],
+)
+def test_plans_that_do_not_fit(plan: Any, reason: str) -> None:
+    with pytest.raises(SimulationError, match=reason):
+        simulate(build("gpipe", 2, 2, 2), plan, UnitCosts(8))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-9, None, "1", 10**400, 1j])
+@pytest.mark.parametrize("method", ["forward_s", "backward_s", "send_s"])
+def test_impossible_times_are_named(method: str, value: Any) -> None:
+    good = constant(1.0, 1.0, send_s=0.0)
+    bad = constant(1.0, 1.0, send_s=0.0)
+    setattr(bad, method, lambda tokens, *prefix: value if tokens == 3 else 1.0)
+    with pytest.raises(SimulationError, match=f"part 1, {method} gives .* for 3 tokens after 5: give finite seconds"):
+        simulate(build("seq1f1b", 2, 1, 2), SlicePlan((5, 3)), [good, bad])
+
+
+@pytest.mark.parametrize(
+    ("costs", "reason"),
+    [
+        ([UnitCosts(8)], "1 costs for 2 parts: give one object for all parts"),
+        ((UnitCosts(8),) * 3, "3 costs for 2 parts"),
+        (object(), r"the costs of part 0 \(object\) have no forward_s"),
+        (SimpleNamespace(forward_s=lambda t, p: 1.0), "part 0 .* have no backward_s"),
+    ],
+)
+def test_costs_that_do_not_fit(costs: Any, reason: str) -> None:
+    with pytest.raises(SimulationError, match=reason):
+        simulate(build("gpipe", 2, 2, 1), SlicePlan((8,)), costs)
+
+
+def test_w_needs_its_costs() -> None:
+    schedule = OTHER_KINDS["zero_bubble"]()
+    plan = SlicePlan((1,) * schedule.num_slices[0])
+    with pytest.raises(SimulationError, match=r"the schedule has W but the costs of part 0 have no weight_s"):
+        simulate(schedule, plan, constant(1.0, 2.0))
+    with pytest.raises(SimulationError, match=r"weight_s of 1 tokens after 0 is 0.5 s above its backward_s"):
+        simulate(schedule, plan, constant(1.0, 2.0, weight_s=2.5))
+
+
+def broken(schedule: Schedule, how: str) -> Schedule:
+    orders = [list(order) for order in schedule.orders]
+    if how == "missing":
+        orders[0].pop()
+    elif how == "twice":
+        orders[1].append(orders[1][0])
+    elif how == "deadlock":
+        order = orders[1]
+        order.insert(0, order.pop(next(i for i, a in enumerate(order) if a.kind is Kind.BACKWARD)))
+    elif how == "slices out of order":
+        orders[0][0], orders[0][1] = orders[0][1], orders[0][0]
+    elif how == "part":
+        orders[1][0] = dataclasses.replace(orders[1][0], part_id=0)
+    elif how == "empty":
+        orders = [[], []]
+    return with_orders(schedule, orders)
+
+
+@pytest.mark.parametrize("how", ["missing", "twice", "deadlock", "slices out of order", "part", "empty"])
+def test_a_schedule_that_cannot_run_is_refused_as_by_validate(how: str) -> None:
+    with pytest.raises(ScheduleError):
+        simulate(broken(build("seq1f1b", 2, 2, 2), how), SlicePlan((1, 1)), UnitCosts(2))
+
+
+@given(schedules())
+def test_every_kind_of_schedule_can_be_replayed(schedule: Schedule) -> None:
+    plans = [SlicePlan((1,) * count) for count in schedule.num_slices]
+    timeline = simulate(schedule, plans, UnitCosts(4))
+    assert len(timeline.events) >= sum(map(len, schedule.orders))
+    assert Timeline.from_json(timeline.to_json()) == timeline

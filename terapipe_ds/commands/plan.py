@@ -237,8 +237,9 @@ def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
 
 
 def _report(result: PlanResult, setup: _Setup, section: dict[str, Any]) -> list[str]:
-    lines = result.describe().splitlines()
-    lines[0] += " (chosen)" if setup.schedule == "auto" else ""
+    from terapipe_ds.planner.report import describe
+
+    lines = describe(result, schedule_chosen=setup.schedule == "auto")
     paste = f'"terapipe": {json.dumps(section)}'
     return [setup.title, "", *(f"  {line}" for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
 

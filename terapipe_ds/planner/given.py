@@ -6,7 +6,7 @@ from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError
-from terapipe_ds.planner.search import PlanResult, choose
+from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import Replay
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terapipe_ds.planner.search import PlanResult
+from terapipe_ds.planner.result import PlanResult
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:

@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Plan, and print what a person or a program wants to know."""
     from terapipe_ds.planner import granularity_for, plan_slices
 
+    if arguments.picture and Path(arguments.picture).suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
     setup = _setup(arguments)
     granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
     result = plan_slices(
@@ -235,8 +237,9 @@ def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
 
 
 def _report(result: PlanResult, setup: _Setup, section: dict[str, Any]) -> list[str]:
-    lines = result.describe().splitlines()
-    lines[0] += " (chosen)" if setup.schedule == "auto" else ""
+    from terapipe_ds.planner.report import describe
+
+    lines = describe(result, schedule_chosen=setup.schedule == "auto")
     paste = f'"terapipe": {json.dumps(section)}'
     return [setup.title, "", *(f"  {line}" for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
 

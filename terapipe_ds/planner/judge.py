@@ -32,9 +32,9 @@ _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand fo
 class Judge:
     """Scores slice lengths (in granules) under one schedule; every score is kept.
 
-    ``terapipe`` and ``gpipe`` are two flow shops one after the other, whose recursion takes no replay. The others are
-    replayed: as they are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are
-    continued on a line (`estimate`).
+    ``terapipe``, ``gpipe`` and every schedule of a single micro-batch are two flow shops one after the other, whose
+    recursion takes no replay. The others are replayed: as they are (`seconds`), or, where they are large, with two
+    smaller numbers of micro-batches that are continued on a line (`estimate`).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Judge:
         self.num_granules = -(-sequence_length // granularity_tokens)
         self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
         self.budget, self.spent, self._progress = budget, 0, progress
-        self.is_flow_shop = schedule in FILL_DRAIN
+        self.is_flow_shop = schedule in FILL_DRAIN or num_micro_batches == 1
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._bounds: dict[Lengths, float] = {}
@@ -141,7 +141,7 @@ class Judge:
         """Per stage, or None without memory."""
         if self.memory is not None and lengths not in self._peaks:
             plan = self.plan(lengths)
-            if self.schedule in FILL_DRAIN:
+            if self.is_flow_shop:
                 peaks = fill_drain_peak_bytes(plan, self.memory, self.num_stages, self.num_micro_batches)
             else:
                 few = self._micro_batches_of_peak(len(lengths))

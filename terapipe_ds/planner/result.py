@@ -40,40 +40,10 @@ class PlanResult:
         """How far the prediction is above the proven bound: 0.02 for 2 %."""
         return max(self.predicted_s / self.lower_bound_s - 1.0, 0.0) if self.lower_bound_s > 0 else 0.0
 
-    def describe(self) -> str:
-        """A few lines for a log or a terminal."""
-        lengths, equal = self.plan.lengths, self.equal_plan.num_slices
-        slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
-        above = f"within {self.gap:.2%} of a time that no plan can beat"
-        proof = "no plan with this schedule takes less" if self.optimal else above
-        lines = [
-            f"schedule  {self.schedule}",
-            f"plan      {len(lengths)} slice{'s' * (len(lengths) > 1)}: {slices}",
-            f"step      {_time(self.predicted_s)} predicted, without reduce and optimizer",
-            f"          {_time(self.unsliced_s)} unsliced ({self._ratio(self.unsliced_s)})",
-            f"          {_time(self.equal_s)} with the best equal slices, {equal} ({self._ratio(self.equal_s)})",
-            f"proof     {proof}",
-            f"bubble    {self.bubble_fraction:.1%} of the stages' time",
-        ]
-        if self.peak_bytes is not None:
-            most, least = max(self.peak_bytes), min(self.peak_bytes)
-            text = f"memory    {most / 1e9:.2f} GB on stage {self.peak_bytes.index(most)}"
-            text += f", {least / 1e9:.2f} GB on stage {self.peak_bytes.index(least)}" if least < most else ""
-            limit = self.memory_limit_bytes
-            lines.append(text + (f"; the limit is {limit / 1e9:.2f} GB" if limit is not None else ""))
-        return "\n".join(lines)
-
-    def _ratio(self, seconds: float) -> str:
-        return f"{seconds / self.predicted_s:.3f}x" if self.predicted_s > 0 else "no time"
-
     def to_dict(self) -> dict[str, Any]:
         """As plain numbers and lists, for JSON."""
         plans = {"plan": list(self.plan.lengths), "equal_plan": list(self.equal_plan.lengths)}
         return dataclasses.asdict(self) | plans | {"gap": self.gap}
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
 def choose(results: Iterable[PlanResult]) -> PlanResult:

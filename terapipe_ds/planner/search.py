@@ -32,8 +32,9 @@ from terapipe_ds.schedule import SCHEDULE_NAMES
 
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 """What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
+_AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
 
-_BUDGET = 6_000_000  # computations replayed; about 3 s on one core of 2025
+_BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
 _MANY_GRANULES = 512  # above, the slice program's own plan is not looked at more closely
 _EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
@@ -70,7 +71,7 @@ def plan_slices(
         return problem.best(schedule, budget)
     found: list[PlanResult] = []
     refused: list[MemoryLimitError] = []
-    for name, share in _AUTO.items():
+    for name, share in (_AUTO if problem.num_micro_batches > 1 else _AUTO_OF_ONE).items():
         try:
             found.append(problem.best(name, round(share * budget)))
         except MemoryLimitError as error:

@@ -1,0 +1,165 @@
+"""``terapipe plan``: what it prints and writes, what it takes from files, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.cli import main
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.cost_analytic import analytic_costs
+from terapipe_ds.cost_profile import CostSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import simulate
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--model", "gpt3-1b", "--device", "v100", "--stages", "4", "--micro-batches", "2", "--granularity", "128")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(planned(capsys, *arguments, "--json"))
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        code: object = main(["plan", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("terapipe plan: error: ")
+    return error
+
+
+def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, *SMALL)
+    assert text.startswith("gpt3-1b in fp16 on 4 x NVIDIA V100 SXM2 16 GB, costs counted\n4 stages, tensor")
+    for word in ("(chosen)", "predicted", "unsliced", "best equal slices", "bubble", "memory", "the limit is 17.18 GB"):
+        assert word in text
+
+
+def test_the_section_to_paste_is_valid_and_means_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ((), ("--schedule", "seq1f1b", "--max-slices", "3")):
+        text = planned(capsys, *SMALL, *more)
+        section = json.loads(text[text.index('"terapipe": ') :].removeprefix('"terapipe": '))
+        config = TeraPipeConfig.from_deepspeed({"terapipe": section})
+        found = as_json(capsys, *SMALL, *more)
+        assert config.enabled
+        assert config.schedule == found["schedule"]
+        assert list(config.plan_for(2048).lengths) == found["plan"]
+
+
+def test_the_numbers_are_those_of_the_simulator(capsys: pytest.CaptureFixture[str]) -> None:
+    found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--dtype", "fp32")
+    costs = analytic_costs("gpt3-1b", "v100", num_stages=4, dtype="fp32")
+    for seconds, lengths in ((found["predicted_s"], found["plan"]), (found["unsliced_s"], [2048])):
+        timeline = simulate(build("1f1b", 4, 2, len(lengths)), SlicePlan(tuple(lengths)), costs)
+        assert timeline.makespan_s == pytest.approx(seconds, rel=1e-9)
+    assert found["predicted_s"] <= found["equal_s"] <= found["unsliced_s"]
+
+
+def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, picture = tmp_path / "plan.json", tmp_path / "step.svg"
+    found = as_json(capsys, *SMALL, "--max-slices", "4", "--out", str(out), "--picture", str(picture))
+    assert list(SlicePlan.from_json(out.read_text()).lengths) == found["plan"]
+    assert "svg" in picture.read_text()[:300]
+    assert sorted(tmp_path.iterdir()) == [out, picture]
+
+
+def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 1}, "terapipe": section,
+    }  # fmt: skip
+    path.write_text(json.dumps(config))
+    options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
+    found = as_json(capsys, *options, "--config", str(path))
+    same = (
+        "--micro-batch-size", "2", "--micro-batches", "3", "--dtype", "fp16", "--zero-stage", "1", "--schedule", "1f1b",
+        "--granularity", "256", "--memory-limit-gb", "14",
+    )  # fmt: skip
+    assert found == as_json(capsys, *options, *same)
+    assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
+    assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
+
+
+def profile_of(num_parts: int) -> Profile:
+    """Times that are linear in the tokens, with a floor and a share of the prefix."""
+    key = ProfileKey("f" * 16, "my model", "a device", "bf16", 1, 1, num_parts, False, 1024, "flash", {})
+    pairs = [(i, j) for i in (64, 256, 512, 1024) for j in (0, 256, 512, 768) if i + j <= 1024]
+    samples = []
+    for tokens, prefix in pairs:
+        seconds = 1e-3 + 1e-5 * tokens + 1e-9 * tokens * prefix
+        samples.append(CostSample(tokens, prefix, seconds, 2 * seconds, repeats=5))
+    return Profile(key, tuple(PartProfile(part_id, tuple(samples)) for part_id in range(num_parts)))
+
+
+def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile_of(3).save(path)
+    found = as_json(capsys, "--profile", str(path), "--granularity", "64", "--micro-batches", "2")
+    assert found["setup"].startswith("my model in bf16 on a device, costs measured\n3 stages, ")
+    assert (sum(found["plan"]), found["num_stages"], found["peak_bytes"]) == (1024, 3, None)
+    assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")
+    assert "give --model as well" in refused(capsys, "--profile", str(path), "--memory-limit-gb", "4")
+    profile_of(1).save(path)
+    assert as_json(capsys, "--profile", str(path), "--stages", "5")["num_stages"] == 5  # one stage stands for all
+    assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --model and --device, or --profile"),
+        (("--model", "gpt3-1b", "--device", "v100"), "--stages is missing"),
+        (("--model", "gpt3-2b", "--device", "v100", "--stages", "4"), "did you mean"),
+        (("--model", "gpt3-1b", "--device", "v10", "--stages", "4"), "unknown device"),
+        ((*SMALL, "--dtype", "bf16"), "no such arithmetic"),
+        ((*SMALL, "--schedule", "zigzag"), "the planner knows"),
+        ((*SMALL, "--granularity", "4096"), "larger than the sequence"),
+        ((*SMALL, "--sequence-length", "4096"), "learned positions for 2048 tokens"),
+        ((*SMALL, "--stages", "25"), "24"),
+        ((*SMALL, "--memory-limit-gb", "0.5"), "no plan fits in 0.5 GB"),
+        ((*SMALL, "--config", "no-such-file.json"), "no-such-file.json: No such file"),
+        ((*SMALL, "--profile", "no-such-file.json"), "no-such-file.json"),
+        ((*SMALL, "--picture", "step.bmp"), ".png, .svg or .pdf"),
+    ],
+)
+def test_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_a_config_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    for text, message in (("{", "is no JSON"), ("[]", "is an object"), ('{"terapipe": {"slicess": 4}}', "slices")):
+        path.write_text(text)
+        assert message in refused(capsys, *SMALL, "--config", str(path))
+
+
+def test_without_torch() -> None:
+    """As on a laptop: the modules of the deep learning stack cannot even be found."""
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'deepspeed', 'matplotlib')))"
+    source = f"{block}; from terapipe_ds.cli import main; sys.exit(main({['plan', *SMALL]!r}))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "predicted" in done.stdout

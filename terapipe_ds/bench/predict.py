@@ -107,8 +107,11 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     }  # fmt: skip
     engine = build_engine(section, work)
     data = batches(work)
+    begin_s = time.perf_counter()
     engine.train_batch(data)  # measures
+    first_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
     engine.train_batch(data)
+    measuring_s = first_s - (time.perf_counter() - begin_s)
     chosen, predicted = _plan_all(engine, arguments, Path(out).parent)
     todo = cases(arguments, chosen)
     steps: list[list[float]] = [[] for _ in todo]
@@ -124,7 +127,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     bar.close()
     if rank == 0:
         rows = [Row(case, predicted(case), steps[i], closing[i]) for i, case in enumerate(todo)]
-        Path(out).write_text(json.dumps([asdict(row) for row in rows]))
+        Path(out).write_text(json.dumps({"measuring_s": measuring_s, "rows": [asdict(row) for row in rows]}))
     finish_rank([engine])
 
 
@@ -174,18 +177,22 @@ def _one_step(engine: Any, work: Workload, data: Any, case: Case) -> float:
 # -- in the parent ---------------------------------------------------------------------------------------------------
 
 
-def run(work: Workload, arguments: argparse.Namespace) -> list[Row]:
-    """Measure all cases."""
+def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[Row], float]:
+    """Measure all cases; also the seconds that measuring and planning took."""
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "rows.json")
         spawn_ranks(_rank_main, work.stages, work, arguments, out)
         found = json.loads(Path(out).read_text())
-    return [Row(Case(**{**row.pop("case"), "lengths": tuple(row_lengths)}), **row) for row, row_lengths in
-            ((row, row["case"]["lengths"]) for row in found)]  # fmt: skip
+    rows = []
+    for row in found["rows"]:
+        case = row.pop("case")
+        case["lengths"] = tuple(case["lengths"])
+        rows.append(Row(Case(**case), **row))
+    return rows, found["measuring_s"]
 
 
-def print_table(rows: list[Row]) -> None:
-    """One line per case, and the worst error."""
+def print_table(rows: list[Row], measuring_s: float) -> None:
+    """One line per case, the worst error, and what measuring cost."""
     columns = f"{'slices':>7}{'predicted':>11}{'measured':>10}{'spread':>16}{'error':>8}"
     print(f"{'schedule':<10}{'m':>3}  {'plan':<13}{columns}")
     for row in rows:
@@ -195,6 +202,10 @@ def print_table(rows: list[Row]) -> None:
     worst = max(rows, key=lambda row: abs(row.error))
     median = statistics.median(abs(row.error) for row in rows)
     print(f"error: median {median:.1%}, worst {worst.error:+.1%} ({worst.case.schedule}, {worst.case.name})")
+    unsliced = [row.measured_s for row in rows if row.case.accumulation == 1 and len(row.case.lengths) == 1]
+    if unsliced:
+        steps = measuring_s / statistics.median(unsliced)
+        print(f"measuring and planning took {measuring_s:.1f} s, {steps:.1f} unsliced steps of 1 micro-batch")
     for key in dict.fromkeys((row.case.schedule, row.case.accumulation) for row in rows):
         group = [row for row in rows if (row.case.schedule, row.case.accumulation) == key]
         auto = next(row for row in group if row.case.name == "auto")
@@ -223,11 +234,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write machine, workload and all times here")
     arguments = parser.parse_args(argv)
     work, this = replace(Workload.of(arguments), accumulation=1), machine()
-    rows = run(work, arguments)
-    print_table(rows)
+    rows, measuring_s = run(work, arguments)
+    print_table(rows, measuring_s)
     if arguments.json:
         found = [{**asdict(row), "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in rows]
-        report = {"machine": this, "workload": asdict(work), "runs": found}
+        report = {"machine": this, "workload": asdict(work), "measuring_s": measuring_s, "runs": found}
         Path(arguments.json).write_text(json.dumps(report, indent=1))
 
 

@@ -27,6 +27,8 @@ from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
 from terapipe_ds.runtime.measuring import StageCosts, measure_stage
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profile_key import describe_layers, profile_key
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import simulate
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -53,6 +55,7 @@ class AutoPlanner:
         self._config = engine.terapipe_config
         self._measured: Measured | None = None
         self._choices: dict[tuple[int, int], Choice] = {}
+        self._micro_batch = engine.train_micro_batch_size_per_gpu()
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
@@ -64,6 +67,10 @@ class AutoPlanner:
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> dict[int, Choice]:
         """The choice for each length in ``shapes``; plans those that are new. A collective over all ranks."""
+        if self._micro_batch != self._engine.train_micro_batch_size_per_gpu():  # costs are those of other rows
+            self._micro_batch = self._engine.train_micro_batch_size_per_gpu()
+            self._measured = None
+            self._choices.clear()
         wanted = self._wanted(shapes)
         while wanted:
             self._choices[wanted, self._engine.micro_batches] = self._choose(wanted, drawn, shapes)
@@ -153,9 +160,20 @@ class AutoPlanner:
         costs = CostModel.from_profile(self._measured.profile)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         result = self._search(costs, length, memory, limit_bytes)
+        self._write_prediction(result, costs)
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         lines = describe(result, schedule_chosen=self._config.schedule == "auto")
         return Choice(result.plan, result.schedule, result.predicted_s), "\n  ".join([head, *lines])
+
+    def _write_prediction(self, result: PlanResult, costs: Any) -> None:
+        """The simulated step beside the traces of measured ones, for ``terapipe compare``."""
+        if self._config.trace_dir is None:
+            return
+        schedule = build(result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices)
+        folder = Path(self._config.trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
+        simulate(schedule, result.plan, costs).save(folder / name)
 
     def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
         """The best plan; with slices that are given, the best schedule for them."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
@@ -282,6 +283,21 @@ def test_a_plan_can_be_set_by_hand_alike_on_all_ranks() -> None:
     assert violations([errors for errors, _, _ in results], EXACT) == {}
     assert [lengths for _, lengths, _ in results] == [(9, 13, 1), (23,)]
     assert all("disagree" in message for _, _, message in results)
+
+
+def _traced(folder: str) -> None:
+    with engine_of(gpt_layers(), section(**AUTO, trace_dir=folder)) as engine:
+        train(engine, batches(2))
+
+
+def test_the_predicted_step_lies_beside_the_measured_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_pool(2).run(_traced, folder=str(tmp_path))
+    predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
+    assert main(["compare", str(predicted), str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "stage" in text and "F0.0" in text
 
 
 def _logged() -> list[str]:

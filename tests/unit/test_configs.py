@@ -20,7 +20,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def test_the_folder_has_ready_configs_only() -> None:
-    assert {"stock", "sliced_8", "zero1_bf16", "activation_checkpointing", "demo_stock", "demo_sliced"} <= {
+    assert {"stock", "sliced_8", "auto", "zero1_bf16", "activation_checkpointing", "demo_stock", "demo_sliced"} <= {
         file.stem for file in FILES
     }
     assert {file.suffix for file in FILES} == {".json"}
@@ -34,11 +34,11 @@ def test_loads(file: Path) -> None:
     assert deepspeed_config.optimizer_name == "adamw"
     section = TeraPipeConfig.from_deepspeed(config)
     assert section.enabled == ("terapipe" in config)
-    if section.enabled:
+    if section.enabled and section.slices != "auto":
         assert section.plan_for(1024).num_slices == section.plan_for(2048).num_slices == 8
 
 
-@pytest.mark.parametrize(("stock", "sliced"), [("stock", "sliced_8"), ("demo_stock", "demo_sliced")])
+@pytest.mark.parametrize(("stock", "sliced"), [("stock", "sliced_8"), ("stock", "auto"), ("demo_stock", "demo_sliced")])
 def test_the_sliced_config_is_the_stock_one_and_a_section(stock: str, sliced: str) -> None:
     config = load(sliced)
     assert config.pop("terapipe")["enabled"] is True
@@ -52,4 +52,5 @@ def test_what_the_names_promise() -> None:
     pipeline = DeepSpeedConfig(load("activation_checkpointing")).pipeline
     assert pipeline["activation_checkpoint_interval"] == 1
     assert pipeline["use_reentrant"] is False
+    assert load("auto")["terapipe"]["slices"] == load("auto")["terapipe"]["schedule"] == "auto"
     assert load("demo_stock")["gradient_accumulation_steps"] == 1

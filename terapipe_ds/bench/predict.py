@@ -3,7 +3,8 @@
 ``python -m terapipe_ds.bench.predict`` starts one process per stage, each pinned to its own core, lets the engine
 measure its slices as ``"slices": "auto"`` does, and then trains with equal plans, the automatic plan and uneven ones,
 under several schedules and accumulations, in turns. Predicted is the simulated makespan of the schedule that the engine
-runs, from the measured costs, plus the measured seconds of reduce and optimizer.
+runs, from the measured costs, plus the measured seconds of reduce and optimizer. The processes keep the memory that
+they free (``ranks.keep_memory``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from terapipe_ds.bench.ranks import (
     batches,
     build_engine,
     finish_rank,
+    keep_memory,
     machine,
     prepare_rank,
     progress_bar,
@@ -179,6 +181,7 @@ def _one_step(engine: Any, work: Workload, data: Any, case: Case) -> float:
 
 def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[Row], float]:
     """Measure all cases; also the seconds that measuring and planning took."""
+    keep_memory()
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "rows.json")
         spawn_ranks(_rank_main, work.stages, work, arguments, out)

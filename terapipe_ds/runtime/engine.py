@@ -36,23 +36,21 @@ from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checks import check_checkpointing, check_module, problem_of_layers
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
-from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank, raised_on_every_rank
+from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.planning import AutoPlanner, Choice
+from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.watchdog import Watchdog
-from terapipe_ds.schedule import Schedule, build, validate
 from terapipe_ds.schedule.action import Action, Kind
 
 logger = logging.getLogger("terapipe_ds")
 
 _CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
-_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
 
 
 class TeraPipeEngine(PipelineEngine):
@@ -92,10 +90,7 @@ class TeraPipeEngine(PipelineEngine):
             asynchronous=not get_accelerator().is_synchronized_device(),
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
-        self._plans: dict[int, SlicePlan] = {}
-        self._given: dict[int, Choice] = {}
-        self._planner = AutoPlanner(self, self._groups, self._watchdog.note) if self._plans_itself else None
-        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+        self._plans = Plans(self, self._groups, self._watchdog.note)
         self._batch: BatchInFlight | None = None
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
         self._is_last_part = self.stage_id == self.num_stages - 1
@@ -127,33 +122,18 @@ class TeraPipeEngine(PipelineEngine):
         Raises:
             ValueError: with ``"slices": "auto"``, before a batch with sequences of that length has come.
         """
-        if sequence_length in self._given:
-            return self._given[sequence_length].plan
-        if self._planner is not None:
-            choice = self._planner.known(sequence_length)
-            if choice is None:
-                raise ValueError(f"slices of {sequence_length} tokens are planned when the first such batch comes")
-            return choice.plan
-        if sequence_length not in self._plans:
-            plan = self.terapipe_config.plan_for(sequence_length)
-            self._plans[sequence_length] = plan
-            if self.global_rank == 0:
-                logger.info("slice plan for %d tokens: %s", sequence_length, list(plan.lengths))
-        return self._plans[sequence_length]
+        return self._plans.plan(sequence_length)
 
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
         """From the next batch on, run sequences of ``plan.sequence_length`` tokens with this plan.
 
-        Every rank must make the same call between the same batches; one that does not is an error on all. For tuning
-        by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
+        Every rank must make the same call between the same batches; a stage that does not is an error on all. For
+        tuning by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
 
         Args:
             schedule: the name of a schedule as well; None keeps the one that the config names.
         """
-        name = schedule or (self.terapipe_config.schedule if self.terapipe_config.schedule != "auto" else "seq1f1b")
-        self._given[plan.sequence_length] = Choice(plan, name)
-        told = sorted((length, choice.plan.lengths, choice.schedule) for length, choice in self._given.items())
-        self._source.also_agree_on(repr(told))
+        self._source.also_agree_on(self._plans.use(plan, schedule))
 
     def destroy(self) -> None:
         """Stop the watch-dog and drop keys and values, then let DeepSpeed give back what it holds."""
@@ -166,10 +146,6 @@ class TeraPipeEngine(PipelineEngine):
     def slice_store(self) -> SliceStore:
         """Where keys, values and their gradients are kept."""
         return self._store
-
-    @property
-    def _plans_itself(self) -> bool:
-        return "auto" in (self.terapipe_config.slices, self.terapipe_config.schedule)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
@@ -209,28 +185,14 @@ class TeraPipeEngine(PipelineEngine):
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
-        name, plans = self._planned(drawn, shapes)
-        schedule = self._schedule(name, training, tuple(plan.num_slices for plan in plans))
+        name, plans = self._plans.for_batch(drawn, shapes)
+        schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
         self._links.open_batch(self._batch)
         self._tracer.begin(self.global_steps + 1 if training else None)
         self.closing_s = 0.0
         return schedule.for_stage(self.stage_id)
-
-    def _planned(
-        self, drawn: list[DrawnMicroBatch], shapes: tuple[MicroBatchShape, ...]
-    ) -> tuple[str, list[SlicePlan]]:
-        """The name of the batch's schedule, and a plan for each micro-batch."""
-        longest = max(shape.length for shape in shapes)
-        if self._planner is not None:
-            choices = {**self._planner.choose_all(drawn, shapes), **self._given}
-            return choices[longest].schedule, [choices[shape.length].plan for shape in shapes]
-        name = self._given[longest].schedule if longest in self._given else self.terapipe_config.schedule
-        try:
-            return name, [self.slice_plan(shape.length) for shape in shapes]
-        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
-            raise on_every_rank(error) if self._groups.everyone is None else error from None
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape.length) if self.is_first_stage() else None
@@ -243,16 +205,6 @@ class TeraPipeEngine(PipelineEngine):
                 slice_weight=getattr(self.module.loss_fn, "slice_weight", None),
             )  # fmt: skip
         return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
-
-    def _schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
-        key = (name, training, num_slices)
-        if key not in self._schedules:
-            schedule = build(name, self.num_stages, len(num_slices), num_slices, forward_only=not training)
-            validate(schedule)
-            if len(self._schedules) >= _SCHEDULES_KEPT:
-                del self._schedules[next(iter(self._schedules))]
-            self._schedules[key] = schedule
-        return self._schedules[key]
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
@@ -40,7 +41,7 @@ class StageCosts:
     stage_id: int
     samples: tuple[CostSample, ...]
     links: tuple[LinkSample, ...]  # from this stage to the next one
-    posting_s: float  # what starting a send and posting a receive costs the stage, for each F and B
+    message_s: tuple[tuple[int, float], ...]  # (tokens, seconds): what the messages of an F or B cost the stage itself
     memory: PartMemory
     warning: str | None
     seconds: float
@@ -92,9 +93,9 @@ def measure_stage(
             memory = _memory(engine, probe, lengths, specs)
     finally:
         store.reset()
-    links, posting_s = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
+    links, message_s = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
     samples = measured.samples()
-    return StageCosts(engine.stage_id, samples, links, posting_s, memory, noise_warning(samples), measured.seconds)
+    return StageCosts(engine.stage_id, samples, links, message_s, memory, noise_warning(samples), measured.seconds)
 
 
 def _probe(
@@ -133,13 +134,13 @@ def _hear_and_tell(probe: StageProbe, tokens: int, groups: PipelineGroups, stage
 
 def _links(
     specs: dict[int, MessageSpec], groups: PipelineGroups, stage_id: int, peers: Peers, device: torch.device
-) -> tuple[tuple[LinkSample, ...], float]:
-    """Half of the way there and back over the link to the next stage, for the smallest, a middle and the largest
-    slice, and the seconds that the calls themselves take. Links 0-1, 2-3, ... first and then the others, so that a
-    stage has one at a time."""
+) -> tuple[tuple[LinkSample, ...], tuple[tuple[int, float], ...]]:
+    """The link to the next stage, and what the messages of one F or B take of this stage's own time, for the smallest,
+    a middle and the largest slice. Links 0-1, 2-3, ... first and then the others, so that a stage has one at a time."""
     lengths = sorted(specs)
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    samples, posting = [], [0.0]
+    samples = []
+    costs = dict.fromkeys(chosen, 0.0)
     last = len(groups.ranks) - 1
     for first in (0, 1):
         peers.barrier()
@@ -149,11 +150,11 @@ def _links(
         for tokens in chosen:
             spec = _spec_over(specs[tokens], groups, upper, stage_id)
             trips = [_there_and_back(spec, groups, upper, stage_id, device) for _ in range(1 + _LINK_REPEATS)][1:]
-            posting += [called_s for _, called_s in trips]
+            costs[tokens] += statistics.median(own_s for _, own_s in trips)
             if stage_id == upper:
                 sent_s = statistics.median(seconds for seconds, _ in trips)
                 samples.append(LinkSample(tokens, sent_s, stage_id, repeats=_LINK_REPEATS))
-    return tuple(samples), statistics.median(posting)
+    return tuple(samples), tuple(costs.items())
 
 
 def _spec_over(mine: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int) -> MessageSpec:
@@ -169,29 +170,37 @@ def _spec_over(mine: MessageSpec, groups: PipelineGroups, upper: int, stage_id: 
 def _there_and_back(
     spec: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of one way, and of the calls that started the messages."""
+    """Seconds of one way, and of this stage's own time that one message takes.
+
+    On a CPU that is all the processor time of sending or receiving, whichever thread carries the message: there is no
+    other processor. On an accelerator it is the calls alone.
+    """
     there = [torch.zeros(t.shape, dtype=torch.uint8 if t.dtype == torch.bool else t.dtype, device=device)
              for t in spec.tensors]  # fmt: skip
     back = [torch.empty_like(tensor) for tensor in there]
     peer = groups.ranks[upper + 1 if stage_id == upper else upper]
     synchronize()
-    begin_s = time.perf_counter()
-    if stage_id == upper:
-        works: list[Any] = [torch_dist.irecv(tensor, peer, group=groups.gradients) for tensor in back]
-        works += [torch_dist.isend(tensor, peer, group=groups.activations) for tensor in there]
-        called_s = time.perf_counter() - begin_s
-    else:
-        arriving: list[Any] = [torch_dist.irecv(tensor, peer, group=groups.activations) for tensor in back]
-        called_s = time.perf_counter() - begin_s
-        for work in arriving:
-            work.wait()
-        again_s = time.perf_counter()
-        works = [torch_dist.isend(tensor, peer, group=groups.gradients) for tensor in back]
-        called_s += time.perf_counter() - again_s
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    incoming, outgoing = groups.gradients, groups.activations
+    if stage_id > upper:
+        incoming, outgoing = outgoing, incoming
+    works: list[Any] = [torch_dist.irecv(tensor, peer, group=incoming) for tensor in back]
+    called_s = time.perf_counter() - begin_s
+    if stage_id > upper:
+        _wait(works)
+        works = []
+    again_s = time.perf_counter()
+    works += [torch_dist.isend(tensor, peer, group=outgoing) for tensor in there]
+    called_s += time.perf_counter() - again_s
+    _wait(works)
+    synchronize()
+    own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
+    return (time.perf_counter() - begin_s) / 2, own_s / 2
+
+
+def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-    synchronize()
-    return (time.perf_counter() - begin_s) / 2, called_s
 
 
 def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec]) -> PartMemory:

@@ -7,7 +7,7 @@ tensor-parallel peers and replicas measure in step and run the same plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,22 +64,26 @@ class AutoPlanner:
         return self._choices.get((length, self._engine.micro_batches))
 
     def choose_all(
-        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
     ) -> dict[int, Choice]:
-        """The choice for each length in ``shapes``; plans those that are new. A collective over all ranks."""
+        """The choice for each length in ``shapes`` but those in ``besides``; plans those that are new.
+
+        A collective over all ranks.
+        """
         if self._micro_batch != self._engine.train_micro_batch_size_per_gpu():  # costs are those of other rows
             self._micro_batch = self._engine.train_micro_batch_size_per_gpu()
             self._measured = None
             self._choices.clear()
-        wanted = self._wanted(shapes)
+        lengths = {shape.length for shape in shapes}.difference(besides)
+        wanted = self._wanted(lengths)
         while wanted:
             self._choices[wanted, self._engine.micro_batches] = self._choose(wanted, drawn, shapes)
-            wanted = self._wanted(shapes)
-        return {shape.length: self._choices[shape.length, self._engine.micro_batches] for shape in shapes}
+            wanted = self._wanted(lengths)
+        return {length: self._choices[length, self._engine.micro_batches] for length in lengths}
 
-    def _wanted(self, shapes: Sequence[MicroBatchShape]) -> int:
+    def _wanted(self, lengths: Collection[int]) -> int:
         """The longest sequence of any pipeline that has no plan yet; 0 where all have."""
-        wanted = max((shape.length for shape in shapes if self.known(shape.length) is None), default=0)
+        wanted = max((length for length in lengths if self.known(length) is None), default=0)
         if self._groups.everyone is None:  # all stages of the one pipeline know the same shapes
             return wanted
         number = torch.tensor([wanted], dtype=torch.int64)

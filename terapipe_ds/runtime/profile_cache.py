@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
@@ -34,7 +36,7 @@ def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
         by_stage.setdefault(cost.stage_id, []).append(cost)
     stages = [by_stage[stage_id] for stage_id in sorted(by_stage)]
     parts = [
-        PartProfile(same[0].stage_id, tuple(_median_sample(s) for s in zip(*map(_with_posting, same), strict=True)))
+        PartProfile(same[0].stage_id, tuple(_median_sample(s) for s in zip(*map(_with_messages, same), strict=True)))
         for same in stages
     ]
     links = [
@@ -46,13 +48,13 @@ def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
     return Measured(Profile(key, tuple(parts), _with_every_part(links)), memory)
 
 
-def _with_posting(costs: StageCosts) -> list[CostSample]:
-    """The samples, each with what its messages cost the stage itself."""
+def _with_messages(costs: StageCosts) -> list[CostSample]:
+    """The samples, each with what its messages take of the stage's own time: an F and a B have as many."""
+    tokens, seconds = zip(*costs.message_s, strict=True)
+    own = [float(np.interp(sample.tokens, tokens, seconds)) for sample in costs.samples]
     return [
-        dataclasses.replace(
-            sample, forward_s=sample.forward_s + costs.posting_s, backward_s=sample.backward_s + costs.posting_s
-        )
-        for sample in costs.samples
+        dataclasses.replace(sample, forward_s=sample.forward_s + s, backward_s=sample.backward_s + s)
+        for sample, s in zip(costs.samples, own, strict=True)
     ]
 
 

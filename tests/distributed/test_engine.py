@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime import engine as engine_module
+from terapipe_ds.runtime import plans as plans_module
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
@@ -923,11 +923,11 @@ MEMORY = [
 def job_kept_schedules() -> list[tuple[int, int]]:
     """Schedules, and what the links have worked out of them, after batches of one to four micro-batches."""
     kept = []
-    with mock.patch.object(engine_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
+    with mock.patch.object(plans_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
             engine.train_batch(iter(batches(1, count)[0]))
-            kept.append((len(engine._schedules), len(engine._links._places_of)))
+            kept.append((len(engine._plans._schedules), len(engine._links._places_of)))
     return kept
 
 

@@ -285,6 +285,31 @@ def test_a_plan_can_be_set_by_hand_alike_on_all_ranks() -> None:
     assert all("disagree" in message for _, _, message in results)
 
 
+def _given_beside_auto() -> tuple[list[int], list[int]]:
+    """With planning on, a length that is set by hand is not measured; another one is."""
+    calls: list[int] = []
+    original = measuring.measure
+
+    def counted(probe: Any, points: Any, length: int, **options: Any) -> Any:
+        calls.append(length)
+        return original(probe, points, length, **options)
+
+    measuring.measure = counted  # type: ignore[assignment]
+    try:
+        with engine_of(gpt_layers(), _auto()) as engine:
+            assert isinstance(engine, TeraPipeEngine)
+            engine.use_slice_plan(SlicePlan((12, 11)))
+            train(engine, [*batches(1), *batches(1, length=31)])
+            return calls, [engine.slice_plan(LENGTH).num_slices, engine.slice_plan(31).sequence_length]
+    finally:
+        measuring.measure = original
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_set_by_hand_is_not_measured(ranks: int) -> None:
+    assert rank_pool(ranks).run(_given_beside_auto) == [([31], [2, 31])] * ranks
+
+
 def _traced(folder: str) -> None:
     with engine_of(gpt_layers(), section(**AUTO, trace_dir=folder)) as engine:
         train(engine, batches(2))

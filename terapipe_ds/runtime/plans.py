@@ -1,0 +1,89 @@
+"""Which plan and which schedule a batch runs: set by hand, planned from measured costs, or as configured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.data import DrawnMicroBatch
+from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
+from terapipe_ds.runtime.planning import AutoPlanner, Choice
+from terapipe_ds.schedule import Schedule, build, validate
+
+logger = logging.getLogger("terapipe_ds")
+
+_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
+
+
+class Plans:
+    """The plans and schedules of one engine, kept per sequence length.
+
+    Args:
+        engine: must know its ``terapipe_config``, ``global_rank``, ``num_stages`` and what ``AutoPlanner`` asks for.
+        watched: told what is going on while slices are measured.
+    """
+
+    def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
+        self._engine, self._groups, self._config = engine, groups, engine.terapipe_config
+        plans_itself = "auto" in (self._config.slices, self._config.schedule)
+        self._planner = AutoPlanner(engine, groups, watched) if plans_itself else None
+        self._by_hand: dict[int, Choice] = {}
+        self._configured: dict[int, SlicePlan] = {}
+        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+
+    def plan(self, length: int) -> SlicePlan:
+        """The slices of a sequence of ``length`` tokens.
+
+        Raises:
+            ValueError: the config does not fit that length; or it leaves the plan to the planner, and no batch with
+                such sequences has come yet.
+        """
+        if length in self._by_hand:
+            return self._by_hand[length].plan
+        if self._planner is not None:
+            choice = self._planner.known(length)
+            if choice is None:
+                raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
+            return choice.plan
+        if length not in self._configured:
+            self._configured[length] = self._config.plan_for(length)
+            if self._engine.global_rank == 0:
+                logger.info("slice plan for %d tokens: %s", length, list(self._configured[length].lengths))
+        return self._configured[length]
+
+    def use(self, plan: SlicePlan, schedule: str | None) -> str:
+        """Take ``plan`` for its sequence length from now on. Returns what the ranks must have alike."""
+        usual = "seq1f1b" if self._config.schedule == "auto" else self._config.schedule
+        self._by_hand[plan.sequence_length] = Choice(plan, schedule or usual)
+        return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
+
+    def for_batch(
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> tuple[str, list[SlicePlan]]:
+        """The name of the batch's schedule, that of its longest micro-batch, and a plan for each micro-batch.
+
+        A collective over all ranks where slices are planned.
+        """
+        longest = max(shape.length for shape in shapes)
+        if self._planner is not None:
+            choices = self._planner.choose_all(drawn, shapes, besides=self._by_hand) | self._by_hand
+            return choices[longest].schedule, [choices[shape.length].plan for shape in shapes]
+        name = self._by_hand[longest].schedule if longest in self._by_hand else self._config.schedule
+        try:
+            return name, [self.plan(shape.length) for shape in shapes]
+        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
+            raise on_every_rank(error) if self._groups.everyone is None else error from None
+
+    def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        """The schedule for micro-batches of ``num_slices`` slices, proven to run."""
+        key = (name, training, num_slices)
+        if key not in self._schedules:
+            schedule = build(name, self._engine.num_stages, len(num_slices), num_slices, forward_only=not training)
+            validate(schedule)
+            if len(self._schedules) >= _SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = schedule
+        return self._schedules[key]

@@ -29,15 +29,15 @@ def train_mutated(case: Case, mutation: str) -> RankRecord:
 @contextlib.contextmanager
 def backward_in_forward_order() -> Iterator[None]:
     """The backwards of a micro-batch begin with its first slice; the proof that refuses this is skipped."""
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime import plans
 
-    build = engine.build
+    build = plans.build
 
     def build_wrong(*args: Any, **kwargs: Any) -> Any:
         schedule = build(*args, **kwargs)
         return replace(schedule, orders=tuple(_slices_ascending(order) for order in schedule.orders))
 
-    with mock.patch.object(engine, "build", build_wrong), mock.patch.object(engine, "validate"):
+    with mock.patch.object(plans, "build", build_wrong), mock.patch.object(plans, "validate"):
         yield
 
 

@@ -166,7 +166,8 @@ def _working(setup: Setup, is_first: bool, is_last: bool, layers: int) -> int:
     if setup.activation_checkpointing and layers:
         layer += _layer_saved(setup)
     working = max(layer - _head_saved(setup), _head_working(setup)) if is_last else layer
-    links = (0 if is_first else 1 + _RECEIVES_AHEAD) + (0 if is_last else _RECEIVES_AHEAD)
+    inwards = 2 if is_last else 1 + _RECEIVES_AHEAD  # where the last part has most, one of the next two is a B
+    links = (0 if is_first else inwards) + (0 if is_last else _RECEIVES_AHEAD)
     return working + links * message
 
 
@@ -258,4 +259,5 @@ def _layer_working(setup: Setup) -> int:
 def _head_working(setup: Setup) -> int:
     """The gradients of log-probabilities and logits; a forward's logits are smaller."""
     item = ITEMSIZE[setup.dtype]
-    return setup.size.vocab_size * (max(4, item) + item) // setup.tensor_parallel + 2 * _residual(setup) * item
+    vocabulary = setup.size.vocab_size * (max(4, item) + item) // setup.tensor_parallel
+    return max(vocabulary, 2 * _residual(setup) * item)  # the norm's come when those are gone

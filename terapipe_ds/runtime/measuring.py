@@ -199,12 +199,13 @@ def _there_and_back(
 def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec]) -> PartMemory:
     """The bytes of this stage: from a slice in the middle of the lengths, the smallest one and the whole sequence."""
     length, smallest, tokens = probe.sequence_length, lengths[0], lengths[len(lengths) // 2]
-    late, small, whole = (probe.slice_bytes(n, prefix) for n, prefix in
-                          ((tokens, length - tokens), (smallest, 0), (length, 0)))  # fmt: skip
+    middle, whole = probe.slice_bytes(tokens, length - tokens), probe.slice_bytes(length, 0)
+    small, late = probe.slice_bytes(smallest, 0), probe.slice_bytes(smallest, length - smallest)
     keys_bytes, grads_bytes = probe.store_bytes()
-    rate = late.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
-    fixed, per_token, per_prefix = _line(small.working, whole.working, late.working, smallest, length, tokens)
-    links = (1 + RECEIVE_AHEAD) * probe.received_bytes(tokens)
+    rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
+    fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
+    # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
+    links = (2 if probe.is_last else 1 + RECEIVE_AHEAD) * probe.received_bytes(tokens)
     links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
     states, gradients = _state_bytes(engine), _gradient_bytes(engine)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
@@ -212,8 +213,10 @@ def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[
         static_bytes=states + (0 if drops else gradients),
         slice_bytes_per_token=rate,
         store_bytes_per_token=keys_bytes / length,
-        store_grad_bytes_per_token=grads_bytes / length,
-        working_bytes=fixed,
+        # and what is sent back of a micro-batch: the stage before may be behind by as much
+        store_grad_bytes_per_token=(grads_bytes + probe.received_bytes(length)) / length,
+        # in the first backward the gradients of a layer come before all that it kept is gone
+        working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
         working_bytes_per_token=per_token + links / tokens,
         working_bytes_per_prefix_token=per_prefix,
         gradient_bytes=gradients if drops else 0,
@@ -221,13 +224,14 @@ def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[
     )
 
 
-def _line(small: int, whole: int, late: int, smallest: int, length: int, tokens: int) -> tuple[int, float, float]:
-    """Fixed bytes, bytes per token and per token of prefix that reach three measured ones: of the smallest slice, of
-    the whole sequence, and of ``tokens`` at its end. What lies between them is convex, so below."""
+def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tuple[int, float, float]:
+    """Fixed bytes, bytes per token and per token of prefix that reach three measured ones: of the smallest slice at the
+    sequence's begin and at its end, where it has little to hide the prefix's gradients behind, and of the whole
+    sequence. Peaks are maxima of such lines, so those between lie below."""
     per_token = max(0.0, (whole - small) / (length - smallest)) if length > smallest else 0.0
     fixed = max(0.0, small - per_token * smallest)
-    over = late - fixed - per_token * tokens
-    return math.ceil(fixed), per_token, max(0.0, over / (length - tokens)) if length > tokens else 0.0
+    over = late - fixed - per_token * smallest
+    return math.ceil(fixed), per_token, max(0.0, over / (length - smallest)) if length > smallest else 0.0
 
 
 def _state_bytes(engine: Any) -> int:

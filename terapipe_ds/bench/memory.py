@@ -196,7 +196,12 @@ def run(work: Workload, arguments: argparse.Namespace) -> list[Row]:
         out = str(Path(folder) / "rows.json")
         spawn_ranks(_rank_main, work.stages, work, arguments, out)
         found = json.loads(Path(out).read_text())
-    return [Row(Case(**row.pop("case")), **row) for row in found]
+    return [Row(Case(**row.pop("case")), **row) for row in _with_tuples(found)]
+
+
+def _with_tuples(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """JSON knows lists only, and a case is a key."""
+    return [{**row, "case": {**row["case"], "also": tuple(row["case"]["also"])}} for row in found]
 
 
 def print_table(rows: list[Row]) -> None:
@@ -212,6 +217,8 @@ def print_table(rows: list[Row]) -> None:
         above = f"{(row.measured - row.static) / 1e6:>16.1f}"
         above_errors = f"{row.error(row.counted, True):>+10.1%}{row.error(row.in_place, True):>+9.1%}"
         print(f"{head}{peaks}{errors}{above}{above_errors}")
+    for case in dict.fromkeys(row.case for row in rows if row.case.also):
+        print(f"{case.schedule}, slices {case.slices}, m {case.accumulation}: the order of {', '.join(case.also)} as well")
     for name in ("counted", "in_place"):
         for above_static, what in ((False, "whole peak"), (True, "above static")):
             errors_of = [row.error(getattr(row, name), above_static) for row in rows]

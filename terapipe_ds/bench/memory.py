@@ -218,7 +218,8 @@ def print_table(rows: list[Row]) -> None:
         above_errors = f"{row.error(row.counted, True):>+10.1%}{row.error(row.in_place, True):>+9.1%}"
         print(f"{head}{peaks}{errors}{above}{above_errors}")
     for case in dict.fromkeys(row.case for row in rows if row.case.also):
-        print(f"{case.schedule}, slices {case.slices}, m {case.accumulation}: the order of {', '.join(case.also)} as well")
+        others = ", ".join(case.also)
+        print(f"{case.schedule}, slices {case.slices}, m {case.accumulation}: the same order as {others}")
     for name in ("counted", "in_place"):
         for above_static, what in ((False, "whole peak"), (True, "above static")):
             errors_of = [row.error(getattr(row, name), above_static) for row in rows]

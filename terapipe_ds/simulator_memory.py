@@ -20,11 +20,14 @@ def during_and_after(
 
     ``spans[micro_batch_id][slice_id]`` is (start, stop). ``memory`` has ``static_bytes(part_id)``,
     ``store_bytes(part_id, sequence_length)``, ``store_grad_bytes(part_id, sequence_length)``, ``slice_bytes(part_id,
-    tokens, prefix)`` and ``working_bytes(part_id, tokens, prefix)``.
+    tokens, prefix)`` and ``working_bytes(part_id, tokens, prefix)``. Two more are asked where it has them:
+    ``gradient_bytes(part_id)``, and ``whole_bytes(part_id, sequence_length)``, which takes the place of the two of the
+    store for a micro-batch that is one slice.
 
     A slice counts from its F to the end of its last of B and W; the store of a micro-batch from its first F to its last
     B or W on the part; the gradients of the store from its first B to its last. Without backward a slice counts while
-    its F runs, and the store until the F of the last slice: an evaluation keeps nothing else.
+    its F runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
+    parameters come while its first B runs, as much as what the slice kept goes, and stay.
     """
     return [
         _of_stage(order, static_bytes(schedule, stage_id, memory), spans, memory)
@@ -38,7 +41,8 @@ def _of_stage(
     first: dict[_Held, int] = {}
     last: dict[_Held, int] = {}
     for index, action in enumerate(order):
-        for held in _held_for(action):
+        whole = len(spans[action.micro_batch_id]) == 1 and hasattr(memory, "whole_bytes")
+        for held in _held_for(action, whole):
             first.setdefault(held, index)
             last[held] = index
     gained, lost = [0] * len(order), [0] * len(order)
@@ -48,20 +52,34 @@ def _of_stage(
         lost[last[held]] += size
     bytes_of = []
     now = static
+    gradients = _gradients(order, memory)
     for index, action in enumerate(order):
         now += gained[index]
         start, stop = spans[action.micro_batch_id][action.slice_id]
-        during = now + memory.working_bytes(action.part_id, stop - start, start)
-        now -= lost[index]
+        after = now - lost[index] + gradients.get(index, 0)
+        during = max(now, after) + memory.working_bytes(action.part_id, stop - start, start)
+        now = after
         bytes_of.append((during, now))
     return bytes_of
 
 
-def _held_for(action: Action) -> list[_Held]:
+def _gradients(order: Sequence[Action], memory: Any) -> dict[int, int]:
+    """Where in the order the gradients of a part's parameters come, and their bytes."""
+    if not hasattr(memory, "gradient_bytes"):
+        return {}
+    first: dict[int, int] = {}
+    for index, action in enumerate(order):
+        if action.kind is Kind.BACKWARD:
+            first.setdefault(action.part_id, index)
+    return {index: memory.gradient_bytes(part_id) for part_id, index in first.items()}
+
+
+def _held_for(action: Action, whole: bool) -> list[_Held]:
     """What has to be there while an action runs, as (method that says its bytes, part, micro-batch, slice)."""
     part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
-    held = [("slice_bytes", part_id, micro_batch_id, slice_id), ("store_bytes", part_id, micro_batch_id, -1)]
-    if action.kind is Kind.BACKWARD:
+    held = [("slice_bytes", part_id, micro_batch_id, slice_id)]
+    held.append(("whole_bytes" if whole else "store_bytes", part_id, micro_batch_id, -1))
+    if action.kind is Kind.BACKWARD and not whole:
         held.append(("store_grad_bytes", part_id, micro_batch_id, -1))
     return held
 

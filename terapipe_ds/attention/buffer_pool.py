@@ -55,7 +55,12 @@ class BufferPool:
         """Take back a tensor that `take` lent."""
         flat, num_bytes = self._lent.pop(id(lent))
         self.live_bytes -= num_bytes
-        self._free[flat.dtype, flat.device].append(flat)
+        self._free.setdefault((flat.dtype, flat.device), []).append(flat)
+
+    def drop_free(self) -> None:
+        """Let go of what nobody uses now."""
+        self.reserved_bytes -= sum(_bytes(flat) for free in self._free.values() for flat in free)
+        self._free.clear()
 
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin again from what is live now."""

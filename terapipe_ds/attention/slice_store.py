@@ -236,6 +236,10 @@ class SliceStore:
         """Bytes held, in use or waiting in the pool."""
         return self._pool.reserved_bytes
 
+    def drop_free(self) -> None:
+        """Let go of the buffers that wait in the pool; a later batch takes new ones."""
+        self._pool.drop_free()
+
     def _all(self) -> Iterator[SliceEntry]:
         for layers in self._entries.values():
             yield from layers.values()

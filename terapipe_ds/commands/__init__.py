@@ -9,3 +9,7 @@ from __future__ import annotations
 
 class CommandError(ValueError):
     """What the user asked for cannot be done; the text says why and what to do."""
+
+
+DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
+"""Short names of device cards, and what the memory model calls them."""

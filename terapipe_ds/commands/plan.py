@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import DTYPE_NAMES, CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import MemoryModel, PlanResult
@@ -160,9 +160,8 @@ def _memory(values: dict[str, Any], dtype: str) -> MemoryModel:
     from terapipe_ds.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
-    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
     return MemoryModel.of_model(
-        model_size(values["model"]), num_stages=values["stages"], dtype=names.get(dtype, dtype),
+        model_size(values["model"]), num_stages=values["stages"], dtype=DTYPE_NAMES.get(dtype, dtype),
         micro_batch=values["micro_batch_size"], tensor_parallel=values["tensor_parallel"],
         data_parallel=values["data_parallel"], zero_stage=values["zero_stage"],
         activation_checkpointing=values["activation_checkpointing"],

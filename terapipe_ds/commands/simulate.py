@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import DTYPE_NAMES, CommandError
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
@@ -29,6 +29,8 @@ EXAMPLES = """\
   terapipe simulate --schedule terapipe --stages 40 --slices 16 --sequence-length 2048 \
 --model gpt3-13b --device v100 --tensor-parallel 8
 
+With --model it shows the peak of each stage's memory as well: parameters, gradients, Adam's states in the dtype's usual
+mixed precision, live slices, keys and values; without ZeRO or activation checkpointing (`terapipe plan` knows both).
 --trace opens in ui.perfetto.dev; --timeline is what `terapipe compare` reads.
 """
 
@@ -83,7 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
     _check_options(arguments)
     schedule, plans = _schedule_and_plans(arguments)
     validate(schedule)
-    timeline = simulate(schedule, plans, _costs(arguments, schedule, plans), overlap=not arguments.no_overlap)
+    costs, memory = _costs(arguments, schedule, plans), _memory(arguments, schedule)
+    timeline = simulate(schedule, plans, costs, memory=memory, overlap=not arguments.no_overlap)
     _write_files(arguments, timeline)
     if arguments.json:
         print(json.dumps(to_dict(timeline, plans), indent=1, allow_nan=False))
@@ -220,6 +223,22 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule, plans: list[SliceP
     from terapipe_ds.simulator import UnitCosts
 
     return UnitCosts(max(plan.sequence_length for plan in plans), arguments.unit_send or 0.0)
+
+
+def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
+    """With --model: bytes counted from its sizes, for Adam, without ZeRO and activation checkpointing."""
+    if arguments.model is None:
+        return None
+    from terapipe_ds.devices import device_card
+    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.planner.memory import MemoryModel
+
+    dtype = device_card(arguments.device).resolve_dtype(arguments.dtype or "auto")
+    return MemoryModel.of_model(
+        model_size(arguments.model), num_stages=schedule.num_parts, dtype=DTYPE_NAMES.get(dtype, dtype),
+        micro_batch=1 if arguments.micro_batch_size is None else arguments.micro_batch_size,
+        tensor_parallel=1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
+    )  # fmt: skip
 
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:

@@ -23,7 +23,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     assert least is not None and plan_of_least is not None
     need = max(least)
     stage_id = least.index(need)
-    static = judge.memory.static_bytes(stage_id)
+    static = judge.memory.static_bytes(stage_id) + getattr(judge.memory, "gradient_bytes", _nothing)(stage_id)
     count = len(plan_of_least)
     message = (
         f"no plan fits in {judge.memory_limit_bytes / GB:.4g} GB: with schedule {judge.schedule!r} the least need is "
@@ -31,6 +31,10 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
         f"parameters, gradients and optimizer states; {_advice(judge, static)}"
     )
     return MemoryLimitError(message, need, stage_id)
+
+
+def _nothing(stage_id: int) -> int:
+    return 0
 
 
 def _advice(judge: Judge, static_bytes: int) -> str:

@@ -26,18 +26,22 @@ class PartMemory:
         PlannerError: a number that is negative or not finite.
     """
 
-    static_bytes: int  # parameters, gradients, optimizer states
+    static_bytes: int  # parameters, optimizer states, and gradients that an optimizer keeps between batches
     slice_bytes_per_token: float  # what a live slice keeps for its backward
     store_bytes_per_token: float = 0  # keys and values of a live micro-batch
     store_grad_bytes_per_token: float = 0  # their gradients, while the micro-batch is in backward
     working_bytes: int = 0  # more, only while an F, B or W runs
     working_bytes_per_token: float = 0  # of the slice that runs; link buffers are in here
     working_bytes_per_prefix_token: float = 0
+    gradient_bytes: int = 0  # of the parameters, from a batch's first backward to its optimizer step
+    whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is None and field.name == "whole_bytes_per_token":
+                continue
             if not (number and math.isfinite(value) and value >= 0):
                 raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
 
@@ -46,8 +50,8 @@ class PartMemory:
 class MemoryModel:
     """The parts of a pipeline, in bytes; what the simulator and the search ask for memory.
 
-    A sequence that is not sliced keeps its keys and values in its one slice instead of in the store: the sum is the
-    same, but for the fused query/key/value product that plain attention with rotary positions holds on to.
+    A sequence that is not sliced keeps its keys and values as plain attention does: without gradients that wait, but
+    with the fused query/key/value product that rotary positions make it hold on to (``whole_bytes``).
     """
 
     parts: tuple[PartMemory, ...]
@@ -80,8 +84,19 @@ class MemoryModel:
         return cls(tuple(parts))
 
     def static_bytes(self, part_id: int) -> int:
-        """Parameters, gradients and optimizer states."""
+        """Parameters, optimizer states, and gradients that the optimizer keeps between batches."""
         return math.ceil(self.parts[part_id].static_bytes)
+
+    def gradient_bytes(self, part_id: int) -> int:
+        """Gradients of the parameters that come with a batch's first backward and go with its optimizer step."""
+        return math.ceil(self.parts[part_id].gradient_bytes)
+
+    def whole_bytes(self, part_id: int, sequence_length: int) -> int:
+        """What a micro-batch that is one slice keeps in the place of ``store_bytes`` and ``store_grad_bytes``."""
+        rate = self.parts[part_id].whole_bytes_per_token
+        if rate is None:
+            return self.store_bytes(part_id, sequence_length) + self.store_grad_bytes(part_id, sequence_length)
+        return math.ceil(rate * sequence_length)
 
     def store_bytes(self, part_id: int, sequence_length: int) -> int:
         """Keys and values of one live micro-batch, from its first F to the end of its last backward."""
@@ -114,9 +129,20 @@ def fill_drain_peak_bytes(
     for part_id in range(num_stages):
         slices = [memory.slice_bytes(part_id, *span) for span in zip(plan.lengths, plan.starts, strict=True)]
         working = [memory.working_bytes(part_id, *span) for span in zip(plan.lengths, plan.starts, strict=True)]
-        running = max(live + more for live, more in zip(itertools.accumulate(slices), working, strict=True))
-        stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
-        grads = memory.store_grad_bytes(part_id, plan.sequence_length)
         others = (num_micro_batches - 1) * sum(slices)
-        peaks.append(memory.static_bytes(part_id) + stores + grads + others + running)
+        stores = _stores(memory, part_id, plan, num_micro_batches)
+        live = [total + memory.gradient_bytes(part_id) for total in itertools.accumulate(slices)]
+        live[-1] = max(sum(slices), live[-1] - slices[-1])  # gradients come while what the slice kept goes
+        if plan.num_slices == 1:
+            live[-1] = max(sum(slices), live[-1] - memory.whole_bytes(part_id, plan.sequence_length))
+        running = max(total + more for total, more in zip(live, working, strict=True))
+        peaks.append(memory.static_bytes(part_id) + stores + others + running)
     return tuple(peaks)
+
+
+def _stores(memory: MemoryModel, part_id: int, plan: SlicePlan, num_micro_batches: int) -> int:
+    """Keys and values of all micro-batches, and the gradients of those of one."""
+    if plan.num_slices == 1:
+        return num_micro_batches * memory.whole_bytes(part_id, plan.sequence_length)
+    one = memory.store_bytes(part_id, plan.sequence_length)
+    return num_micro_batches * one + memory.store_grad_bytes(part_id, plan.sequence_length)

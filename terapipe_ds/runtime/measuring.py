@@ -6,6 +6,7 @@ links, pair by pair.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.probe import StageProbe, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning
 from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 _LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
@@ -204,32 +206,57 @@ def _wait(works: Sequence[Any]) -> None:
 
 
 def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec]) -> PartMemory:
-    """The bytes of this stage; what a running computation needs beside them is known on accelerators only."""
-    tokens = lengths[len(lengths) // 2]
+    """The bytes of this stage: from a slice in the middle of the lengths, the smallest one and the whole sequence."""
+    length, smallest, tokens = probe.sequence_length, lengths[0], lengths[len(lengths) // 2]
+    middle, whole = probe.slice_bytes(tokens, length - tokens), probe.slice_bytes(length, 0)
+    small, late = probe.slice_bytes(smallest, 0), probe.slice_bytes(smallest, length - smallest)
     keys_bytes, grads_bytes = probe.store_bytes()
-    message = sum(t.num_bytes for t in specs[tokens].tensors)
-    working = probe.working_bytes(tokens)
+    rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
+    fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
+    # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
+    links = (2 if probe.is_last else 1 + RECEIVE_AHEAD) * probe.received_bytes(tokens)
+    links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
+    states, gradients = _state_bytes(engine), _gradient_bytes(engine)
+    drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
     return PartMemory(
-        static_bytes=_static_bytes(engine),
-        slice_bytes_per_token=probe.saved_bytes(tokens, probe.sequence_length - tokens) / tokens,
-        store_bytes_per_token=keys_bytes / probe.sequence_length,
-        store_grad_bytes_per_token=grads_bytes / probe.sequence_length,
-        working_bytes_per_token=(2 * message + working) / tokens,
+        static_bytes=states + (0 if drops else gradients),
+        slice_bytes_per_token=rate,
+        store_bytes_per_token=keys_bytes / length,
+        # and what is sent back of a micro-batch: the stage before may be behind by as much
+        store_grad_bytes_per_token=(grads_bytes + probe.received_bytes(length)) / length,
+        # in the first backward the gradients of a layer come before all that it kept is gone
+        working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
+        working_bytes_per_token=per_token + links / tokens,
+        working_bytes_per_prefix_token=per_prefix,
+        gradient_bytes=gradients if drops else 0,
+        whole_bytes_per_token=max(0.0, whole.kept / length - rate),
     )
 
 
-def _static_bytes(engine: Any) -> int:
-    """Parameters, their gradients, and the optimizer's states, which need not exist yet."""
+def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tuple[int, float, float]:
+    """Fixed bytes, bytes per token and per token of prefix that reach three measured ones: of the smallest slice at the
+    sequence's begin and at its end, where it has little to hide the prefix's gradients behind, and of the whole
+    sequence. Peaks are maxima of such lines, so those between lie below."""
+    per_token = max(0.0, (whole - small) / (length - smallest)) if length > smallest else 0.0
+    fixed = max(0.0, small - per_token * smallest)
+    over = late - fixed - per_token * smallest
+    return math.ceil(fixed), per_token, max(0.0, over / (length - smallest)) if length > smallest else 0.0
+
+
+def _state_bytes(engine: Any) -> int:
+    """Parameters, and the optimizer's states, which need not exist yet."""
     parameters = list(engine.module.parameters())
     here = sum(p.numel() * p.element_size() for p in parameters)
-    trained = [p for p in parameters if p.requires_grad]
-    count = sum(p.numel() for p in trained)
-    half = any(p.element_size() < 4 for p in trained)
-    gradients = sum(p.numel() * (4 if half else p.element_size()) for p in trained)
     if engine.optimizer is None:
-        return here + gradients
+        return here
     name = str(engine.optimizer_name() or "adam").lower()
     states = _STATES.get(next((known for known in _STATES if known in name), ""), 2)
-    per_parameter = 4 * states + (4 if half else 0)
     ranks = engine.dp_world_size if engine.zero_optimization() else 1
-    return here + gradients + count * per_parameter // ranks
+    trained = [p for p in parameters if p.requires_grad]
+    master = 4 * sum(p.numel() for p in trained if p.element_size() < 4)
+    return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks
+
+
+def _gradient_bytes(engine: Any) -> int:
+    """Of the parameters; half precision is taken to accumulate in fp32."""
+    return sum(p.numel() * max(4, p.element_size()) for p in engine.module.parameters() if p.requires_grad)

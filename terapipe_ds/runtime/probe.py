@@ -19,6 +19,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
+from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
 
@@ -30,6 +31,14 @@ class LiveProbe:
     active: ActiveSlice
     outputs: Any
     loss: Any
+
+
+@dataclass(frozen=True)
+class SliceBytes:
+    """What a slice keeps from its F to its B, and what it needs beside that at the peak of either."""
+
+    kept: int
+    working: int
 
 
 @dataclass
@@ -109,16 +118,24 @@ class StageProbe:
         """Bytes of keys and values of the whole sequence on this stage, and of their gradients."""
         return self.store.bytes_of(self.part_id, 0)
 
-    def working_bytes(self, tokens: int) -> int:
-        """What a slice needs at its peak beyond what it keeps; 0 on a CPU, which does not tell."""
-        accelerator = get_accelerator()
-        if accelerator.is_synchronized_device():
-            return 0
-        accelerator.reset_peak_memory_stats()
-        before = int(accelerator.memory_allocated())
-        self.backward(self.forward(tokens, self.sequence_length - tokens)[1])
-        peak = int(accelerator.max_memory_allocated()) - before
-        return max(0, peak - self.saved_bytes(tokens, self.sequence_length - tokens))
+    def slice_bytes(self, tokens: int, prefix: int) -> SliceBytes:
+        """Of the slice of ``tokens`` tokens after ``prefix`` tokens, neither keys and values nor messages in it but the
+        input that stays until B. Where nobody can tell peaks, working is 0."""
+        received = self.received_bytes(tokens)
+        watch = AcceleratorPeak if not get_accelerator().is_synchronized_device() else TensorPeak
+        if not watch.is_available():
+            return SliceBytes(self.saved_bytes(tokens, prefix) + received, 0)
+        self.backward(self.forward(tokens, prefix)[1])  # buffers of the store are taken
+        with watch() as forward:
+            _, live = self.forward(tokens, prefix)
+        with watch() as backward:
+            self.backward(live)
+        kept = max(0, forward.left_bytes)
+        return SliceBytes(kept + received, max(0, forward.grown_bytes - kept, backward.grown_bytes))
+
+    def received_bytes(self, tokens: int) -> int:
+        """Of the message that the stage before hands on for such a slice; 0 on the first stage."""
+        return sum(t.num_bytes for t in self._received[tokens][0].tensors) if tokens in self._received else 0
 
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         return ActiveSlice(

@@ -330,6 +330,28 @@ def test_simulate_takes_costs_from_a_profile_and_from_a_model(
     assert "2 costs for 3 parts" in refused(capsys, "simulate", *three)
 
 
+def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt3-1b over two stages in bf16: 24 layers of 12 h^2, at 2 + 2 + 4 + 12 bytes per parameter, and activations."""
+    model = ["--model", "gpt3-1b", "--device", "a100", "--sequence-length", "2048"]
+    options = ["simulate", "--schedule", "seq1f1b", "--stages", "2", "--micro-batches", "4", *model]
+    stages = {
+        n: json.loads(shown(capsys, *options, "--slices", str(n), "--json"))["stages"] for n in (1, 8)
+    }
+    peaks = {n: [stage["peak_bytes"] for stage in found] for n, found in stages.items()}
+    layers_bytes = 12 * 12 * 2048**2 * 20
+    assert all(peak > layers_bytes for peak in (*peaks[1], *peaks[8]))
+    # per token and layer: GPT-3's 34 h bytes and more (Korthikanti et al. 2022, without dropout masks) of up to 2 whole
+    # sequences, or of 9 of 8 slices each
+    kept = 12 * 2048 * 2048 * 34
+    assert 1.6 * kept < peaks[1][0] - layers_bytes < 3.5 * kept
+    assert peaks[8][0] < peaks[1][0] - 0.5 * kept
+    text = shown(capsys, *options, "--slices", "8")
+    assert "peak GiB" in text and f"{peaks[8][0] / 2**30:.3f}" in text
+    assert "peak GiB" not in shown(capsys, "simulate", *UNIT)
+    fp32 = json.loads(shown(capsys, *options, "--slices", "8", "--dtype", "fp32", "--json"))["stages"]
+    assert fp32[0]["peak_bytes"] != peaks[8][0]
+
+
 def test_compare_reads_files_and_trace_directories(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     predicted, traces = tmp_path / "predicted.json", tmp_path / "traces"
     traces.mkdir()

@@ -255,6 +255,22 @@ def test_memory_of_several_layers_and_micro_batches() -> None:
     assert store.peak_bytes() == 0
 
 
+def test_free_buffers_can_be_dropped_and_lent_ones_stay() -> None:
+    store = SliceStore()
+    micro_batch = three_slices(store)
+    micro_batch.forward_all()
+    micro_batch.backward(2)
+    lent = store.reserved_bytes()
+    store.drop_free()
+    assert store.reserved_bytes() == store.live_bytes() == lent > 0
+    micro_batch.backward(1)
+    micro_batch.backward(0)
+    store.release(0, 0)
+    assert store.reserved_bytes() == lent
+    store.drop_free()
+    assert store.reserved_bytes() == 0
+
+
 def test_buffers_are_taken_once() -> None:
     store = SliceStore()
     addresses = set()

@@ -12,7 +12,8 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
-from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.probe import SliceBytes, StageProbe
+from terapipe_ds.runtime.tensor_peak import TensorPeak
 from terapipe_ds.runtime.untouched import untouched
 
 LENGTH, ROWS = 24, 2
@@ -105,6 +106,23 @@ def test_saved_bytes_grow_with_the_slice_and_leave_out_what_is_shared() -> None:
     # the input, saved for the weight's gradient, and the output, which the next stage's gradient starts from
     assert probe.saved_bytes(4, 0) == 2 * ROWS * 4 * 16 * 4
     assert probe.saved_bytes(8, 8) == 2 * ROWS * 8 * 16 * 4
+
+
+def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
+    """Kept: the leaf that came, its clone (saved for the weight's gradient) and the output. Beside it in backward: the
+    gradients of the input and of the weight."""
+    probe = _probe([nn.Linear(16, 16, bias=False)], False, False)
+    for tokens in (4, 8):
+        spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
+        probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
+        probe.output_spec(tokens)
+    with untouched(probe.module):
+        for tokens in (4, 8):
+            message = ROWS * tokens * 16 * 4
+            assert probe.slice_bytes(tokens, 0).kept == 3 * message
+            assert 16 * 16 * 4 <= probe.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4
+            with TensorPeak():  # nobody else can tell then, and what is saved is counted
+                assert probe.slice_bytes(tokens, 0) == SliceBytes(probe.saved_bytes(tokens, 0) + message, 0)
 
 
 def test_store_bytes_are_those_of_the_whole_sequence() -> None:

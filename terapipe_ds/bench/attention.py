@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.machine import device_name
 
 Tensor = torch.Tensor
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -122,18 +123,10 @@ def _timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -
 
 def describe_device(device: str) -> str:
     """Device, threads and versions, as printed above every table."""
-    name = torch.cuda.get_device_name() if device != "cpu" else _cpu_name()
+    name = device_name(torch.device(device))
+    if device == "cpu":
+        name += f" ({torch.backends.cpu.get_cpu_capability()})"
     return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def print_table(shape: Shape, rows: Sequence[Row], device: str) -> None:
@@ -179,9 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     args = parse_arguments(arguments)
     torch.set_num_threads(args.threads)
-    set_backend(args.backend)
     shape = Shape(args.batch, args.heads, args.kv_heads or args.heads, args.head_dim, args.sequence_length, args.dtype)
-    rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
+    set_backend(args.backend)
+    try:
+        rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
+    finally:
+        set_backend(None)  # for whoever called this from a program of their own
     if args.json:
         rows_as_dicts = [asdict(row) for row in rows]
         print(json.dumps({"device": describe_device(args.device), "shape": asdict(shape), "rows": rows_as_dicts}))

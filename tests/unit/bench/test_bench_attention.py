@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from terapipe_ds.attention import available_backends
+from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.bench import attention as bench
 
 SMALL = ["--sequence-length", "64", "--heads", "4", "--head-dim", "8", "--repeats", "2"]
@@ -30,6 +31,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 thread(s)" in text and "L=64" in text and "ratio" in text
     assert text.splitlines()[-1].split()[0] == "2"
     assert "cpu_flash" in available_backends()
+    assert backend_name(torch.empty(1, 1, 1, 8)) == "cpu_flash"  # what was forced is forced no more
 
 
 def test_both_sides_compute_the_same() -> None:

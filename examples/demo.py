@@ -34,7 +34,7 @@ from terapipe_ds.timeline_picture import draw_many
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("out/demo")  # under ROOT; the runs work there
 STAGES, SLICES = 2, 8
-STEPS, WARM_UP_STEPS = 20, 5  # the first steps allocate memory, and those of the sliced run are traced
+STEPS, WARM_UP_STEPS = 15, 5  # the first steps allocate memory, and those of the sliced run are traced
 MODEL = ("--model", "mini", "--sequence-length", "2048", "--seed", "1234")
 RUN_LIMIT_S = 600.0
 # Rounding differs between the two, and training carries a difference on: equal at first, close later.

@@ -246,6 +246,10 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
     try:
         write(temporary)
         os.replace(temporary, target)
+    except OSError as error:
+        if error.filename is None or Path(os.fsdecode(error.filename)) != temporary:
+            raise
+        raise type(error)(error.errno, error.strerror, os.fspath(target)) from error  # the name that the caller knows
     finally:
         temporary.unlink(missing_ok=True)
 

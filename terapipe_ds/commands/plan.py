@@ -27,6 +27,8 @@ EXAMPLES = """\
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
 """
 
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command. None stands for "not given", so that --config and --profile can fill it."""
@@ -109,10 +111,25 @@ def _setup(arguments: argparse.Namespace) -> _Setup:
         "tensor_parallel": 1, "data_parallel": 1, "micro_batches": 1, "micro_batch_size": 1, "zero_stage": 0,
         "dtype": "auto", "activation_checkpointing": False, "granularity": 64, "schedule": "auto",
     }  # fmt: skip
-    values |= _from_config(arguments.config) | (_from_key(profile.key) if profile is not None else {}) | given
+    asked = _from_config(arguments.config) | given
+    if profile is not None:
+        _refuse_other_costs(arguments.profile, _from_key(profile.key), asked)
+        asked = _from_key(profile.key) | asked
+    values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
     return _measured(values, profile) if profile is not None else _counted(values)
+
+
+def _refuse_other_costs(path: str, measured: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Measured costs are those of one dtype and one micro-batch size: no option makes others of them."""
+    for name in ("dtype", "micro_batch_size", "tensor_parallel", "activation_checkpointing"):
+        wanted, has = (_DTYPES.get(str(found.get(name)), found.get(name)) for found in (asked, measured))
+        if wanted not in (None, "auto", has):
+            raise CommandError(
+                f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {wanted}: give the same, or "
+                "measure again with `terapipe profile`"
+            )
 
 
 def _counted(values: dict[str, Any]) -> _Setup:
@@ -160,9 +177,8 @@ def _memory(values: dict[str, Any], dtype: str) -> MemoryModel:
     from terapipe_ds.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
-    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
     return MemoryModel.of_model(
-        model_size(values["model"]), num_stages=values["stages"], dtype=names.get(dtype, dtype),
+        model_size(values["model"]), num_stages=values["stages"], dtype=_DTYPES.get(dtype, dtype),
         micro_batch=values["micro_batch_size"], tensor_parallel=values["tensor_parallel"],
         data_parallel=values["data_parallel"], zero_stage=values["zero_stage"],
         activation_checkpointing=values["activation_checkpointing"],
@@ -216,13 +232,22 @@ def _from_config(path: str | None) -> dict[str, Any]:
     found = {
         "micro_batches": config.get("gradient_accumulation_steps"),
         "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
-        "zero_stage": (config.get("zero_optimization") or {}).get("stage"),
+        "zero_stage": _object(path, config, "zero_optimization").get("stage"),
         "granularity": section.granularity_tokens,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,
-        "dtype": next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), None),
+        "dtype": next((name for name in ("bf16", "fp16") if _object(path, config, name).get("enabled") is True), None),
+        "activation_checkpointing": _object(path, config, "pipeline").get("activation_checkpoint_interval", 0) != 0
+        or None,
     }
     return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
+def _object(path: str, config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise CommandError(f"{path}: {key} = {value!r}: give an object")
+    return value
 
 
 def _section(result: PlanResult, granularity: int) -> dict[str, Any]:

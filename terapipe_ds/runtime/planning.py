@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
@@ -97,6 +98,7 @@ class AutoPlanner:
             raise on_every_rank(error) from None
         if self._measured is None or self._measured.profile.key.sequence_length < length:
             self._measured = self._measured_for(length, drawn, shapes)
+        self._watched("the search for the best slices")
         outcome = self._from_rank_0(lambda: self._plan(length))
         if self._engine.global_rank == 0:
             logger.info("%s", outcome[1])
@@ -111,7 +113,7 @@ class AutoPlanner:
         planner = self._config.planner
         if planner.profile != "measure":
             return self._from_rank_0(lambda: _given(planner.profile, key))
-        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key)
+        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._besides_key())
         cached = self._from_rank_0(lambda: read_cache(path, key))
         if cached is not None:
             return cached
@@ -145,10 +147,25 @@ class AutoPlanner:
             everyone: list[Any] = [None] * len(self._groups.ranks)
             torch_dist.all_gather_object(everyone, layers[0], group=self._groups.control)
             layers = everyone
+        device = torch.device(engine.device)
+        with autocast_if_enabled(engine):
+            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return profile_key(
-            layers, module=engine.module, device=torch.device(engine.device), rows=rows, length=length,
-            tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+            layers, module=engine.module, device=device, rows=rows, length=length,
+            tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
         )  # fmt: skip
+
+    def _besides_key(self) -> dict[str, Any]:
+        """What a profile in the cache depends on besides its key: which slices were measured, the loss, and what the
+        memory figures beside it count."""
+        engine, loss_fn = self._engine, self._engine.module.loss_fn
+        return {
+            "granularity_tokens": self._config.granularity_tokens,
+            "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
+            "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
+            "zero_stage": engine.zero_optimization_stage(),
+            "data_parallel": engine.dp_world_size,
+        }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 

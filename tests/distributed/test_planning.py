@@ -93,11 +93,15 @@ def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
 # -- the profile, kept and given -----------------------------------------------------------------------------------
 
 
-def _measured_in(folder: str, count: int, **options: Any) -> tuple[list[int], tuple[int, ...]]:
+def _measured_in(
+    folder: str, count: int, granularity_tokens: int = 4, **options: Any
+) -> tuple[list[int], tuple[int, ...]]:
     """How often each of ``count`` engines, one after the other, measured, and the last one's plan."""
     measured: list[int] = []
     original = measuring.measure
     calls = [0]
+    layers = options.pop("layers", {})
+    terapipe = {**_auto(cache_dir=folder), "granularity_tokens": granularity_tokens}
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -107,7 +111,7 @@ def _measured_in(folder: str, count: int, **options: Any) -> tuple[list[int], tu
     try:
         for _ in range(count):
             calls[0] = 0
-            with engine_of(gpt_layers(), _auto(cache_dir=folder), **options) as engine:
+            with engine_of(gpt_layers(**layers), terapipe, **options) as engine:
                 train(engine, batches(2))
                 plan = engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
             measured.append(calls[0])
@@ -127,6 +131,26 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     memory = json.loads(next(tmp_path.glob("*.memory.json")).read_text())
     heads, tokens = 2 * 4 * 8, 2  # 2 key heads of dimension 4 in fp64, 2 rows
     assert [part["store_bytes_per_token"] for part in memory] == [2 * heads * tokens * layers for layers in (3, 1)]
+
+
+_HALF = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"granularity_tokens": 8}, {"granularity_tokens": 4}),  # no slice of 4 tokens was measured
+        ({}, {"zero_optimization": {"stage": 1}}),  # the memory figures are those of whole optimizer states
+        ({}, {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1, "torch_adam": True}}}),
+        ({}, _HALF),
+    ],
+    ids=["granularity", "zero", "optimizer", "autocast"],
+)
+def test_another_run_is_measured_again(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    layers = {"layers": {"dtype": "float32"}}
+    for options, expected in ((before, 1), (after, 1), (before, 0), (after, 0)):
+        for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1, **layers, **options):
+            assert measured == [expected], options
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])

@@ -54,15 +54,22 @@ class AutoPlanner:
     def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
         self._engine, self._groups, self._watched = engine, groups, watched
         self._config = engine.terapipe_config
-        self._measured: Measured | None = None
-        self._choices: dict[tuple[int, int], Choice] = {}
-        self._micro_batch = engine.train_micro_batch_size_per_gpu()
+        self._measured_by_size: dict[int, Measured] = {}  # by the size of a micro-batch
+        self._choices: dict[tuple[int, int, int], Choice] = {}
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
     def known(self, length: int) -> Choice | None:
-        """The choice for sequences of ``length`` tokens, if it was made for this number of micro-batches."""
-        return self._choices.get((length, self._engine.micro_batches))
+        """The choice for sequences of ``length`` tokens, if it was made for micro-batches of this number and size."""
+        return self._choices.get(self._case(length))
+
+    def _case(self, length: int) -> tuple[int, int, int]:
+        """What a choice is made for; a program may change the last two between batches."""
+        return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
+
+    @property
+    def _measured(self) -> Measured | None:
+        return self._measured_by_size.get(self._engine.train_micro_batch_size_per_gpu())
 
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
@@ -71,16 +78,12 @@ class AutoPlanner:
 
         A collective over all ranks.
         """
-        if self._micro_batch != self._engine.train_micro_batch_size_per_gpu():  # costs are those of other rows
-            self._micro_batch = self._engine.train_micro_batch_size_per_gpu()
-            self._measured = None
-            self._choices.clear()
         lengths = {shape.length for shape in shapes}.difference(besides)
         wanted = self._wanted(lengths)
         while wanted:
-            self._choices[wanted, self._engine.micro_batches] = self._choose(wanted, drawn, shapes)
+            self._choices[self._case(wanted)] = self._choose(wanted, drawn, shapes)
             wanted = self._wanted(lengths)
-        return {length: self._choices[length, self._engine.micro_batches] for length in lengths}
+        return {length: self._choices[self._case(length)] for length in lengths}
 
     def _wanted(self, lengths: Collection[int]) -> int:
         """The longest sequence of any pipeline that has no plan yet; 0 where all have."""
@@ -96,8 +99,9 @@ class AutoPlanner:
             self._config.check_granularity(length)
         except TeraPipeConfigError as error:
             raise on_every_rank(error) from None
-        if self._measured is None or self._measured.profile.key.sequence_length < length:
-            self._measured = self._measured_for(length, drawn, shapes)
+        known, size = self._measured, self._engine.train_micro_batch_size_per_gpu()
+        if known is None or known.profile.key.sequence_length < length:
+            self._measured_by_size[size] = self._measured_for(length, drawn, shapes)
         self._watched("the search for the best slices")
         outcome = self._from_rank_0(lambda: self._plan(length))
         if self._engine.global_rank == 0:

@@ -69,7 +69,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for owner, name, buffer, before in buffers:
                 owner[name] = buffer  # a forward may have put another tensor in its place
-                if buffer is not None:
+                if buffer is not None and before is not None:
                     buffer.copy_(before)
         if offset is not None:
             module.micro_offset = offset  # type: ignore[assignment]

@@ -165,6 +165,9 @@ def _measured(values: dict[str, Any], profile: Any) -> _Setup:
             f"--stages {values['stages']}: {values['profile']} has {len(models)} parts; give --stages {len(models)}"
         )
     title = f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured"
+    smallest = max(model.min_tokens for model in models)
+    if values["granularity"] < smallest:  # constant below: said, since no plan of shorter slices can then be trusted
+        title += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
     memory = _memory(values, profile.key.dtype) if values.get("model") else None
     if values.get("device"):
         from terapipe_ds.devices import device_card

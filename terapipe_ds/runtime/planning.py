@@ -116,7 +116,7 @@ class AutoPlanner:
         key = self._key(length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
-            return self._from_rank_0(lambda: _given(planner.profile, key))
+            return self._from_rank_0(lambda: _given(planner.profile, key, self._config.granularity_tokens))
         path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._besides_key())
         cached = self._from_rank_0(lambda: read_cache(path, key))
         if cached is not None:
@@ -225,10 +225,17 @@ class AutoPlanner:
         return outcome[0]
 
 
-def _given(path: str, key: ProfileKey) -> Measured:
+def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
     """The profile that the config names."""
     profile = Profile.load(path)
     profile.require(key)
+    smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
+    if granularity_tokens < smallest:
+        logger.warning(
+            "terapipe.planner.profile = %s: slices of fewer than %d tokens were not measured and count as %d, but "
+            "terapipe.granularity_tokens is %d; measure again, or raise it",
+            path, smallest, smallest, granularity_tokens,
+        )  # fmt: skip
     return Measured(profile, None)
 
 

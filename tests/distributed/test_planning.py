@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from tests.distributed.engines import (
     LENGTH,
     batches,
     both,
+    config,
     differences,
     engine_of,
     gpt_layers,
@@ -217,6 +221,29 @@ def test_a_profile_of_another_device_or_micro_batch_is_refused(
     (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
     for message in rank_pool(2).run(_with_profile, path=str(_edited(file, **key)), layers={}):
         assert named in message
+
+
+def _planned_from(path: str) -> tuple[int, ...]:
+    terapipe = _auto(profile=path)
+    options = {"module": {"partition_method": "parameters"}}  # as the command cuts, and DeepSpeed by default
+    with engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
+        train(engine, batches(1))
+        return engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
+
+
+def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
+    model, ds_config, path = (tmp_path / name for name in ("model.json", "ds.json", "profile.json"))
+    fields = dataclasses.asdict(gpt_layers(dtype="float32")[0].module_args[0])
+    model.write_text(json.dumps(fields))
+    ds_config.write_text(json.dumps(config(terapipe=_auto())))
+    files = ["--config", str(ds_config), "--model", str(model), "--out", str(path)]
+    subprocess.run(
+        [sys.executable, "-m", "terapipe_ds", "profile", *files, "--stages", "2", "--sequence-length", str(LENGTH)],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], check=True,
+        timeout=240,
+    )  # fmt: skip
+    plans = rank_pool(2).run(_planned_from, path=str(path))
+    assert plans[0] == plans[1] and sum(plans[0]) == LENGTH
 
 
 def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:

@@ -117,6 +117,9 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     found = as_json(capsys, "--profile", str(path), "--granularity", "64", "--micro-batches", "2")
     assert found["setup"].startswith("my model in bf16 on a device, costs measured\n3 stages, ")
     assert (sum(found["plan"]), found["num_stages"], found["peak_bytes"]) == (1024, 3, None)
+    assert "fewer than" not in found["setup"]
+    finer = as_json(capsys, "--profile", str(path), "--granularity", "32")
+    assert "slices of fewer than 64 tokens were not measured" in finer["setup"]
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")
     assert "give --model as well" in refused(capsys, "--profile", str(path), "--memory-limit-gb", "4")
     profile_of(1).save(path)

@@ -12,6 +12,13 @@ from typing import NoReturn
 COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "compare")
 
 
+_REMEDIES: dict[type[OSError], str] = {
+    FileNotFoundError: "give a path that exists",
+    PermissionError: "give a path that you may use",
+    IsADirectoryError: "give a file",
+}
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line and exit code 2, without the usage that would bury it."""
@@ -36,7 +43,7 @@ def _one_line(error: Exception) -> str:
     from terapipe_ds.schedule import ScheduleError
 
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}; {_REMEDIES.get(type(error), 'give another path')}"
     return " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
 
 

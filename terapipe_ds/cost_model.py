@@ -153,7 +153,7 @@ class CostModel:
         known = [s.weight_s for s in self.samples if s.weight_s is not None]
         complete = len(known) == len(self.samples)
         self._weight_curve = Curve.fit(tokens, prefix, np.array(known)) if complete else None
-        self.max_tokens = int(tokens[prefix == 0].max())
+        self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
         self._link = _link_points(links)
         self.report = FitReport(_errors(tokens, prefix, forward), _errors(tokens, prefix, backward), part_id)

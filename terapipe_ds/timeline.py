@@ -154,7 +154,10 @@ class Timeline:
         except (ValueError, RecursionError) as error:
             raise TimelineError(f"not a timeline, the text is no JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise TimelineError(f'not a timeline: "format": "{FORMAT}" is not in it')
+            raise TimelineError(
+                f'not a timeline: "format": "{FORMAT}" is not in it; give a file of `terapipe simulate --timeline` or '
+                "of a trace_dir"
+            )
         if data.get("version") != VERSION:
             raise TimelineError(
                 f"the timeline has version {data.get('version')!r}, this program reads {VERSION}"
@@ -246,6 +249,10 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], objec
     try:
         write(temporary)
         os.replace(temporary, target)
+    except OSError as error:
+        if error.filename is None or Path(os.fsdecode(error.filename)) != temporary:
+            raise
+        raise type(error)(error.errno, error.strerror, os.fspath(target)) from error  # the name that the caller knows
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -109,10 +109,25 @@ def _setup(arguments: argparse.Namespace) -> _Setup:
         "tensor_parallel": 1, "data_parallel": 1, "micro_batches": 1, "micro_batch_size": 1, "zero_stage": 0,
         "dtype": "auto", "activation_checkpointing": False, "granularity": 64, "schedule": "auto",
     }  # fmt: skip
-    values |= _from_config(arguments.config) | (_from_key(profile.key) if profile is not None else {}) | given
+    asked = _from_config(arguments.config) | given
+    if profile is not None:
+        _refuse_other_costs(arguments.profile, _from_key(profile.key), asked)
+        asked = _from_key(profile.key) | asked
+    values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
     return _measured(values, profile) if profile is not None else _counted(values)
+
+
+def _refuse_other_costs(path: str, measured: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Measured costs are those of one dtype and one micro-batch size: no option makes others of them."""
+    for name in ("dtype", "micro_batch_size", "tensor_parallel", "activation_checkpointing"):
+        wanted, has = (DTYPE_NAMES.get(str(found.get(name)), found.get(name)) for found in (asked, measured))
+        if wanted not in (None, "auto", has):
+            raise CommandError(
+                f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {wanted}: give the same, or "
+                "measure again with `terapipe profile`"
+            )
 
 
 def _counted(values: dict[str, Any]) -> _Setup:
@@ -148,6 +163,9 @@ def _measured(values: dict[str, Any], profile: Any) -> _Setup:
             f"--stages {values['stages']}: {values['profile']} has {len(models)} parts; give --stages {len(models)}"
         )
     title = f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured"
+    smallest = max(model.min_tokens for model in models)
+    if values["granularity"] < smallest:  # constant below: said, since no plan of shorter slices can then be trusted
+        title += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
     memory = _memory(values, profile.key.dtype) if values.get("model") else None
     if values.get("device"):
         from terapipe_ds.devices import device_card
@@ -215,13 +233,22 @@ def _from_config(path: str | None) -> dict[str, Any]:
     found = {
         "micro_batches": config.get("gradient_accumulation_steps"),
         "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
-        "zero_stage": (config.get("zero_optimization") or {}).get("stage"),
+        "zero_stage": _object(path, config, "zero_optimization").get("stage"),
         "granularity": section.granularity_tokens,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,
-        "dtype": next((name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True), None),
+        "dtype": next((name for name in ("bf16", "fp16") if _object(path, config, name).get("enabled") is True), None),
+        "activation_checkpointing": _object(path, config, "pipeline").get("activation_checkpoint_interval", 0) != 0
+        or None,
     }
     return {name: value for name, value in found.items() if value not in (None, "auto")}
+
+
+def _object(path: str, config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise CommandError(f"{path}: {key} = {value!r}: give an object")
+    return value
 
 
 def _section(result: PlanResult, granularity: int) -> dict[str, Any]:

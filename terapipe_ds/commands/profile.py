@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write the file, and say how good the numbers are."""
+    for option in ("stages", "sequence_length", "threads"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
+    if not Path(arguments.out).absolute().parent.is_dir():  # before minutes of measuring
+        raise CommandError(f"--out {arguments.out}: there is no such folder; give a path in one that exists")
     ds_config = _read_json(arguments.config, "--config")
     from terapipe_ds.config import TeraPipeConfig
 
@@ -61,9 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
     tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
     job = OfflineJob(
         layers, loss_fn, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), arguments.stages,
-        num_micro_batches=int(ds_config.get("gradient_accumulation_steps", 1)),
+        num_micro_batches=_number(ds_config, "gradient_accumulation_steps"),
         granularity_tokens=min(section.granularity_tokens, length),
-        activation_checkpoint_interval=int(ds_config.get("pipeline", {}).get("activation_checkpoint_interval", 0)),
+        activation_checkpoint_interval=_checkpoint_interval(ds_config),
     )  # fmt: skip
     with _Bar(arguments.stages) as bar, _StdoutToStderr():
         profile = profile_model(job, bar, _warn)
@@ -88,6 +94,20 @@ def _read_json(path: str, option: str) -> dict[str, Any]:
     return found
 
 
+def _object(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = ds_config.get(key) or {}
+    if not isinstance(value, dict):
+        raise CommandError(f"{key} = {value!r} in --config: give an object")
+    return value
+
+
+def _checkpoint_interval(ds_config: dict[str, Any]) -> int:
+    value = _object(ds_config, "pipeline").get("activation_checkpoint_interval", 0)
+    if type(value) is not int or value < 0:
+        raise CommandError(f"pipeline.activation_checkpoint_interval = {value!r} in --config: give a number >= 0")
+    return value
+
+
 def _number(ds_config: dict[str, Any], key: str) -> int:
     value = ds_config.get(key, 1)
     if type(value) is not int or value < 1:
@@ -97,7 +117,7 @@ def _number(ds_config: dict[str, Any], key: str) -> int:
 
 def _dtype(ds_config: dict[str, Any]) -> str:
     for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if ds_config.get(key, {}).get("enabled") is True:
+        if _object(ds_config, key).get("enabled") is True:
             return dtype
     return "float32"
 

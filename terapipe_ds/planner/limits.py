@@ -26,9 +26,9 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     static = judge.memory.static_bytes(stage_id) + getattr(judge.memory, "gradient_bytes", _nothing)(stage_id)
     count = len(plan_of_least)
     message = (
-        f"no plan fits in {judge.memory_limit_bytes / GB:.4g} GB: with schedule {judge.schedule!r} the least need is "
-        f"{need / GB:.4g} GB on stage {stage_id} ({count} slice{'s' * (count > 1)}), of which {static / GB:.4g} GB are "
-        f"parameters, gradients and optimizer states; {_advice(judge, static)}"
+        f"no plan fits in {judge.memory_limit_bytes / GB:.4g} GB: with schedule {judge.schedule!r} the least "
+        f"need found is {need / GB:.4g} GB on stage {stage_id} ({count} slice{'s' * (count > 1)}), of which "
+        f"{static / GB:.4g} GB are parameters, gradients and optimizer states; {_advice(judge, static)}"
     )
     return MemoryLimitError(message, need, stage_id)
 

@@ -15,6 +15,8 @@ from terapipe_ds.plan import SlicePlan, show_value
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.programs import Bools, Floats
 
+MAX_GRANULES = 16384  # of one sequence: a table of 2 GiB, and a search needs several
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CostTable:
@@ -83,6 +85,7 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
             f"granularity_tokens = {granularity_tokens} is larger than the sequence of {sequence_length} tokens: "
             f"give at most {sequence_length}"
         )
+    check_granules(sequence_length, granularity_tokens)
     for name in ("forward_s", "backward_s"):
         if not callable(getattr(costs, name, None)):
             raise PlannerError(f"costs {show_value(costs)} have no {name}(tokens, prefix): add it")
@@ -103,6 +106,17 @@ def check_count(what: str, value: Any) -> int:
     if isinstance(value, bool) or number < 1:
         raise PlannerError(f"{what} = {show_value(value)}: give an integer >= 1")
     return number
+
+
+def check_granules(sequence_length: int, granularity_tokens: int) -> None:
+    """Refuse what would not fit in memory, before it is tried."""
+    granules = -(-sequence_length // granularity_tokens)
+    if granules > MAX_GRANULES:
+        least = -(-sequence_length // MAX_GRANULES)
+        raise PlannerError(
+            f"granularity_tokens = {granularity_tokens} cuts {sequence_length} tokens in {granules} granules, and at "
+            f"most {MAX_GRANULES} can be searched: give at least {least}"
+        )
 
 
 def check_seconds(name: str, tokens: int, prefix: int | None, seconds: float) -> float:

@@ -109,12 +109,10 @@ class SliceableTensors:
         )
 
     def stretched(self, length: int) -> SliceableTensors:
-        """The same with sequences of ``length`` tokens: cut off, or repeated from the start. For measurements."""
-        if length == self.length:
-            return self
+        """A copy with sequences of ``length`` tokens: cut off, or repeated from the start. For measurements."""
         places = torch.arange(length) % self.length
         tensors = tuple(
-            t.index_select(self.dim, places.to(t.device)) if cut else t
+            t.index_select(self.dim, places.to(t.device)) if cut else t.clone()
             for t, cut in zip(self.tensors, self.sliced, strict=True)
         )
         return SliceableTensors(tensors, self.sliced, self.dim, self.is_tuple)

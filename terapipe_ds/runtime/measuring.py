@@ -81,7 +81,8 @@ def measure_stage(
         drawn, shapes: micro-batches of this pipeline; the longest serves, stretched where it is too short.
         store: the engine's, so that its buffers are taken once; empty before and after.
     """
-    probe = _probe(engine, drawn, shapes, sequence_length, store)
+    with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
+        probe = _probe(engine, drawn, shapes, sequence_length, store)
     peers: Peers = Alone() if groups.world is None else WorldPeers(groups.world)
     points = grid(sequence_length, engine.terapipe_config.granularity_tokens)
     lengths = sorted({tokens for tokens, _ in points})

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
@@ -53,15 +54,22 @@ class AutoPlanner:
     def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
         self._engine, self._groups, self._watched = engine, groups, watched
         self._config = engine.terapipe_config
-        self._measured: Measured | None = None
-        self._choices: dict[tuple[int, int], Choice] = {}
-        self._micro_batch = engine.train_micro_batch_size_per_gpu()
+        self._measured_by_size: dict[int, Measured] = {}  # by the size of a micro-batch
+        self._choices: dict[tuple[int, int, int], Choice] = {}
 
     # -- what the engine calls ---------------------------------------------------------------------------------------
 
     def known(self, length: int) -> Choice | None:
-        """The choice for sequences of ``length`` tokens, if it was made for this number of micro-batches."""
-        return self._choices.get((length, self._engine.micro_batches))
+        """The choice for sequences of ``length`` tokens, if it was made for micro-batches of this number and size."""
+        return self._choices.get(self._case(length))
+
+    def _case(self, length: int) -> tuple[int, int, int]:
+        """What a choice is made for; a program may change the last two between batches."""
+        return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
+
+    @property
+    def _measured(self) -> Measured | None:
+        return self._measured_by_size.get(self._engine.train_micro_batch_size_per_gpu())
 
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
@@ -70,16 +78,12 @@ class AutoPlanner:
 
         A collective over all ranks.
         """
-        if self._micro_batch != self._engine.train_micro_batch_size_per_gpu():  # costs are those of other rows
-            self._micro_batch = self._engine.train_micro_batch_size_per_gpu()
-            self._measured = None
-            self._choices.clear()
         lengths = {shape.length for shape in shapes}.difference(besides)
         wanted = self._wanted(lengths)
         while wanted:
-            self._choices[wanted, self._engine.micro_batches] = self._choose(wanted, drawn, shapes)
+            self._choices[self._case(wanted)] = self._choose(wanted, drawn, shapes)
             wanted = self._wanted(lengths)
-        return {length: self._choices[length, self._engine.micro_batches] for length in lengths}
+        return {length: self._choices[self._case(length)] for length in lengths}
 
     def _wanted(self, lengths: Collection[int]) -> int:
         """The longest sequence of any pipeline that has no plan yet; 0 where all have."""
@@ -95,8 +99,10 @@ class AutoPlanner:
             self._config.check_granularity(length)
         except TeraPipeConfigError as error:
             raise on_every_rank(error) from None
-        if self._measured is None or self._measured.profile.key.sequence_length < length:
-            self._measured = self._measured_for(length, drawn, shapes)
+        known, size = self._measured, self._engine.train_micro_batch_size_per_gpu()
+        if known is None or known.profile.key.sequence_length < length:
+            self._measured_by_size[size] = self._measured_for(length, drawn, shapes)
+        self._watched("the search for the best slices")
         outcome = self._from_rank_0(lambda: self._plan(length))
         if self._engine.global_rank == 0:
             logger.info("%s", outcome[1])
@@ -110,8 +116,8 @@ class AutoPlanner:
         key = self._key(length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
-            return self._from_rank_0(lambda: _given(planner.profile, key))
-        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key)
+            return self._from_rank_0(lambda: _given(planner.profile, key, self._config.granularity_tokens))
+        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._besides_key())
         cached = self._from_rank_0(lambda: read_cache(path, key))
         if cached is not None:
             return cached
@@ -145,10 +151,25 @@ class AutoPlanner:
             everyone: list[Any] = [None] * len(self._groups.ranks)
             torch_dist.all_gather_object(everyone, layers[0], group=self._groups.control)
             layers = everyone
+        device = torch.device(engine.device)
+        with autocast_if_enabled(engine):
+            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return profile_key(
-            layers, module=engine.module, device=torch.device(engine.device), rows=rows, length=length,
-            tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+            layers, module=engine.module, device=device, rows=rows, length=length,
+            tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
         )  # fmt: skip
+
+    def _besides_key(self) -> dict[str, Any]:
+        """What a profile in the cache depends on besides its key: which slices were measured, the loss, and what the
+        memory figures beside it count."""
+        engine, loss_fn = self._engine, self._engine.module.loss_fn
+        return {
+            "granularity_tokens": self._config.granularity_tokens,
+            "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
+            "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
+            "zero_stage": engine.zero_optimization_stage(),
+            "data_parallel": engine.dp_world_size,
+        }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
@@ -204,10 +225,17 @@ class AutoPlanner:
         return outcome[0]
 
 
-def _given(path: str, key: ProfileKey) -> Measured:
+def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
     """The profile that the config names."""
     profile = Profile.load(path)
     profile.require(key)
+    smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
+    if granularity_tokens < smallest:
+        logger.warning(
+            "terapipe.planner.profile = %s: slices of fewer than %d tokens were not measured and count as %d, but "
+            "terapipe.granularity_tokens is %d; measure again, or raise it",
+            path, smallest, smallest, granularity_tokens,
+        )  # fmt: skip
     return Measured(profile, None)
 
 

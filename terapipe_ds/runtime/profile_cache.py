@@ -7,8 +7,9 @@ import hashlib
 import json
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -73,9 +74,9 @@ def _with_every_part(links: Sequence[LinkSample]) -> tuple[LinkSample, ...]:
     return (*links, *copies)
 
 
-def cache_path(folder: str, key: ProfileKey) -> Path:
-    """Where the profile of ``key`` is kept."""
-    text = json.dumps(dataclasses.asdict(key), sort_keys=True)
+def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:
+    """Where the profile of ``key`` is kept. ``run``: what else times, points and memory figures depend on."""
+    text = json.dumps([dataclasses.asdict(key), dict(run)], sort_keys=True)
     return Path(folder) / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 

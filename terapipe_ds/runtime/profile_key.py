@@ -36,14 +36,20 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def profile_key(
-    layers: Sequence[Any], *, module: Any, device: torch.device, rows: int, length: int, tensor_parallel: int = 1
-) -> ProfileKey:
+    layers: Sequence[Any], *, module: Any, device: torch.device, rows: int, length: int, tensor_parallel: int = 1,
+    autocast: torch.dtype | None = None,
+) -> ProfileKey:  # fmt: skip
     """The key of a profile of sequences of ``length`` tokens, ``rows`` of them in a micro-batch.
 
     Args:
         layers: ``describe_layers`` of every stage.
         module: of any stage, for the dtype.
+        autocast: the dtype of ``torch.autocast`` where the layers run under it: other arithmetic, so another key.
     """
     parameter = next(module.parameters(), torch.empty(0))
     names = [kind for made_of, *_ in layers for kind, *_ in made_of]
@@ -52,7 +58,7 @@ def profile_key(
         model_fingerprint=hashlib.sha256(json.dumps(list(layers)).encode()).hexdigest()[:16],
         model=", ".join(f"{count} {name}" for name, count in counts.items()),
         device=device_name(device),
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
         micro_batch=rows,
         tensor_parallel=tensor_parallel,
         num_stages=len(layers),

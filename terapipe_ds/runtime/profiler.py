@@ -20,7 +20,7 @@ Point = tuple[int, int]
 """(tokens, prefix)."""
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
-LIMIT_STEPS = 12  # all of it takes at most so many unsliced steps, as far as the least number of rounds allows
+LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well

@@ -24,12 +24,14 @@ from torch import nn
 def untouched(module: nn.Module, accumulates_in_fp32: bool = False) -> Iterator[None]:
     """Around measurements on ``module``: parameters, gradients, buffers and random numbers are as before afterwards.
 
+    Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
     The stand-ins' gradients begin as zeros, so that a backward adds to them as that of a later slice does.
     ``accumulates_in_fp32``: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
     precision may do.
     """
-    with _same_random_numbers(), _same_state(module), _stand_ins(module, accumulates_in_fp32):
-        yield
+    with torch.inference_mode(False), torch.enable_grad():
+        with _same_random_numbers(), _same_state(module), _stand_ins(module, accumulates_in_fp32):
+            yield
 
 
 @contextmanager
@@ -52,7 +54,11 @@ def _same_random_numbers() -> Iterator[None]:
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = [
+        (part._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+    ]
     offset = getattr(module, "micro_offset", None)
     module.train()
     try:
@@ -61,8 +67,10 @@ def _same_state(module: nn.Module) -> Iterator[None]:
         for part, mode in modes.items():
             part.training = mode
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for owner, name, buffer, before in buffers:
+                owner[name] = buffer  # a forward may have put another tensor in its place
+                if buffer is not None and before is not None:
+                    buffer.copy_(before)
         if offset is not None:
             module.micro_offset = offset  # type: ignore[assignment]
 

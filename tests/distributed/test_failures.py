@@ -25,6 +25,7 @@ from tests.distributed.harness import RankFailure, RankReport, rank_pool
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
 STALL_TIMEOUT_S = 2.0
 LAUNCH_TIMEOUT_S = 180.0
+AUTO = {"slices": "auto", "granularity_tokens": 4}
 ROOT = Path(__file__).parents[2]
 
 
@@ -181,6 +182,23 @@ class TestJobsEnd:
         assert "Traceback (most recent call last)" in ended.outputs[fault.stage]
         assert ended.exit_codes == [1] * stages
         ended.assert_soon()
+
+    @pytest.mark.parametrize(("stages", "stage"), [(2, 0), (2, 1), (3, 1)])
+    def test_a_stage_that_raises_while_slices_are_measured(
+        self, stages: int, stage: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = Job(stages=stages, fault=Fault("measuring", stage, step=1), section=AUTO)
+        ended = end_pool(stages, job, monkeypatch)
+        ended.assert_all_told("BrokenError: the layer is broken", survivors=list(range(stages)))
+        assert ended.exit_codes == [1] * stages
+        ended.assert_soon()
+
+    def test_a_stage_that_hangs_while_slices_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(fault=Fault("hang_measuring", 1, step=1), section=AUTO, stall_timeout_s=STALL_TIMEOUT_S)
+        ended = end_pool(2, job, monkeypatch)
+        ended.assert_all_told(r"no progress for 2 s \(terapipe.stall_timeout_s\)", survivors=[0, 1])
+        assert "in wait_for_ever" in ended.outputs[1], "the rank that hangs shows where"
+        ended.assert_soon(STALL_TIMEOUT_S)
 
     @pytest.mark.parametrize("stage", [0, 1])
     def test_a_stage_that_raises_in_evaluation(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:

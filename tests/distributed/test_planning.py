@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import MemoryLimitError
-from terapipe_ds.runtime import measuring
+from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
+from terapipe_ds.runtime import measuring, planning
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
 from tests.distributed.engines import (
@@ -23,6 +27,7 @@ from tests.distributed.engines import (
     LENGTH,
     batches,
     both,
+    config,
     differences,
     engine_of,
     gpt_layers,
@@ -43,15 +48,24 @@ def _auto(**planner: Any) -> dict[str, Any]:
 # -- training as before ------------------------------------------------------------------------------------------
 
 
+def _cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
+    """What the planner says, but several slices: a model as small as these is fastest unsliced."""
+    return dataclasses.replace(plan_slices(*arguments, **options), plan=SlicePlan((9, 13, 1)))
+
+
 def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[str, float]]:
-    """The plan that was chosen, and whether a run given that plan as a list is the same to the last bit."""
+    """The plan that ran, and whether a run given that plan as a list is the same to the last bit."""
     torch.manual_seed(5)
     layers = options.pop("layers", {})
-    with engine_of(gpt_layers(**layers), _auto(), **options) as engine:
-        assert isinstance(engine, TeraPipeEngine)
-        planned = train(engine, batches(3))
-        lengths = list(engine.slice_plan(LENGTH).lengths)
-        after = torch.rand(1)
+    planning.plan_slices = _cut_anyway
+    try:
+        with engine_of(gpt_layers(**layers), _auto(), **options) as engine:
+            assert isinstance(engine, TeraPipeEngine)
+            planned = train(engine, batches(3))
+            lengths = list(engine.slice_plan(LENGTH).lengths)
+            after = torch.rand(1)
+    finally:
+        planning.plan_slices = plan_slices
     torch.manual_seed(5)
     listed = run_training(lambda: gpt_layers(**layers), section(slices=lengths), batches(3), **options)
     same_numbers = bool(torch.equal(after, torch.rand(1)))
@@ -70,13 +84,14 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[st
         (2, {"module": {"activation_checkpoint_interval": 1}}),
         (4, {"layers": {"tied_embedding": True}}),
         (2, {"layers": {"dtype": "bfloat16"}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        (4, {"layers": {"dtype": "float16"}, "fp16": {"enabled": True, "initial_scale_power": 8}}),
+        (1, {"stages": 1}),
     ],
-    ids=["plain", "dropout", "checkpointing", "tied-2x2", "bf16-zero1"],
+    ids=["plain", "dropout", "checkpointing", "tied-2x2", "bf16-zero1", "fp16-2x2", "one-stage"],
 )
 def test_measuring_leaves_training_as_it_is(ranks: int, options: dict[str, Any]) -> None:
     results = rank_pool(ranks).run(_auto_then_listed, options=options)
-    plans = {tuple(lengths) for lengths, _, _ in results}
-    assert len(plans) == 1 and sum(next(iter(plans))) == LENGTH  # one plan on all ranks
+    assert [lengths for lengths, _, _ in results] == [[9, 13, 1]] * ranks
     assert all(same for _, same, _ in results), [errors for _, _, errors in results]
 
 
@@ -93,11 +108,15 @@ def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
 # -- the profile, kept and given -----------------------------------------------------------------------------------
 
 
-def _measured_in(folder: str, count: int, **options: Any) -> tuple[list[int], tuple[int, ...]]:
+def _measured_in(
+    folder: str, count: int, granularity_tokens: int = 4, **options: Any
+) -> tuple[list[int], tuple[int, ...]]:
     """How often each of ``count`` engines, one after the other, measured, and the last one's plan."""
     measured: list[int] = []
     original = measuring.measure
     calls = [0]
+    layers = options.pop("layers", {})
+    terapipe = {**_auto(cache_dir=folder), "granularity_tokens": granularity_tokens}
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -107,7 +126,7 @@ def _measured_in(folder: str, count: int, **options: Any) -> tuple[list[int], tu
     try:
         for _ in range(count):
             calls[0] = 0
-            with engine_of(gpt_layers(), _auto(cache_dir=folder), **options) as engine:
+            with engine_of(gpt_layers(**layers), terapipe, **options) as engine:
                 train(engine, batches(2))
                 plan = engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
             measured.append(calls[0])
@@ -127,6 +146,26 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     memory = json.loads(next(tmp_path.glob("*.memory.json")).read_text())
     heads, tokens = 2 * 4 * 8, 2  # 2 key heads of dimension 4 in fp64, 2 rows
     assert [part["store_bytes_per_token"] for part in memory] == [2 * heads * tokens * layers for layers in (3, 1)]
+
+
+_HALF = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"granularity_tokens": 8}, {"granularity_tokens": 4}),  # no slice of 4 tokens was measured
+        ({}, {"zero_optimization": {"stage": 1}}),  # the memory figures are those of whole optimizer states
+        ({}, {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
+        ({}, _HALF),
+    ],
+    ids=["granularity", "zero", "optimizer", "autocast"],
+)
+def test_another_run_is_measured_again(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    layers = {"layers": {"dtype": "float32"}}
+    for options, expected in ((before, 1), (after, 1), (before, 0), (after, 0)):
+        for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1, **layers, **options):
+            assert measured == [expected], options
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])
@@ -182,6 +221,29 @@ def test_a_profile_of_another_device_or_micro_batch_is_refused(
     (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
     for message in rank_pool(2).run(_with_profile, path=str(_edited(file, **key)), layers={}):
         assert named in message
+
+
+def _planned_from(path: str) -> tuple[int, ...]:
+    terapipe = _auto(profile=path)
+    options = {"module": {"partition_method": "parameters"}}  # as the command cuts, and DeepSpeed by default
+    with engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
+        train(engine, batches(1))
+        return engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
+
+
+def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
+    model, ds_config, path = (tmp_path / name for name in ("model.json", "ds.json", "profile.json"))
+    fields = dataclasses.asdict(gpt_layers(dtype="float32")[0].module_args[0])
+    model.write_text(json.dumps(fields))
+    ds_config.write_text(json.dumps(config(terapipe=_auto())))
+    files = ["--config", str(ds_config), "--model", str(model), "--out", str(path)]
+    subprocess.run(
+        [sys.executable, "-m", "terapipe_ds", "profile", *files, "--stages", "2", "--sequence-length", str(LENGTH)],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], check=True,
+        timeout=240,
+    )  # fmt: skip
+    plans = rank_pool(2).run(_planned_from, path=str(path))
+    assert plans[0] == plans[1] and sum(plans[0]) == LENGTH
 
 
 def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:
@@ -248,16 +310,19 @@ def test_pipelines_plan_together_whatever_their_lengths() -> None:
     assert rank_pool(4).run(_replicas_with_other_lengths) == [[LENGTH, 31, 9]] * 4
 
 
-def _evaluated_first() -> tuple[float, float]:
+def _evaluated_first(mode: str) -> tuple[float, float]:
     def job(engine: Any) -> tuple[float, float]:
-        return float(engine.eval_batch(iter(batches(1)[0]))), train(engine, batches(1)).returned[0]
+        with getattr(torch, mode)():
+            evaluated = float(engine.eval_batch(iter(batches(1)[0])))
+        return evaluated, train(engine, batches(1)).returned[0]
 
     stock, ours = both(job, terapipe=_auto())
     return abs(stock[0] - ours[0]), abs(stock[1] - ours[1])
 
 
-def test_the_first_batch_may_be_an_evaluation() -> None:
-    for errors in rank_pool(2).run(_evaluated_first):
+@pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
+def test_the_first_batch_may_be_an_evaluation(mode: str) -> None:
+    for errors in rank_pool(2).run(_evaluated_first, mode=mode):
         assert max(errors) < 1e-5
 
 
@@ -303,6 +368,32 @@ def _given_beside_auto() -> tuple[list[int], list[int]]:
             return calls, [engine.slice_plan(LENGTH).num_slices, engine.slice_plan(31).sequence_length]
     finally:
         measuring.measure = original
+
+
+def _other_rows_and_back() -> tuple[list[int], list[int]]:
+    """How often measured after each batch; the second one has micro-batches of another size."""
+    calls: list[int] = []
+    after: list[int] = []
+    original = measuring.measure
+
+    def counted(probe: Any, points: Any, length: int, **options: Any) -> Any:
+        calls.append(length)
+        return original(probe, points, length, **options)
+
+    measuring.measure = counted  # type: ignore[assignment]
+    try:
+        with engine_of(gpt_layers(), _auto()) as engine:
+            for rows in (2, 4, 2, 4):
+                engine.set_train_micro_batch_size(rows)
+                train(engine, batches(1, num_micro_batches=engine.micro_batches, rows=rows))
+                after.append(len(calls))
+            return calls, after
+    finally:
+        measuring.measure = original
+
+
+def test_micro_batches_of_another_size_are_measured_once() -> None:
+    assert rank_pool(2).run(_other_rows_and_back) == [([LENGTH, LENGTH], [1, 2, 2, 2])] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -117,6 +117,9 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     found = as_json(capsys, "--profile", str(path), "--granularity", "64", "--micro-batches", "2")
     assert found["setup"].startswith("my model in bf16 on a device, costs measured\n3 stages, ")
     assert (sum(found["plan"]), found["num_stages"], found["peak_bytes"]) == (1024, 3, None)
+    assert "fewer than" not in found["setup"]
+    finer = as_json(capsys, "--profile", str(path), "--granularity", "32")
+    assert "slices of fewer than 64 tokens were not measured" in finer["setup"]
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")
     assert "give --model as well" in refused(capsys, "--profile", str(path), "--memory-limit-gb", "4")
     profile_of(1).save(path)
@@ -124,9 +127,27 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
 
 
+def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, config = tmp_path / "profile.json", tmp_path / "ds.json"
+    profile_of(2).save(path)
+    measured = ("--profile", str(path))
+    assert as_json(capsys, *measured, "--dtype", "bf16", "--micro-batch-size", "1")["num_stages"] == 2
+    assert "dtype bfloat16, asked for is float16" in refused(capsys, *measured, "--dtype", "fp16")
+    assert "micro-batch-size 1, asked for is 4" in refused(capsys, *measured, "--micro-batch-size", "4")
+    assert "tensor-parallel 1, asked for is 2" in refused(capsys, *measured, "--tensor-parallel", "2")
+    assert "measure again" in refused(capsys, *measured, "--activation-checkpointing")
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3}))
+    assert "asked for is 3" in refused(capsys, *measured, "--config", str(config))
+    config.write_text(json.dumps({"pipeline": {"activation_checkpoint_interval": 1}}))
+    assert "activation-checkpointing False" in refused(capsys, *measured, "--config", str(config))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--model", "llama-3-8b", "--device", "h100", "--stages", "4", "--sequence-length", "100000000",
+          "--granularity", "1"), "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules"),
+        ((*SMALL, "--out", "no-such-folder/plan.json"), "no-such-folder/plan.json: No such file or directory; give a"),
         ((), "give --model and --device, or --profile"),
         (("--model", "gpt3-1b", "--device", "v100"), "--stages is missing"),
         (("--model", "gpt3-2b", "--device", "v100", "--stages", "4"), "did you mean"),
@@ -148,7 +169,8 @@ def test_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tupl
 
 def test_a_config_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    for text, message in (("{", "is no JSON"), ("[]", "is an object"), ('{"terapipe": {"slicess": 4}}', "slices")):
+    for text, message in (("{", "is no JSON"), ("[]", "is an object"), ('{"terapipe": {"slicess": 4}}', "slices"),
+                          ('{"fp16": true}', "fp16 = True"), ('{"zero_optimization": [1]}', "give an object")):
         path.write_text(text)
         assert message in refused(capsys, *SMALL, "--config", str(path))
 

@@ -41,7 +41,8 @@ Batch = tuple[Any, Any]
 class Fault:
     """What goes wrong, on which stage of which pipeline, in which step (from 1).
 
-    `kind`: a key of `FAULTS`; or loss, other_length (of this stage's data), leaves (the stage stops training).
+    `kind`: a key of `FAULTS` or `MEASURING`; or loss, other_length (of this stage's data), leaves (the stage stops
+    training).
     """
 
     kind: str
@@ -172,7 +173,11 @@ class StruckLayer(gpt.DecoderLayer):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(hidden)
         active = active_slice()
-        if _armed is None or active is None or (active.micro_batch_id, active.slice_id) != STRUCK:
+        if _armed is None or active is None:
+            return hidden
+        if active.mode == "probe":
+            return MEASURING[_armed.kind](hidden, active.mode) if _armed.kind in MEASURING and active.start else hidden
+        if (active.micro_batch_id, active.slice_id) != STRUCK:
             return hidden
         strike = FAULTS.get(_armed.kind)
         return hidden if strike is None else strike(hidden, active.mode)
@@ -294,3 +299,6 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,
 }
+
+MEASURING: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {"measuring": _in_forward, "hang_measuring": _hang}
+"""While slices are measured for a plan, instead of in a batch."""

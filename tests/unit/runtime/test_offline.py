@@ -81,6 +81,9 @@ def test_partitions_that_cannot_be() -> None:
         ({"--model": "tinny"}, "did you mean 'tiny'"),
         ({"--model": "none.json"}, "No such file"),
         ({"--config": "none.json"}, "No such file"),
+        ({"--out": "no-such-folder/profile.json"}, "there is no such folder"),
+        ({"--stages": "0"}, "--stages 0: give a number >= 1"),
+        ({"--sequence-length": "0"}, "--sequence-length 0: give a number >= 1"),
         ({"--stages": "12"}, "12 stages for a model of 9 layers"),
     ],
 )
@@ -96,3 +99,18 @@ def test_what_cannot_be_profiled(
 def test_a_config_with_another_micro_batch_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *_files(tmp_path, train_micro_batch_size_per_gpu="auto")]) == 2
     assert "train_micro_batch_size_per_gpu = 'auto'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps = 'auto'"),
+        ({"fp16": True}, "fp16 = True in --config: give an object"),
+        ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
+    ],
+)
+def test_a_config_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], message: str
+) -> None:
+    assert main(["profile", *_files(tmp_path, **config)]) == 2
+    assert message in capsys.readouterr().err

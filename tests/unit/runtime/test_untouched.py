@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,3 +100,37 @@ def test_half_precision_gradients_are_added_up_in_fp32() -> None:
     with untouched(layer, accumulates_in_fp32=True):
         layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
         assert layer.weight.grad is None  # dropped as soon as it was added
+
+
+class Averaging(nn.Module):
+    """Puts another tensor in the place of its buffer, as running averages often do."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return self.linear(x)
+
+
+def test_a_buffer_that_a_forward_replaces_is_back_in_its_place() -> None:
+    layer = Averaging()
+    buffer = layer.mean
+    with untouched(layer):
+        layer(torch.ones(2, 4)).sum().backward()
+        assert layer.mean is not buffer
+    assert layer.mean is buffer and not buffer.any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
+    layer = Layer()
+    with mode():
+        with untouched(layer):
+            _use(layer)
+        assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)

@@ -26,6 +26,7 @@ from terapipe_ds.bench.ranks import (
     batches,
     build_engine,
     finish_rank,
+    list_of,
     machine,
     prepare_rank,
     progress_bar,
@@ -227,10 +228,6 @@ def print_table(rows: list[Row]) -> None:
                   f"median {statistics.median(errors_of):+.1%}")  # fmt: skip
 
 
-def _list_of(kind: Any) -> Any:
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's text."""
     parser = argparse.ArgumentParser(
@@ -238,9 +235,9 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     names = ["terapipe", "seq1f1b", "1f1b"]
-    parser.add_argument("--schedules", type=_list_of(str), default=names, metavar="NAME[,NAME...]")
-    parser.add_argument("--accumulation", type=_list_of(int), default=[1, 4], metavar="M[,M...]")
-    parser.add_argument("--slices", type=_list_of(int), default=[1, 4, 8], metavar="N[,N...]")
+    parser.add_argument("--schedules", type=list_of(str), default=names, metavar="NAME[,NAME...]")
+    parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")
+    parser.add_argument("--slices", type=list_of(int), default=[1, 4, 8], metavar="N[,N...]")
     parser.add_argument("--granularity", type=int, default=256, help="tokens, to measure at (default: %(default)s)")
     Workload.add_arguments(parser, hidden=256, heads=4)
     parser.add_argument("--json", metavar="FILE", help="write machine, workload and all bytes here")

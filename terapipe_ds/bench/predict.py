@@ -24,6 +24,7 @@ from terapipe_ds.bench.ranks import (
     build_engine,
     finish_rank,
     keep_memory,
+    list_of,
     machine,
     prepare_rank,
     progress_bar,
@@ -218,19 +219,15 @@ def print_table(rows: list[Row], measuring_s: float) -> None:
               f"auto is {list(auto.case.lengths)}")  # fmt: skip
 
 
-def _list_of(kind: Any) -> Any:
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's text."""
     parser = argparse.ArgumentParser(
         prog="python -m terapipe_ds.bench.predict", description=__doc__, epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--schedules", type=_list_of(str), default=["terapipe", "seq1f1b"], metavar="NAME[,NAME...]")
-    parser.add_argument("--accumulation", type=_list_of(int), default=[1, 4], metavar="M[,M...]")
-    parser.add_argument("--slices", type=_list_of(int), default=[1, 2, 4, 8, 16], metavar="N[,N...]")
+    parser.add_argument("--schedules", type=list_of(str), default=["terapipe", "seq1f1b"], metavar="NAME[,NAME...]")
+    parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")
+    parser.add_argument("--slices", type=list_of(int), default=[1, 2, 4, 8, 16], metavar="N[,N...]")
     parser.add_argument("--turns", type=int, default=5, help="measured turns (default: %(default)s)")
     parser.add_argument("--granularity", type=int, default=64, help="tokens (default: %(default)s)")
     Workload.add_arguments(parser, hidden=256, heads=4)

@@ -54,6 +54,11 @@ class Workload:
         return cls(**{field.name: replaced.get(field.name, getattr(arguments, field.name)) for field in fields(cls)})
 
 
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """For options such as ``--slices 1,4,8``."""
+    return lambda text: [kind(part) for part in text.split(",")]
+
+
 def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Run ``target(rank, rendezvous_file, *arguments)`` in a process per rank, and wait for all.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from terapipe_ds.planner.limits import memory_limit_error
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
 from terapipe_ds.planner.slice_dp import candidates as program_plans
+from terapipe_ds.planner.tabulate import check_count
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
@@ -86,19 +86,9 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
 
     Megatron's sequence parallelism spreads the tokens of a slice over these ranks, so it has to divide by them.
     """
-    granularity_tokens = _count("granularity_tokens", granularity_tokens)
-    tensor_parallel = _count("tensor_parallel", tensor_parallel)
+    granularity_tokens = check_count("granularity_tokens", granularity_tokens)
+    tensor_parallel = check_count("tensor_parallel", tensor_parallel)
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
-
-
-def _count(what: str, value: Any) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise PlannerError(f"{what} = {show_value(value)}: give an integer >= 1")
-    return number
 
 
 @dataclass
@@ -120,8 +110,8 @@ class _Problem:
         cls, costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int, granularity_tokens: int,
         max_slices: int | None, memory: Any, memory_limit_bytes: float | None, progress: Progress | None,
     ) -> _Problem:  # fmt: skip
-        sequence_length = _count("sequence_length", sequence_length)
-        granularity_tokens = _count("granularity_tokens", granularity_tokens)
+        sequence_length = check_count("sequence_length", sequence_length)
+        granularity_tokens = check_count("granularity_tokens", granularity_tokens)
         if granularity_tokens > sequence_length:
             raise PlannerError(
                 f"granularity_tokens = {granularity_tokens} is larger than the sequence of {sequence_length} tokens: "
@@ -133,9 +123,9 @@ class _Problem:
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
         granules = -(-sequence_length // granularity_tokens)
-        most = granules if max_slices is None else min(_count("max_slices", max_slices), granules)
-        parts = ask_parts(costs, _count("num_stages", num_stages), sequence_length, granularity_tokens)
-        m = _count("num_micro_batches", num_micro_batches)
+        most = granules if max_slices is None else min(check_count("max_slices", max_slices), granules)
+        parts = ask_parts(costs, check_count("num_stages", num_stages), sequence_length, granularity_tokens)
+        m = check_count("num_micro_batches", num_micro_batches)
         return cls(parts, sequence_length, m, granularity_tokens, most, memory, limit, progress)
 
     @property

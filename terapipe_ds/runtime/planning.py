@@ -40,7 +40,6 @@ class Choice:
 
     plan: SlicePlan
     schedule: str
-    predicted_s: float | None = None  # compute and links of one step
 
 
 class AutoPlanner:
@@ -188,7 +187,7 @@ class AutoPlanner:
         self._write_prediction(result, costs)
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         lines = describe(result, schedule_chosen=self._config.schedule == "auto")
-        return Choice(result.plan, result.schedule, result.predicted_s), "\n  ".join([head, *lines])
+        return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
 
     def _write_prediction(self, result: PlanResult, costs: Any) -> None:
         """The simulated step beside the traces of measured ones, for ``terapipe compare``."""

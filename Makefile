@@ -19,7 +19,7 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 	@$(PIP) --version >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK)' && $(PYTHON) -m venv $(VENV); }
 	@echo "Installing into $(VENV); the first time this takes some minutes ..."
 	@$(PIP) install --quiet -c constraints.txt "$(TORCH)"
-	@$(PIP) install --quiet -c constraints.txt -e ".[plot,test]"
+	@$(PIP) install --quiet -c constraints.txt -e ".[megatron,plot,test]"
 	@touch $@
 
 lint: venv

@@ -173,6 +173,26 @@ def has_megatron() -> bool:
     return _can_be_found("megatron.core.parallel_state") and _can_be_found("megatron.core.transformer")
 
 
+class MissingExtraError(CompatError, ImportError):
+    """An optional package that was asked for is not installed."""
+
+
+def require_megatron(what: str) -> None:
+    """Make sure that megatron-core is installed.
+
+    Args:
+        what: the name of what needs it, for the message.
+
+    Raises:
+        MissingExtraError: it is not; the message says which extra to install.
+    """
+    if not has_megatron():
+        raise MissingExtraError(
+            f"{what} needs megatron-core, which is not installed: pip install 'terapipe_ds[megatron]' "
+            f"(megatron-core=={TESTED_VERSIONS['megatron-core']})"
+        )
+
+
 def _has(module: str, *names: str) -> bool:
     """True when ``module`` imports and has ``names``; a package that fails on import counts as absent."""
     if not _can_be_found(module):

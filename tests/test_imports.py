@@ -37,6 +37,7 @@ THIRD_PARTIES = {
     "megatron": 3,
 }  # fmt: skip
 DEFERRED_ONLY = ("matplotlib", "flash_attn", "transformer_engine", "megatron", "apex")
+EXTRAS = {"models.megatron": "megatron"}  # packages that are there for one optional third party: they import it freely
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
 
@@ -194,7 +195,8 @@ def _breach_outside(module: str, ring: int, target: str, deferred: bool) -> str 
         return None
     if module == "compat":
         return None if deferred or is_or_is_in(target, ("importlib.metadata",)) else "compat imports inside functions"
-    if not deferred and is_or_is_in(target, DEFERRED_ONLY):
+    extra = next((EXTRAS[name] for name in EXTRAS if is_or_is_in(module, (name,))), None)
+    if not deferred and is_or_is_in(target, DEFERRED_ONLY) and not (extra and is_or_is_in(target, (extra,))):
         return f"{target} is optional: import it inside the function that needs it"
     owner = next((name for name in sorted(THIRD_PARTIES, key=len, reverse=True) if is_or_is_in(target, (name,))), None)
     if owner is None:

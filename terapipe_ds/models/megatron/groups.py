@@ -1,0 +1,173 @@
+"""DeepSpeed's process groups as megatron-core takes them, and the check that both mean the same ranks.
+
+No second set of groups: tensor-parallel collectives run in the grid's own group. What megatron-core looks up in its
+``parallel_state`` instead of taking it as an argument is the same groups, entered there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+from terapipe_ds.models.megatron.refusals import MegatronConfigError
+
+AXES = ["pipe", "data", "model"]  # of DeepSpeed's topology, the last one varying fastest
+_ORDER = "tp-cp-ep-dp-pp"  # the same of Megatron, which names the fastest first
+_AXIS_OF = {"tp": "model", "dp": "data", "pp": "pipe"}
+
+
+def process_groups(grid: Any, config: TransformerConfig) -> ProcessGroupCollection:
+    """The groups for layers of this rank, checked. A collective over all ranks.
+
+    ``pp`` is a group of this rank alone: DeepSpeed cuts the model into stages, and a layer that knew of them would add
+    an offset to its number. Context and expert parallelism are not there, so their groups hold one rank as well.
+
+    Args:
+        grid: DeepSpeed's ``PipelineParallelGrid``.
+
+    Raises:
+        MegatronConfigError: on every rank, where grid and config or DeepSpeed's and Megatron's groups differ.
+    """
+    _require_everywhere(_problem(grid, config))
+    tensor, alone = grid.get_slice_parallel_group(), _alone(grid)
+    groups = ProcessGroupCollection(
+        tp=tensor, pp=alone, cp=alone, tp_cp=tensor, ep=alone, expt_tp=tensor, tp_ep=tensor, tp_ep_pp=tensor,
+        mp=grid.get_model_parallel_group(), dp=grid.get_data_parallel_group(), dp_cp=grid.get_data_parallel_group(),
+        expt_dp=grid.get_data_parallel_group(), embd=alone, pos_embd=alone,
+    )  # fmt: skip
+    _enter(groups, grid, alone)
+    return groups
+
+
+def _alone(grid: Any) -> Any:
+    if grid.get_slice_parallel_world_size() == 1:
+        return grid.get_slice_parallel_group()  # DeepSpeed made one for each rank
+    return torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
+
+
+def _problem(grid: Any, config: TransformerConfig) -> str | None:
+    """What is wrong with the layout on this rank; None where all agrees."""
+    topology = grid.topology()
+    tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
+    if config.tensor_model_parallel_size != tensor:
+        return (
+            f"TransformerConfig has tensor_model_parallel_size={config.tensor_model_parallel_size}, but the topology "
+            f"has {tensor} tensor-parallel ranks; give both the same number"
+        )
+    if config.pipeline_model_parallel_size not in (1, stages):
+        return (
+            f"TransformerConfig has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but the "
+            f"topology has {stages} stages; give the same number, or 1 to leave stages to DeepSpeed"
+        )
+    megatron = parallel_state.RankGenerator(
+        tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=_ORDER
+    )
+    for token, axis in _AXIS_OF.items():
+        theirs = sorted(map(sorted, megatron.get_ranks(token)))
+        ours = sorted(map(sorted, topology.get_axis_comm_lists(axis))) or [[r] for r in range(topology.world_size())]
+        if theirs != ours:
+            return (
+                f"the {axis} groups of DeepSpeed's topology (axes {topology.get_axis_names()}) are {ours}, Megatron's "
+                f"{token} groups (order {_ORDER}) are {theirs}. Build the topology with PipeModelDataParallelTopology, "
+                f"whose axes are {AXES}"
+            )
+    return _problem_of_members(grid) or _problem_of_parallel_state(grid)
+
+
+def _problem_of_members(grid: Any) -> str | None:
+    """Whether the communicators hold the ranks that the topology says."""
+    topology, rank = grid.topology(), torch_dist.get_rank()
+    groups = {"model": grid.get_slice_parallel_group(), "data": grid.get_data_parallel_group(),
+              "pipe": grid.get_pipe_parallel_group()}  # fmt: skip
+    for axis, group in groups.items():
+        expected = next((ranks for ranks in topology.get_axis_comm_lists(axis) if rank in ranks), [rank])
+        found = torch_dist.get_process_group_ranks(group)
+        if sorted(found) != sorted(expected):
+            return f"the {axis} group of rank {rank} holds the ranks {found}, by the topology it is {expected}"
+    return None
+
+
+def _problem_of_parallel_state(grid: Any) -> str | None:
+    """Whether a ``parallel_state`` that somebody else has initialized agrees."""
+    if not parallel_state.model_parallel_is_initialized() or _entered_by_us():
+        return None
+    pairs = {
+        "tensor": (parallel_state.get_tensor_model_parallel_group(), grid.get_slice_parallel_group()),
+        "pipeline": (parallel_state.get_pipeline_model_parallel_group(), grid.get_pipe_parallel_group()),
+        "data": (parallel_state.get_data_parallel_group(), grid.get_data_parallel_group()),
+    }
+    for name, (theirs, ours) in pairs.items():
+        members = [torch_dist.get_process_group_ranks(group) for group in (theirs, ours)]
+        if members[0] != members[1]:
+            return (
+                f"Megatron's parallel_state was initialized with other {name} groups: rank {torch_dist.get_rank()} is "
+                f"in {members[0]} there and in {members[1]} of DeepSpeed's. Leave it uninitialized, or use the same "
+                "sizes and order"
+            )
+    return None
+
+
+_MARK = "_terapipe_entered"
+
+
+def _entered_by_us() -> bool:
+    return getattr(parallel_state, _MARK, None) is not None
+
+
+def _enter(groups: ProcessGroupCollection, grid: Any, alone: Any) -> None:
+    """Put the groups where megatron-core's own functions look them up."""
+    if parallel_state.model_parallel_is_initialized() and not _entered_by_us():
+        return  # somebody else did, and it agrees
+    entries: dict[str, Any] = {
+        "_TENSOR_MODEL_PARALLEL_GROUP": groups.tp,
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": torch_dist.get_process_group_ranks(groups.tp),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": grid.get_pipe_parallel_group(),
+        "_PIPELINE_GLOBAL_RANKS": torch_dist.get_process_group_ranks(grid.get_pipe_parallel_group()),
+        "_MODEL_PARALLEL_GROUP": groups.mp,
+        "_DATA_PARALLEL_GROUP": groups.dp,
+        "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp,
+        "_DATA_PARALLEL_GLOBAL_RANKS": torch_dist.get_process_group_ranks(groups.dp),
+        "_CONTEXT_PARALLEL_GROUP": alone,
+        "_CONTEXT_PARALLEL_GLOBAL_RANKS": [torch_dist.get_rank()],
+        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": groups.tp,
+        "_EXPERT_MODEL_PARALLEL_GROUP": alone,
+        "_EXPERT_TENSOR_PARALLEL_GROUP": groups.tp,
+        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": groups.tp,
+    }
+    missing = [name for name in entries if not hasattr(parallel_state, name)]
+    if missing:
+        raise MegatronConfigError(
+            f"this megatron-core has no {', '.join(missing)} in megatron.core.parallel_state: install 0.16.1"
+        )
+    for name, value in entries.items():
+        setattr(parallel_state, name, value)
+    setattr(parallel_state, _MARK, True)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+
+
+def _require_everywhere(problem: str | None) -> None:
+    """Raise on every rank when one of them has found a problem."""
+    everyone: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(everyone, problem)
+    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
+    if found:
+        texts = "; ".join(sorted(set(found.values())))
+        raise MegatronConfigError(f"on rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}: {texts}")
+
+
+def sum_over_tensor_ranks(tensors: list[torch.Tensor], group: Any) -> None:
+    """Add each tensor up over the tensor-parallel ranks, in place, with one collective per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        flat = torch.cat([tensor.flatten() for tensor in same])
+        torch_dist.all_reduce(flat, group=group)
+        for tensor, total in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(total.view_as(tensor))

@@ -1,0 +1,219 @@
+"""The layers of a GPT as DeepSpeed's pipeline runs them: each takes and returns one tensor.
+
+Hidden states are [T, B, hidden_size], Megatron's order; under sequence parallelism each tensor-parallel rank holds
+T / tp of the tokens of a slice. Positions begin where the active slice begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.models.megatron.random import initial_weights
+from terapipe_ds.models.megatron.specs import layer_specs, norm_class
+
+
+@dataclass
+class Blueprint:
+    """What all layers of one model are built from. ``groups`` come in when DeepSpeed has made them.
+
+    Fields other than ``config`` are named as the arguments of megatron-core's ``GPTModel``.
+    """
+
+    config: TransformerConfig
+    vocab_size: int
+    max_sequence_length: int
+    position_embedding_type: str = "learned_absolute"  # | "rope" | "none"
+    share_embeddings_and_output_weights: bool = False
+    parallel_output: bool = True
+    rotary_percent: float = 1.0
+    rotary_base: int = 10000
+    rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    seq_len_interpolation_factor: float | None = None
+    seed: int = 1234
+    transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None
+    groups: ProcessGroupCollection = field(default=None, repr=False)  # type: ignore[assignment]
+
+    @functools.cached_property
+    def rotary(self) -> RotaryEmbedding | None:
+        """The rotary positions that the layers of this rank share; it has no parameters."""
+        if self.position_embedding_type != "rope":
+            return None
+        return RotaryEmbedding(
+            kv_channels=self.config.kv_channels,
+            rotary_percent=self.rotary_percent,
+            rotary_interleaved=self.config.rotary_interleaved,
+            seq_len_interpolation_factor=self.seq_len_interpolation_factor,
+            rotary_base=self.rotary_base,
+            rope_scaling=self.rope_scaling,
+            rope_scaling_factor=self.rope_scaling_factor,
+            use_cpu_initialization=self.config.use_cpu_initialization,
+            cp_group=self.groups.cp,
+        )
+
+    @functools.cached_property
+    def tied_projection(self) -> ColumnParallelLinear:
+        """The output projection of tied embeddings, which has no weight of its own."""
+        return self._projection(skip_weight_param_allocation=True)
+
+    def projection(self) -> ColumnParallelLinear:
+        """A new output projection with weights."""
+        return self._projection()
+
+    def _projection(self, **options: Any) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            self.config.hidden_size, self.vocab_size, config=self.config, init_method=self.config.init_method,
+            bias=False, skip_bias_add=False, gather_output=not self.parallel_output, tp_group=self.groups.tp, **options,
+        )  # fmt: skip
+
+    def drawn(self, layer_index: int) -> Any:
+        """Around the building of a layer: its weights depend on the seed and ``layer_index`` alone."""
+        return initial_weights(self.seed, layer_index, self.groups.tp.rank())
+
+    def random_numbers(self) -> Any:
+        """Around a layer's forward: under sequence parallelism ranks hold different tokens and need different
+        dropout."""
+        config = self.config
+        if config.sequence_parallel and (config.hidden_dropout > 0 or config.attention_dropout > 0):
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return contextlib.nullcontext()
+
+
+def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
+    """The model as ``PipelineModule(layers=...)`` takes it: tokens in, logits [B, T, V / tp] out."""
+    config = blueprint.config
+    tied = blueprint.share_embeddings_and_output_weights
+    embedding: dict[str, Any] = {"tied_weight_attr": ["word_embeddings.weight"]}
+    layers: list[LayerSpec] = [
+        TiedLayerSpec("embedding", MegatronEmbedding, blueprint, **embedding)
+        if tied
+        else LayerSpec(MegatronEmbedding, blueprint)
+    ]
+    specs = blueprint.transformer_layer_spec or layer_specs(config)
+    specs = [specs] * config.num_layers if isinstance(specs, ModuleSpec) else specs
+    layers.extend(LayerSpec(MegatronLayer, blueprint, index, spec) for index, spec in enumerate(specs))
+    layers.append(LayerSpec(MegatronFinalNorm, blueprint))
+    if tied:
+        layers.append(
+            TiedLayerSpec(
+                "embedding", MegatronEmbedding, blueprint, positions=False,
+                forward_fn=functools.partial(_tied_logits, blueprint), **embedding,
+            )
+        )  # fmt: skip
+    else:
+        layers.append(LayerSpec(MegatronHead, blueprint))
+    return layers
+
+
+class MegatronEmbedding(LanguageModelEmbedding):
+    """Tokens [B, T], or (tokens, position ids), int64 -> hidden states.
+
+    Position ids matter for learned positions; rotary ones follow from a token's place in the sequence, as in
+    megatron-core's ``GPTModel``. ``positions=False``: the last stage's copy of a tied embedding.
+    """
+
+    def __init__(self, blueprint: Blueprint, positions: bool = True) -> None:
+        kind = blueprint.position_embedding_type if positions else "none"
+        with blueprint.drawn(0):
+            super().__init__(
+                config=blueprint.config,
+                vocab_size=blueprint.vocab_size,
+                max_sequence_length=blueprint.max_sequence_length,
+                position_embedding_type=kind,
+                tp_group=blueprint.groups.tp,
+            )
+        if self.add_position_embedding:
+            self.position_embeddings.to(blueprint.config.params_dtype)
+
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
+        tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
+        if self.add_position_embedding:
+            position_ids = self._positions(tokens) if position_ids is None else position_ids
+        return super().forward(tokens, position_ids)
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        start, tokens_here = _first_position(), tokens.shape[1]
+        stop, known = start + tokens_here, self.max_sequence_length
+        if stop > known:
+            raise ValueError(
+                f"a sequence of at least {stop} tokens, with learned positions for {known}: give "
+                f"max_sequence_length >= {stop} or shorter sequences"
+            )
+        return torch.arange(start, stop, device=tokens.device).expand_as(tokens)
+
+
+class MegatronLayer(nn.Module):
+    """One decoder layer of megatron-core, hidden states -> the same; ``index`` counts from 0."""
+
+    def __init__(self, blueprint: Blueprint, index: int, spec: ModuleSpec) -> None:
+        super().__init__()
+        self.blueprint, config = blueprint, blueprint.config
+        with blueprint.drawn(1 + index):
+            self.layer = build_module(spec, config=config, layer_number=1 + index, pg_collection=blueprint.groups)
+        self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return tensor_parallel.checkpoint(self._run, False, hidden)
+        return self._run(hidden)
+
+    def _run(self, hidden: Tensor) -> Tensor:
+        with self.blueprint.random_numbers():
+            hidden, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._rotary(hidden))
+        return hidden
+
+    def _rotary(self, hidden: Tensor) -> Tensor | None:
+        rotary = self.blueprint.rotary
+        if rotary is None:
+            return None
+        shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
+        return rotary(hidden.shape[0] * shared_by, offset=_first_position())
+
+
+class MegatronFinalNorm(nn.Module):
+    """The norm before the output projection, hidden states -> the same."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        config = blueprint.config
+        norm = norm_class(config)
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden)
+
+
+class MegatronHead(nn.Module):
+    """Hidden states -> logits [B, T, V / tp] (all of V with ``parallel_output=False``)."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        with blueprint.drawn(1 + blueprint.config.num_layers):
+            self.output_layer = blueprint.projection()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.output_layer(hidden)[0].transpose(0, 1)
+
+
+def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
+    return blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+
+
+def _first_position() -> int:
+    active = active_slice()
+    return 0 if active is None else active.start

@@ -1,0 +1,131 @@
+"""Cross entropy of logits whose vocabulary is split over tensor-parallel ranks (Shoeybi et al. 2019,
+arXiv 1909.08053)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+IGNORE_INDEX = -100
+Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Two collectives in the forward pass: the maximum, then the sum of exponentials with the label's logit."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        largest = wide.max(dim=-1).values
+        _all_reduce(largest, group, torch_dist.ReduceOp.MAX)
+        shifted = wide - largest.unsqueeze(-1)
+        here = labels - logits.shape[-1] * _rank(group)
+        inside = (here >= 0) & (here < logits.shape[-1])
+        here = here.where(inside, torch.zeros_like(here))
+        label_logit = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1) * inside
+        softmax = shifted.exp_()
+        sums = torch.stack([softmax.sum(dim=-1), label_logit, inside.to(softmax.dtype)])
+        _all_reduce(sums, group, torch_dist.ReduceOp.SUM)
+        _require_known_labels(sums[2])
+        softmax.div_(sums[0].unsqueeze(-1))
+        ctx.save_for_backward(softmax, here, inside)
+        ctx.dtype = logits.dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        softmax, here, inside = ctx.saved_tensors
+        grad = grad.unsqueeze(-1)
+        logits_grad = softmax * grad
+        logits_grad.scatter_add_(-1, here.unsqueeze(-1), -grad * inside.unsqueeze(-1))
+        return logits_grad.to(ctx.dtype), None, None
+
+
+def _require_known_labels(ranks_with_label: Tensor) -> None:
+    """Each label must be in the share of exactly one rank. The same on all ranks; does not wait for a GPU."""
+    known = (ranks_with_label == 1).all()
+    if known.device.type != "cpu":
+        torch._assert_async(known)
+    elif not known:
+        raise ValueError(
+            f"labels outside of the vocabulary, for {int((ranks_with_label != 1).sum())} tokens that count: mask them "
+            f"(label {IGNORE_INDEX}, or 0 in the loss mask), or give the model the tokenizer's vocab_size"
+        )
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
+    """Cross entropy per token, in fp32, or fp64 where the logits are.
+
+    Args:
+        logits: [..., V / tp], this rank's share of the vocabulary, in the order of the ranks of ``group``.
+        labels: [...] int64 in [0, V).
+        group: the tensor-parallel group; None for one rank.
+    """
+    return _VocabParallelCrossEntropy.apply(logits, labels, group)
+
+
+def _rank(group: Any) -> int:
+    return 0 if group is None else torch_dist.get_rank(group)
+
+
+def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
+    if group is not None and torch_dist.get_world_size(group) > 1:
+        torch_dist.all_reduce(tensor, op=op, group=group)
+
+
+class VocabParallelLoss:
+    """The loss function of a ``MegatronGPT``: the mean over the tokens that count, as Megatron-LM's GPT has it.
+
+    Labels are [B, T] int64 with ``IGNORE_INDEX`` for tokens that do not count, or (labels, loss_mask) with a float
+    mask [B, T] that weighs each token. The loss is sum(mask * cross entropy) / sum(mask) over a micro-batch;
+    ``slice_weight`` tells the engine the share of a slice in it.
+
+    Args:
+        cross_entropy: "exact": computed in the dtype of fp64 logits, in fp32 otherwise. "megatron": megatron-core's
+            own, always in fp32.
+    """
+
+    def __init__(self, cross_entropy: str = "exact") -> None:
+        if cross_entropy not in ("exact", "megatron"):
+            raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
+        self.cross_entropy = cross_entropy
+        self._group: Callable[[], Any] = lambda: None
+
+    def use_group(self, group: Callable[[], Any]) -> None:
+        """Called by the module: how to get at the tensor-parallel group, once there is one."""
+        self._group = group
+
+    def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
+        """logits [B, T, V / tp] -> a scalar."""
+        targets, mask = _targets_and_mask(labels)
+        if self.cross_entropy == "megatron":
+            sequence_first = logits.transpose(0, 1).contiguous()
+            losses = tensor_parallel.vocab_parallel_cross_entropy(sequence_first, targets.transpose(0, 1).contiguous())
+            losses = losses.transpose(0, 1)
+        else:
+            losses = vocab_parallel_cross_entropy(logits, targets, self._group())
+        mask = mask.to(losses.dtype)
+        return (losses * mask).sum() / mask.sum()
+
+    @staticmethod
+    def slice_weight(labels: Labels) -> float:
+        """The sum of the mask over the tokens of a slice."""
+        return float(_targets_and_mask(labels)[1].double().sum())
+
+
+def _targets_and_mask(labels: Labels) -> tuple[Tensor, Tensor]:
+    """Labels in [0, V) everywhere, and what each token counts."""
+    if torch.is_tensor(labels):
+        valid = labels != IGNORE_INDEX
+        return labels.where(valid, torch.zeros_like(labels)), valid
+    if len(labels) != 2 or labels[0].shape != labels[1].shape:
+        shapes = [tuple(t.shape) for t in labels]
+        raise ValueError(f"labels must be [B, T], or (labels, loss_mask) of one shape, got {shapes}")
+    targets, mask = labels
+    valid = (mask != 0) & (targets != IGNORE_INDEX)
+    return targets.where(valid, torch.zeros_like(targets)), mask.where(valid, torch.zeros_like(mask))

@@ -1,0 +1,144 @@
+"""``MegatronGPT``: a GPT of megatron-core layers as a DeepSpeed ``PipelineModule``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as torch_dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+
+from terapipe_ds.models.megatron.cpu import stand_in_for_cuda
+from terapipe_ds.models.megatron.gradients import (
+    mark_split_parameters,
+    require_equal_replicas,
+    sum_partial_gradients,
+)
+from terapipe_ds.models.megatron.groups import process_groups
+from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers
+from terapipe_ds.models.megatron.loss import VocabParallelLoss
+from terapipe_ds.models.megatron.random import seed_dropout
+from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
+
+_BLOCK = ("full", "block")
+
+
+class MegatronGPT(PipelineModule):
+    """A GPT of megatron-core layers, cut into stages by DeepSpeed and into token slices by terapipe_ds.
+
+    The data iterator gives (tokens, labels) or ((tokens, position_ids), (labels, loss_mask)), all [B, L].
+
+    Args:
+        config: megatron-core's ``TransformerConfig``; what slices cannot do is refused.
+        vocab_size: padded, so that it divides by the tensor-parallel size.
+        max_sequence_length: of learned positions.
+        topology: DeepSpeed's; None: ``config.pipeline_model_parallel_size`` x data parallel x
+            ``config.tensor_model_parallel_size`` over all ranks.
+        loss_fn: None: ``VocabParallelLoss()``.
+        partition_method: DeepSpeed's; the default gives each stage as many decoder layers.
+        seed: of the initial weights, which do not depend on the number of stages (nor, with
+            ``use_cpu_initialization``, on the tensor-parallel size), and of dropout.
+        options: the other fields of ``Blueprint``, named as the arguments of megatron-core's ``GPTModel``.
+
+    Raises:
+        MegatronConfigError: on every rank, before any layer is built.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: str = "learned_absolute",
+        topology: ProcessTopology | None = None,
+        loss_fn: Any = None,
+        partition_method: str = "type:MegatronLayer",
+        seed: int = 1234,
+        transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None,
+        activation_checkpoint_interval: int = 0,
+        **options: Any,
+    ) -> None:
+        check_config(config)
+        _check_sizes(config, vocab_size, position_embedding_type)
+        stand_in_for_cuda()
+        blueprint = Blueprint(
+            config, vocab_size, max_sequence_length, position_embedding_type, seed=seed,
+            transformer_layer_spec=transformer_layer_spec, **options,
+        )  # fmt: skip
+        self.__dict__["blueprint"] = blueprint  # before nn.Module.__init__, which the base class calls
+        self.__dict__["_replicas_compared"] = False
+        loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
+        if isinstance(loss_fn, VocabParallelLoss) and blueprint.parallel_output:
+            loss_fn.use_group(lambda: blueprint.groups.tp)
+        super().__init__(
+            layers=gpt_layers(blueprint),
+            topology=topology or _topology(config),
+            loss_fn=loss_fn,
+            partition_method=partition_method,
+            activation_checkpoint_interval=activation_checkpoint_interval,
+            checkpointable_layers=["MegatronLayer"],
+        )
+        mark_split_parameters(self)
+        seed_dropout(seed, self._grid)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        """The first thing that DeepSpeed does once its groups are there, and before it builds a layer."""
+        self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
+        super()._partition_layers(method)
+
+    def _build(self) -> None:
+        super()._build()
+        config = self.blueprint.config
+        if (config.recompute_granularity, config.recompute_method) == _BLOCK:
+            layers = [layer for layer in self.forward_funcs if hasattr(layer, "recompute")]
+            for layer in layers[: config.recompute_num_layers]:
+                layer.recompute = True
+
+    @property
+    def slice_length_multiple(self) -> int:
+        """What every slice length must divide by: sequence parallelism splits the tokens of a slice over the
+        tensor-parallel ranks."""
+        return self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
+
+    def before_reduce(self, engine: Any) -> None:
+        """Called by the engine once per batch, after the last backward: sum partial gradients over tensor-parallel
+        ranks. After the first batch compare what must be equal on them."""
+        group = self.blueprint.groups.tp
+        if group.size() == 1:
+            return
+        sum_partial_gradients(self, self.blueprint.config, group)
+        if not self.__dict__["_replicas_compared"]:
+            require_equal_replicas(self, group)
+            self.__dict__["_replicas_compared"] = True
+
+
+def _topology(config: TransformerConfig) -> ProcessTopology:
+    world, per_replica = torch_dist.get_world_size(), (
+        config.pipeline_model_parallel_size * config.tensor_model_parallel_size
+    )
+    if world % per_replica:
+        raise MegatronConfigError(
+            f"{world} ranks do not divide by pipeline_model_parallel_size x tensor_model_parallel_size = "
+            f"{config.pipeline_model_parallel_size} x {config.tensor_model_parallel_size}: start a multiple of "
+            f"{per_replica} ranks"
+        )
+    return PipeModelDataParallelTopology(
+        num_pp=config.pipeline_model_parallel_size,
+        num_mp=config.tensor_model_parallel_size,
+        num_dp=world // per_replica,
+    )
+
+
+def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> None:
+    tensor = config.tensor_model_parallel_size
+    if vocab_size % tensor:
+        padded = -(-vocab_size // tensor) * tensor
+        raise MegatronConfigError(
+            f"vocab_size={vocab_size} does not divide by tensor_model_parallel_size={tensor}: pad it to {padded} or "
+            "more"
+        )
+    known = ("learned_absolute", "rope", "none")
+    if positions not in known:
+        raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")

@@ -24,5 +24,5 @@ def checksum(tensors: Iterable[Any]) -> int:
             continue
         digest.update(f"{list(tensor.shape)} {tensor.dtype};".encode())
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(memoryview(data[:LIMIT_BYTES].numpy()))
+        digest.update(data[:LIMIT_BYTES].numpy().data)
     return int.from_bytes(digest.digest(), "big") >> 2

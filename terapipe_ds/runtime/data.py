@@ -129,9 +129,12 @@ class BatchSource:
 
     def _sums(self, drawn: list[DrawnMicroBatch]) -> DataSums:
         """Of what this stage uses: the inputs on the first, the labels on the last."""
-        inputs = [tensor for each in drawn for tensor in as_tuple(each.inputs, "the inputs")] if self._is_first else None
-        labels = [tensor for each in drawn if each.labels is not None for tensor in each.labels.tensors]
-        return DataSums(None if inputs is None else checksum(inputs), checksum(labels) if self._is_last else None)
+        inputs = labels = None
+        if self._is_first:
+            inputs = checksum(tensor for each in drawn for tensor in as_tuple(each.inputs, "the inputs"))
+        if self._is_last:
+            labels = checksum(tensor for each in drawn if each.labels is not None for tensor in each.labels.tensors)
+        return DataSums(inputs, labels)
 
     def _agreed(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
         """The shapes, when all stages of this pipeline and then all pipelines can go on; an error on all otherwise."""

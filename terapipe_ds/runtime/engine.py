@@ -50,7 +50,13 @@ from terapipe_ds.runtime.loss import slice_weights, weighted_loss
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
-from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
+from terapipe_ds.runtime.stock_faults import (
+    count_every_stage_in_norm,
+    count_nothing_as_zero,
+    mark_gradients,
+    missing_loss_scale,
+    tied_copies_left_out,
+)
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.schedule.action import Action, Kind
@@ -109,6 +115,7 @@ class TeraPipeEngine(PipelineEngine):
         self._is_last_part = self.stage_id == self.num_stages - 1
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
+        count_nothing_as_zero(self.optimizer)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -432,6 +439,15 @@ class TeraPipeEngine(PipelineEngine):
             before_reduce(self)
         self._exec_reduce_tied_grads()
 
+    def _optimizer_step(self, action: Action) -> None:
+        mark_gradients(self.module, self.optimizer)
+        self._exec_optimizer_step()
+
+    def clip_fp32_gradients(self) -> None:
+        """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""
+        with tied_copies_left_out(self.module):
+            super().clip_fp32_gradients()
+
     _ACTIONS = {
         Kind.LOAD: _load,
         Kind.RECV_ACTIVATION: lambda self, action: self._links.post_activation(action),
@@ -442,6 +458,6 @@ class TeraPipeEngine(PipelineEngine):
         Kind.SEND_GRAD: _send_gradients,
         Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
-        Kind.OPTIMIZER_STEP: lambda self, action: self._exec_optimizer_step(),
+        Kind.OPTIMIZER_STEP: _optimizer_step,
     }
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}

@@ -40,6 +40,9 @@ class DataSums(NamedTuple):
     labels: int | None = None
 
 
+NOTHING_DRAWN = DataSums()
+
+
 @dataclass(frozen=True)
 class TensorPeers:
     """The tensor-parallel ranks of one stage and one replica, which hold parts of the same layers."""
@@ -63,7 +66,7 @@ class StageReport:
     shapes: tuple[MicroBatchShape, ...] | None
     error: BaseException | None = None
     agreement: str = ""
-    sums: DataSums = DataSums()
+    sums: DataSums = NOTHING_DRAWN
 
     @property
     def status(self) -> Status:
@@ -152,11 +155,12 @@ def agree_between_pipelines(
     raise on_every_rank(_what_differs(said))
 
 
+_SAME_CALLS = "Every rank must make the same calls between the same batches."
 _UNSAID = -(2**62)  # below every number and every negated one: what a rank says that has nothing to say
 
 
 def _both_ways(number: int | None) -> tuple[int, int]:
-    """A number and its negation, whose largest ones over the ranks are equal but for the sign where all say the same."""
+    """A number and its negation: where all ranks say the same, the largest ones are equal but for the sign."""
     return (_UNSAID, _UNSAID) if number is None else (number, -number)
 
 
@@ -192,7 +196,7 @@ def _what_differs(said: list[_Said]) -> BaseException:
         return BatchError("some pipelines train, others evaluate: every rank must make the same calls")
     if len({one.agreement for one in said}) > 1:
         sides = _sides({rank: one.agreement for rank, one in enumerate(said)}, "ranks")
-        return BatchError(f"the ranks disagree on {sides}. Every rank must make the same calls between the same batches.")
+        return BatchError(f"the ranks disagree on {sides}. {_SAME_CALLS}")
     return _different_data(said)
 
 
@@ -266,7 +270,7 @@ def _require_agreement(rows: list[list[int]], report: StageReport, group: Any) -
         texts: list[Any] = [None] * len(rows)
         torch_dist.all_gather_object(texts, report.agreement, group=group)
         sides = _sides(dict(enumerate(texts)), "stages")
-        raise _disagree(f"{sides}. Every rank must make the same calls between the same batches.")
+        raise _disagree(f"{sides}. {_SAME_CALLS}")
 
 
 def _disagree(text: str) -> BaseException:

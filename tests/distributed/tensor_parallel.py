@@ -1,7 +1,7 @@
 """A tiny decoder whose layers are divided over tensor-parallel ranks, in plain torch. Runs inside the ranks.
 
-Column and row parallel linears, vocabulary-parallel embedding (tied or not) and cross entropy, after Shoeybi et al. 2019
-(arXiv 1909.08053). The same layers on one tensor-parallel rank are the whole model with the same weights: each rank
+Column and row parallel linears, vocabulary-parallel embedding (tied or not) and cross entropy, after Shoeybi et al.
+2019 (arXiv 1909.08053). The same layers on one tensor-parallel rank are the whole model with the same weights: each rank
 takes its share of the same draw.
 """
 
@@ -209,7 +209,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = _copy(self.attention_norm(hidden), self.ranks)
-        q, k, v = (F.linear(x, w).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        projected = (F.linear(x, weight) for weight in (self.q, self.k, self.v))
+        q, k, v = (each.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for each in projected)
         attended = sliced_attention(q, k, v, layer=self.index).transpose(1, 2).flatten(2)
         hidden = hidden + _reduce(F.linear(attended, self.out), self.ranks) + self.out_bias
         x = _copy(self.feed_forward_norm(hidden), self.ranks)

@@ -1,4 +1,4 @@
-"""Slices under tensor parallelism: against the whole model on one rank, and what tensor-parallel ranks must have alike."""
+"""Slices under tensor parallelism: against the whole model on one rank, and what such ranks must have alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.distributed.engines import (
 from tests.distributed.harness import rank_pool
 
 GRIDS = {"tp2-pp2": (2, 1, 2), "tp2-pp1-dp2": (1, 2, 2)}  # pipe, data, model
-FP32 = 1e-5
+SECTIONS = {"uneven": section(slices=[9, 13, 1]), "equal": section(schedule="terapipe")}
 
 
 def sharded(engine: PipelineEngine, run: Run) -> Run:
@@ -71,7 +71,7 @@ def _against_the_whole(
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=list(GRIDS))
-@pytest.mark.parametrize("terapipe", [section(slices=[9, 13, 1]), section(schedule="terapipe")], ids=["uneven", "equal"])
+@pytest.mark.parametrize("terapipe", SECTIONS.values(), ids=list(SECTIONS))
 def test_a_step_is_that_of_the_whole_model(grid: tuple[int, int, int], terapipe: dict[str, Any]) -> None:
     job = {"grid": grid, "terapipe": terapipe, "dtype": "float64", "tied": True, "changes": {}}
     assert violations(rank_pool(4).run(_against_the_whole, **job), EXACT) == {}
@@ -140,7 +140,7 @@ def _swapped(what: str) -> list[str]:
 @pytest.mark.parametrize(
     ("what", "found"),
     [
-        ("order", ["inputs of tensor-parallel ranks [0, 1] (stage 0", "labels of tensor-parallel ranks [2, 3] (stage 1"]),
+        ("order", ["inputs of tensor-parallel ranks [0, 1] (st", "labels of tensor-parallel ranks [2, 3] (st"]),
         ("labels", ["labels of tensor-parallel ranks [2, 3] (stage 1"]),
         ("count", ["tensor-parallel ranks [0, 1] (stage 0, replica 0): ranks [0]: 2 micro-batches; ranks [1]: 3 mi"]),
     ],

@@ -43,7 +43,11 @@ class Stages:
     def all_gather_object(self, texts: list[Any], mine: Any, group: Any) -> None:
         self.calls.append("all_gather_object")
         texts[:] = [
-            each.agreement if isinstance(mine, str) else None if each.error is None else (each.status, f"{type(each.error).__name__}: {each.error}")
+            each.agreement
+            if isinstance(mine, str)
+            else None
+            if each.error is None
+            else (each.status, f"{type(each.error).__name__}: {each.error}")
             for each in self.reports
         ]
         assert mine in texts
@@ -285,7 +289,7 @@ class TestTensorPeers:
         other = (7, 9) if index == 0 else (8, 8)
         for error in said(monkeypatch, drawn([(1, 2), (1, 2), (8, 9), other])):
             assert isinstance(error, BatchError) and raised_on_every_rank(error)
-            first, line, last = str(error).splitlines()
+            _, line, last = str(error).splitlines()
             assert line.strip().startswith(f"{what} of tensor-parallel ranks [2, 3] (stage 0, replica 1): ranks [2]")
             assert "data-parallel rank" in last
 

@@ -1,8 +1,8 @@
 """A tiny decoder whose layers are divided over tensor-parallel ranks, in plain torch. Runs inside the ranks.
 
 Column and row parallel linears, vocabulary-parallel embedding (tied or not) and cross entropy, after Shoeybi et al.
-2019 (arXiv 1909.08053). The same layers on one tensor-parallel rank are the whole model with the same weights: each rank
-takes its share of the same draw.
+2019 (arXiv 1909.08053). The same layers on one tensor-parallel rank are the whole model with the same weights: each
+rank takes its share of the same draw.
 """
 
 from __future__ import annotations

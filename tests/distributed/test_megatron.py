@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 
@@ -12,6 +13,9 @@ from tests.distributed import megatron_cases
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import Case, Record, violations
 from tests.distributed.megatron_models import is_gated, job_ours, job_reference
+
+
+CASES = megatron_cases.all_cases() if os.environ.get("TERAPIPE_TEST_FULL") == "1" else megatron_cases.default_cases()
 
 
 @functools.cache
@@ -29,12 +33,6 @@ def errors(case: Case, **options: object) -> dict[str, float]:
     return megatron_cases.errors(ours(case, **options), reference(case.reference()), is_gated(case))
 
 
-@pytest.mark.parametrize("case", megatron_cases.default_cases(), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_training_equals_megatrons_own_model(case: Case) -> None:
-    assert not violations(errors(case), case.limits())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", megatron_cases.all_cases(), ids=str)
-def test_the_product_of_what_slices_can_get_wrong(case: Case) -> None:
     assert not violations(errors(case), case.limits())

@@ -18,7 +18,7 @@ from terapipe_ds.models.megatron.gradients import (
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
-from terapipe_ds.models.megatron.random import seed_dropout
+from terapipe_ds.models.megatron.random import seed_dropout, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
 
 _BLOCK = ("full", "block")
@@ -63,6 +63,7 @@ class MegatronGPT(PipelineModule):
         check_config(config)
         _check_sizes(config, vocab_size, position_embedding_type)
         stand_in_for_cuda()
+        stand_in_for_transformer_engine()
         blueprint = Blueprint(
             config, vocab_size, max_sequence_length, position_embedding_type, seed=seed,
             transformer_layer_spec=transformer_layer_spec, **options,

@@ -133,7 +133,7 @@ def with_an_unmarked_norm() -> Iterator[list[str]]:
 def job_large_replica() -> str:
     """A parameter of very many numbers, with another gradient on each rank: the limit may not grow past them."""
     group = torch_dist.group.WORLD
-    layer = torch.nn.Embedding(2_000, 1_000)
+    layer = torch.nn.Embedding(10_000, 1_000)
     generator = torch.Generator().manual_seed(torch_dist.get_rank())
     layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
     try:

@@ -1,7 +1,7 @@
-"""What megatron-core 0.16.1 asks of a CUDA device, answered for ranks on a CPU.
+"""What megatron-core 0.16.1 takes for granted and a machine may lack: a CUDA device, Transformer Engine.
 
 It calls ``torch.cuda.current_device()`` for the place of every new tensor and keeps the states of CUDA's random
-numbers. Nothing here runs where there is a CUDA device.
+numbers; those calls are answered for ranks on a CPU, and nothing of that runs where there is a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -39,6 +40,13 @@ def stand_in_for_cuda() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     logger.debug("megatron-core runs on the CPU: its CUDA calls are answered by terapipe_ds")
+
+
+@functools.cache
+def stand_in_for_transformer_engine() -> None:
+    """Without Transformer Engine the router of a mixture of experts asks whether a name is None that is not defined."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 class CpuRngTracker:

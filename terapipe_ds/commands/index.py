@@ -6,9 +6,9 @@ import argparse
 
 HELP = "make the .bin and .idx files of megatron-core from text"
 DESCRIPTION = (
-    "Write OUT.bin and OUT.idx, the files that megatron-core's GPTDataset reads: one document per text file, or per line of "
-    "a .jsonl file, each followed by the token that ends a document. Needs megatron-core: pip install "
-    "'terapipe_ds[megatron]'."
+    "Write OUT.bin and OUT.idx, the files that megatron-core's GPTDataset reads: one document per text file, or per\n"
+    "line of a .jsonl file, each followed by the token that ends a document.\n"
+    "Needs megatron-core: pip install 'terapipe_ds[megatron]'"
 )
 EXAMPLES = """\
   terapipe index books/ --out books                             (bytes: a vocabulary of 257)
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.out, files, tokenizer,
             json_key=arguments.json_key, force=arguments.force, on_bytes=bar.update,
         )  # fmt: skip
+    content = f"{written.num_documents} documents, {written.num_tokens} tokens"
     empty = f"; {written.num_empty} empty ones left out" if written.num_empty else ""
-    print(f"{arguments.out}.bin, {arguments.out}.idx: {written.num_documents} documents, {written.num_tokens} tokens{empty}")
+    print(f"{arguments.out}.bin, {arguments.out}.idx: {content}{empty}")
     print(f"tokenizer {arguments.tokenizer}: vocabulary {tokenizer.vocab_size}, end of document {tokenizer.eod}")

@@ -1,8 +1,8 @@
 """megatron-core's ``GPTDataset`` over ``.bin`` and ``.idx`` files, built on all ranks.
 
-Sample n of a split is one fixed window of L + 1 tokens: the documents of the split in a random order, one epoch after the
-other, cut every L tokens, and these windows in a random order. Rank 0 works that out once and writes it to a cache that
-the other ranks read, with a barrier of all ranks between.
+Sample n of a split is one fixed window of L + 1 tokens: the documents of the split in a random order, over all epochs,
+cut every L tokens, and these windows in a random order. Rank 0 works that out once and writes it to a cache that the
+other ranks read, with a barrier of all ranks between.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def build_datasets(
 ) -> Datasets:
     """The datasets of a run. A collective over all ranks: each must call it, with equal arguments.
 
-    The order of samples depends on ``num_samples`` where that takes more than one epoch: a run that is resumed gives the
-    numbers that it was started with, as with Megatron-LM.
+    The order of samples depends on ``num_samples`` where that takes more than one epoch: a run that is resumed gives
+    the numbers that it was started with, as with Megatron-LM.
 
     Args:
         tokenizer: that of the files, see :func:`~terapipe_ds.models.megatron_data.tokenizers.build_tokenizer`.
@@ -62,11 +62,11 @@ def build_datasets(
     try:
         builder = BlendedMegatronDatasetBuilder(GPTDataset, list(num_samples), lambda: on_this_rank, config)
         built = Datasets(*builder.build())
-    except FileNotFoundError as error:
-        raise MegatronDataError(
-            f"the order of samples that rank 0 wrote is not to be seen here ({error.filename}): give a cache path on a "
-            "file system that all nodes share"
-        ) from error
+    except Exception as error:
+        explained = _explained(error, config.path_to_cache)
+        if explained is None:
+            raise
+        raise explained from error
     _check_sizes(built, num_samples)
     return built
 
@@ -79,11 +79,11 @@ def _check_call(options: DataOptions, num_samples: Sequence[int | None], on_this
     prefixes, weights = options.blend()
     if dist.is_initialized():
         if dist.get_rank() == 0 and not on_this_rank:
-            raise MegatronDataError("on_this_rank is False on rank 0, which has to write the order of samples: give True")
+            raise MegatronDataError("on_this_rank is False on rank 0, which writes the order of samples: give True")
     elif len(prefixes) > 1 or weights:
         raise MegatronDataError(
-            "megatron-core blends data only where torch.distributed runs: call deepspeed.init_distributed() first, or give "
-            "one prefix without a weight"
+            "megatron-core blends data only where torch.distributed runs: call deepspeed.init_distributed() first, or "
+            "give one prefix without a weight"
         )
     if weights and None in num_samples:
         raise MegatronDataError("num_samples has None, but an epoch of a weighted blend has no length: give a number")
@@ -101,8 +101,8 @@ def _check_files(
         for suffix in (".bin", ".idx"):
             if not Path(prefix + suffix).is_file():
                 raise MegatronDataError(
-                    f"{prefix}{suffix} does not exist: give the path without .bin and .idx, or make both from text with "
-                    "terapipe index"
+                    f"{prefix}{suffix} does not exist: give the path without .bin and .idx, or make both from text "
+                    "with terapipe index"
                 )
         try:
             indexed = IndexedDataset(prefix)
@@ -132,13 +132,13 @@ def _check_splits(
         tokens = int(documents.sum(dtype=numpy.int64))
         if tokens == 0:
             raise MegatronDataError(
-                f"{prefix}: none of its {len(lengths)} documents is for {name} (split {options.split}): give that split "
-                "a larger share, more and shorter documents, or ask for 0 samples of it"
+                f"{prefix}: none of its {len(lengths)} documents is for {name} (split {options.split}): give that "
+                "split a larger share, more and shorter documents, or ask for 0 samples of it"
             )
         if wanted is None and tokens <= options.sequence_length:
             raise MegatronDataError(
-                f"{prefix}: an epoch of {name} has {tokens} tokens, too few for a sample of {options.sequence_length} and "
-                "the label of its last: give more text, a larger share in --split or a shorter sequence"
+                f"{prefix}: an epoch of {name} has {tokens} tokens, too few for a sample of {options.sequence_length} "
+                "and the label of its last: give more text, a larger share in the split or a shorter sequence"
             )
 
 
@@ -171,8 +171,8 @@ def _config(
 def _cache_folder(options: DataOptions, lengths: Sequence[numpy.ndarray]) -> Path:
     """A folder of its own for every set of document lengths.
 
-    megatron-core names its caches by path and options alone, so that files that were made anew under an old name would be
-    read by the order of the old ones; and it leaves ``drop_last_partial_validation_sequence`` out of the name.
+    megatron-core names its caches by path and options alone, so that files that were made anew under an old name would
+    be read by the order of the old ones; and it leaves ``drop_last_partial_validation_sequence`` out of the name.
     """
     digest = hashlib.blake2b(digest_size=8)
     for documents in lengths:
@@ -180,6 +180,21 @@ def _cache_folder(options: DataOptions, lengths: Sequence[numpy.ndarray]) -> Pat
         digest.update(documents.tobytes())
     whole = "" if options.drop_last_partial_validation_sequence else "-partial"
     return Path(options.cache_path or f"{options.blend()[0][0]}-cache") / (digest.hexdigest() + whole)
+
+
+def _explained(error: Exception, cache: str) -> MegatronDataError | None:
+    """megatron-core wraps what failed on rank 0, and lets pass what failed on the others."""
+    if isinstance(error, FileNotFoundError):
+        return MegatronDataError(
+            f"the order of samples that rank 0 wrote is not to be seen here ({error.filename}): give a cache path on a "
+            "file system that all nodes share"
+        )
+    reason = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(reason, OSError):
+        return MegatronDataError(
+            f"the order of samples cannot be written to {cache} ({reason.strerror}): give a cache path that can"
+        )
+    return None
 
 
 def _check_sizes(built: Datasets, num_samples: Sequence[int | None]) -> None:

@@ -1,10 +1,11 @@
 """Samples of a ``GPTDataset`` as micro-batches for DeepSpeed's pipeline engine.
 
 Which samples a micro-batch has follows from how many samples the run has consumed and from the replica alone, as in
-Megatron's sequential sampler (``MegatronPretrainingSampler``): from sample c on, each round of micro-batches takes B samples
-for replica 0, the next B for replica 1 and so on. The random order is that of the dataset. Nothing is sent between ranks:
-tensor-parallel ranks and the first and last stage of a replica draw the same, replicas never share a sample, and a resumed
-run goes on where the first one stopped, also with another number of replicas or another micro-batch size.
+Megatron's sequential sampler (``MegatronPretrainingSampler``): from the first unused sample on, each round of
+micro-batches takes B samples for replica 0, the next B for replica 1 and so on. The random order is the dataset's.
+Nothing is sent between ranks: tensor-parallel ranks and the first and last stage of a replica draw the same, replicas
+never share a sample, and a resumed run goes on where the first one stopped, also with other numbers of replicas and of
+samples in a micro-batch.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def training_batches(
     round_size = micro_batch_size * num_replicas
     num_rounds = max(0, len(dataset) - consumed_samples) // round_size
     numbers = _sample_numbers(consumed_samples, num_rounds, micro_batch_size, replica_id, num_replicas)
+    consumed = consumed_samples + num_rounds * round_size
     used_up = MegatronDataError(
-        f"the data is used up: {consumed_samples + num_rounds * round_size} of {len(dataset)} samples are consumed, and a "
-        f"micro-batch of all replicas takes {round_size}. Ask build_datasets() for as many samples as the run takes"
+        f"the data is used up: {consumed} of {len(dataset)} samples are consumed, and a micro-batch of all replicas "
+        f"takes {round_size}. Ask build_datasets() for as many samples as the run takes"
     )
     return _then_raise(_loader(dataset, numbers, num_workers, pin_memory), used_up)
 
@@ -67,8 +69,8 @@ def evaluation_batches(
 ) -> Iterator[MicroBatch]:
     """The first samples of a dataset, shared out to the replicas: ``num_micro_batches`` for each.
 
-    The same ones every time, so that losses can be compared; Megatron-LM goes on through the dataset from one evaluation to
-    the next.
+    The same ones every time, so that losses can be compared; Megatron-LM goes on through the dataset from one
+    evaluation to the next.
 
     Raises:
         MegatronDataError: an impossible number, or the dataset has fewer samples.
@@ -126,6 +128,7 @@ def _collate(vocab_size: int, samples: Sequence[Mapping[str, Tensor]]) -> MicroB
     largest = int(torch.maximum(tokens.max(), labels.max()))
     if largest >= vocab_size:  # a vocabulary split over ranks would take it for zeros, and train on
         raise MegatronDataError(
-            f"the data has token {largest}, the tokenizer's vocabulary is {vocab_size}: give the tokenizer that made the files"
+            f"the data has token {largest}, the tokenizer's vocabulary is {vocab_size}: give the tokenizer that made "
+            "the files"
         )
     return (tokens, position_ids), (labels, loss_mask)

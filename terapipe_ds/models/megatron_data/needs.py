@@ -40,6 +40,6 @@ def require_helpers() -> None:
         except ImportError as error:
             tested = compat.TESTED_VERSIONS["megatron-core"]
             raise MegatronDataError(
-                f"megatron-core's compiled data helpers cannot be imported ({error}): install a wheel that has them, pip "
-                f"install --force-reinstall --no-deps megatron-core=={tested}"
+                f"megatron-core's compiled data helpers cannot be imported ({error}): install a wheel that has them, "
+                f"pip install --force-reinstall --no-deps megatron-core=={tested}"
             ) from error

@@ -27,8 +27,8 @@ class DataOptions:
             Megatron's GPT computes rotary positions from the place in the sequence.
         eod_mask_loss: the loss leaves out what is predicted from an end of a document.
         reset_attention_mask: refused, see below.
-        drop_last_partial_validation_sequence: False: the last sample of the validation split may be shorter; it is padded
-            and its loss mask leaves out the padding.
+        drop_last_partial_validation_sequence: False: the last sample of the validation split may be shorter; it is
+            padded and its loss mask leaves out the padding.
         cache_path: where rank 0 writes the order of samples and the others read it: a folder on a file system that
             all nodes see. None: ``PREFIX-cache`` beside the first prefix.
 

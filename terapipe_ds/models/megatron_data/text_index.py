@@ -1,6 +1,6 @@
 """Text files as the ``.bin`` and ``.idx`` files of megatron-core's ``IndexedDataset``.
 
-A document is one file, or one line of a ``.jsonl`` file. Its tokens are followed by the token that ends a document, from
+A document is one file, or one line of a ``.jsonl`` file. Its tokens are followed by the token that ends a document, by
 which ``GPTDataset`` tells documents apart (``reset_position_ids``, ``eod_mask_loss``).
 """
 
@@ -167,7 +167,8 @@ def _text_of(line: bytes, key: str, place: str) -> str:
         raise MegatronDataError(f"{place} holds {type(found).__name__}: give one object per line")
     if not isinstance(found.get(key), str):
         strings = [name for name, value in found.items() if isinstance(value, str)]
-        raise MegatronDataError(f"{place} has no text under {key!r}: give --json-key, one of {', '.join(strings) or '-'}")
+        known = ", ".join(strings) or "none"
+        raise MegatronDataError(f"{place} has no text under {key!r}: give a --json-key that has (here: {known})")
     return str(found[key])
 
 

@@ -38,7 +38,7 @@ def training_batches(
 
     Args:
         dataset: of :func:`~terapipe_ds.models.megatron_data.datasets.build_datasets`.
-        consumed_samples: what all replicas together have used: ``engine.global_steps * engine.train_batch_size()``.
+        consumed_samples: what all replicas together have used: ``engine.global_samples``, which a checkpoint restores.
         num_workers: processes that read ahead; 0 reads in this one.
 
     Raises:

@@ -33,7 +33,8 @@ class WrittenIndex:
 def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files of ``paths`` in a fixed order: as given, and of a directory all text files below it, by name.
 
-    In a directory, names that start with a dot and files with a NUL byte near the start are left out.
+    Below a directory, names that start with a dot, linked folders and files with a NUL byte near the start are left
+    out.
 
     Raises:
         MegatronDataError: a path does not exist, or there is no file.
@@ -128,7 +129,7 @@ def _tokens(document: _Document, tokenizer: Tokenizer) -> numpy.ndarray:
         raise MegatronDataError(
             f"{document.place} is not UTF-8 text ({error}): convert it, or index bytes as they are (--tokenizer bytes)"
         ) from error
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise MegatronDataError(f"{document.place}: the tokenizer cannot take it: {error}") from error
     if len(tokens) > MAX_DOCUMENT_TOKENS:
         raise MegatronDataError(f"{document.place} has {len(tokens)} tokens, more than {MAX_DOCUMENT_TOKENS}: split it")
@@ -177,7 +178,8 @@ def _below(folder: Path) -> Iterator[Path]:
         if path.name.startswith("."):
             continue
         if path.is_dir():
-            yield from _below(path)
+            if not path.is_symlink():  # it may lead back up
+                yield from _below(path)
         elif path.is_file():
             yield path
 

@@ -233,6 +233,7 @@ class TestRefusals:
         with pytest.raises(MegatronDataError, match="cannot be written to .*file.* give a cache path"):
             built(prefix, (5, 0, 0), cache_path=str(tmp_path / "file" / "cache"))
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a half-built IndexedDataset
     def test_files_that_are_no_index(self, tmp_path: Path) -> None:
         for suffix in ("bin", "idx"):
             (tmp_path / f"x.{suffix}").write_text("something else, and long enough for a header")

@@ -42,6 +42,7 @@ def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     (folder / "part").mkdir(parents=True)
     (folder / ".hidden").mkdir()
+    (folder / "part" / "up").symlink_to(folder)
     for name, text in {
         "b.txt": b"second\n",
         "a.txt": "größer".encode(),
@@ -124,6 +125,7 @@ class TestCommand:
             ('{"text": "5 x"}', ("--tokenizer", "null:9"), "x.jsonl:1: the tokenizer cannot take it"),
             ('{"text": "5 10"}', ("--tokenizer", "null:9"), "do not fit in a vocabulary of 10"),
             ('{"text": "5 -1"}', ("--tokenizer", "null:9"), "token ids from -1 to 9"),
+            ('{"text": "5 99999999999999999999"}', ("--tokenizer", "null:9"), "the tokenizer cannot take it"),
             ('{"text": "5"}', ("--tokenizer", "null:none"), "give the number of token ids"),
             ('{"text": "5"}', ("--tokenizer", "sentencpiece:a"), "did you mean sentencepiece:FILE?"),
             ('{"text": "5"}', ("--tokenizer", "huggingface"), "give one of bytes, huggingface:NAME"),

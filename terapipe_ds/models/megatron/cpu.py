@@ -44,9 +44,24 @@ def stand_in_for_cuda() -> None:
 
 @functools.cache
 def stand_in_for_transformer_engine() -> None:
-    """Without Transformer Engine the router of a mixture of experts asks whether a name is None that is not defined."""
+    """Define what megatron-core reads of Transformer Engine without asking whether it is installed: a matrix product in
+    the router of a mixture of experts, and the state of fp8 where ``recompute_modules`` has "layernorm"."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not hasattr(megatron_random, "FP8GlobalStateManager"):
+        megatron_random.FP8GlobalStateManager = _NoFp8
+        megatron_random.activation_recompute_forward = _no_fp8_context
+        megatron_random.fp8_autocast = _no_fp8_context
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class CpuRngTracker:

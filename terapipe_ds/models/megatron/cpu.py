@@ -44,8 +44,11 @@ def stand_in_for_cuda() -> None:
 
 @functools.cache
 def stand_in_for_transformer_engine() -> None:
-    """Define what megatron-core reads of Transformer Engine without asking whether it is installed: a matrix product in
-    the router of a mixture of experts, and the state of fp8 where ``recompute_modules`` has "layernorm"."""
+    """Define what megatron-core 0.16.1 reads of Transformer Engine without asking whether it is installed.
+
+    The router of a mixture of experts asks whether a matrix product is None; ``CheckpointWithoutOutput`` (norms in
+    ``recompute_modules``) takes fp8 to be asked for whenever its argument is not None, and the default is False.
+    """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not hasattr(megatron_random, "FP8GlobalStateManager"):

@@ -20,7 +20,7 @@ from terapipe_ds.models.megatron.gradients import (
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
-from terapipe_ds.models.megatron.random import seed_dropout, stand_in_for_transformer_engine
+from terapipe_ds.models.megatron.random import seed_dropout
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
 
 _BLOCK = ("full", "block")

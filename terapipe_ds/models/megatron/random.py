@@ -13,27 +13,6 @@ from megatron.core.tensor_parallel import random as megatron_random
 _OFFSET = 2718  # of the tensor-parallel state against the default one, as in Megatron-LM
 
 
-class _NoFp8:
-    """Transformer Engine's ``FP8GlobalStateManager`` where there is none."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-
-def stand_in_for_transformer_engine() -> None:
-    """Let megatron-core recompute norms and activations of experts without Transformer Engine.
-
-    Its ``CheckpointWithoutOutput`` (0.16.1) takes fp8 to be asked for whenever its argument is not None, and the
-    default is False, so that it fails for names which it could not import.
-    """
-    if megatron_random.HAVE_TE or hasattr(megatron_random, "FP8GlobalStateManager"):
-        return
-    megatron_random.FP8GlobalStateManager = _NoFp8
-    megatron_random.fp8_autocast = lambda **_: contextlib.nullcontext()
-    megatron_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
-
-
 def seed_dropout(seed: int, grid: Any) -> None:
     """Seed this rank's random numbers: equal over tensor-parallel ranks but for the tracker's state, different over
     stages and replicas (the offsets are Megatron-LM's).

@@ -117,9 +117,6 @@ _REFUSED: tuple[tuple[Callable[[TransformerConfig], Any], str], ...] = (
     (lambda c: c.recompute_granularity == "full" and c.recompute_method == "uniform" and c.recompute_num_layers != 1,
      "recompute_method='uniform' with recompute_num_layers > 1: layers are recomputed one by one. Set "
      "recompute_num_layers to 1, or use DeepSpeed's pipeline.activation_checkpoint_interval instead"),
-    (lambda c: c.recompute_granularity == "selective" and "mlp" in c.recompute_modules and c.add_bias_linear,
-     "recompute_modules with 'mlp' and add_bias_linear: megatron-core 0.16.1 hands the bias out of the block and "
-     "its backward never ends, without slices too. Set add_bias_linear to False or recompute in full"),
     (lambda c: c.init_model_with_meta_device, "init_model_with_meta_device: DeepSpeed's pipeline builds layers where "
      "they train. Set it to False"),
     (lambda c: c.transformer_impl == "inference_optimized", "transformer_impl='inference_optimized': for inference"),

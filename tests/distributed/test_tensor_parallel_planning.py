@@ -24,7 +24,7 @@ from tests.distributed.engines import LENGTH, Run, batches, engine_of, section, 
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_tensor_parallel import parallel
 
-AUTO = {"slices": "auto", "granularity_tokens": 4}
+AUTO = {"slices": "auto", "granularity_tokens": 8}
 GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}
 
 
@@ -37,8 +37,8 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
     """Make something on one rank of two peers other than on the rest."""
     if not is_disturbed:
         return
-    if how == "slow clock":  # the measurement seems to take a thousand times as long, so that it wants to stop
-        patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1000 * time.perf_counter()))
+    if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
+        patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
     elif how == "noisy clock":  # every second measurement seems to take an hour
         jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
         patch.setattr(probe, "_now_s", lambda: time.perf_counter() + next(jumps))
@@ -68,7 +68,8 @@ def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tupl
     """The plan, the slices that were measured, and whether a run with that plan as a list is the same to the bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "plan_slices", _cut_anyway)
-        patch.setattr(profiler, "MAX_ROUNDS", 5)
+        patch.setattr(profiler, "MAX_ROUNDS", 4)
+        patch.setattr(profiler, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)
         ran = _recorded(patch)
         with engine_of(tp.layers(), section(**AUTO), **parallel(grid)) as engine:
@@ -98,7 +99,7 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
     results = rank_pool(ranks).run(_planned, grid=grid, how=how, disturbed=[1])
     assert [lengths for lengths, *_ in results] == [[9, 13, 1]] * ranks
     assert len({tuple(ran) for _, ran, _ in results}) == 1, "other slices, or another order, or more rounds"
-    assert len(results[0][1]) > 100
+    assert len(results[0][1]) > 50
     assert all(same for *_, same in results)
 
 

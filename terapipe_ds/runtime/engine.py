@@ -107,6 +107,7 @@ class TeraPipeEngine(PipelineEngine):
             self.stage_id,
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
+            peers=() if self._groups.peers is None else self._groups.peers.ranks,
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)

@@ -102,8 +102,8 @@ def _merge_replica(files: dict[int, Path]) -> Timeline:
     others = sorted(set(files) - set(chosen))
     if others:
         print(
-            f"terapipe: note: ranks {', '.join(map(str, chosen))}; others hold the same stages (replicas, tensor-parallel "
-            f"ranks): {', '.join(map(str, others))}. Give their files to see them.",
+            f"terapipe: note: ranks {', '.join(map(str, chosen))}; others hold the same stages (replicas, "
+            f"tensor-parallel ranks): {', '.join(map(str, others))}. Give their files to see them.",
             file=sys.stderr,
         )
     timeline = Timeline.merge(chosen.values())

@@ -38,10 +38,10 @@ GRID = (2, 1, 2)
 
 
 def _evaluations(engine: PipelineEngine, data: Batch) -> dict[str, Any]:
+    outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None)
     loss, logits = engine.eval_batch(iter(data), return_logits=True)
     plain = engine.eval_batch(iter(data))
     own = engine.eval_batch(iter(data), bcast_loss=False)
-    outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None)
     trained = engine.train_batch(iter(data))
     return {
         "losses": [float(loss), float(plain), float(trained)],
@@ -69,7 +69,7 @@ def _evaluated() -> dict[str, Any]:
         errors["logits"] = error_of(ours["logits"], part(whole["logits"]))
         errors["outputs"] = error_of(ours["outputs"], [part(each) for each in whole["outputs"]])
     else:
-        errors["elsewhere"] = [ours["logits"], list(ours["outputs"])]
+        errors["elsewhere"] = [ours["logits"], ours["outputs"]]
     return errors
 
 
@@ -77,7 +77,7 @@ def test_evaluation_gives_every_rank_the_loss_and_the_last_stage_its_part_of_the
     """As with DeepSpeed's own engine, the logits are not sent to other stages."""
     first, peer, *last = rank_pool(4).run(_evaluated)
     assert first["losses"] <= FP32_SCALAR and peer["losses"] <= FP32_SCALAR
-    assert first["elsewhere"] == peer["elsewhere"] == [None, []]
+    assert first["elsewhere"] == peer["elsewhere"] == [None, None]
     for errors in last:
         assert errors["losses"] <= FP32_SCALAR
         assert max(errors[name] for name in ("exact", "logits", "outputs")) <= EXACT, errors
@@ -180,7 +180,7 @@ def _with_a_fault(kind: str, rank: int) -> None:
         train(engine, batches(1))
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("raises", 1), ("raises", 2), ("hangs", 1)])
+@pytest.mark.parametrize(("kind", "rank"), [("raises", 1), ("hangs", 2)])
 def test_a_tensor_parallel_rank_that_fails_ends_all(
     kind: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +199,6 @@ def test_a_tensor_parallel_rank_that_fails_ends_all(
         if kind == "hangs":
             assert "no progress for 2 s" in output and f"rank {rank}: running F1.1" in output
     if kind == "hangs":
-        assert "in _wait_for_ever" in outputs[rank] and "_wait_for_ever" not in outputs[0]
-        assert any("Layers of ranks [0, 1] wait for each other too" in output for output in outputs) or any(
-            "Layers of ranks [2, 3] wait for each other too" in output for output in outputs
-        )
+        assert [number for number, output in enumerate(outputs) if "in _wait_for_ever" in output] == [rank]
+        peers = [f"Layers of ranks {ranks} wait for each other too" for ranks in ([0, 1], [2, 3])]
+        assert any(text in output for output in outputs for text in peers)

@@ -30,7 +30,8 @@ def untouched(module: nn.Module, accumulates_in_fp32: bool = False) -> Iterator[
     precision may do.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        with _same_random_numbers(getattr(module, "rng_trackers", ())), _same_state(module), _stand_ins(module, accumulates_in_fp32):
+        trackers = getattr(module, "rng_trackers", ())
+        with _same_random_numbers(trackers), _same_state(module), _stand_ins(module, accumulates_in_fp32):
             yield
 
 

@@ -89,11 +89,8 @@ def _same(run: Run, other: Run) -> bool:
 
 @pytest.mark.parametrize(
     ("case", "how"),
-    [
-        ("tp2-pp2", "slow clock"), ("tp2-pp2", "own profiler"), ("tp2-pp1", "slow clock"),
-        ("tp2-pp1", "noisy clock"),
-    ],
-)  # fmt: skip
+    [("tp2-pp2", "slow clock"), ("tp2-pp1", "own profiler"), ("tp2-pp1", "noisy clock")],
+)
 def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: str) -> None:
     ranks, grid = GRIDS[case]
     results = rank_pool(ranks).run(_planned, grid=grid, how=how, disturbed=[1])
@@ -124,12 +121,13 @@ def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: in
 
 def test_rank_0_decides_whether_to_measure(tmp_path: Path) -> None:
     """The second start finds the profile on rank 0 only; other grids and multiples are measured anew."""
-    pool, grid = rank_pool(4), GRIDS["tp2-pp2"][1]
+    ranks, grid = GRIDS["tp2-pp1"]
+    pool = rank_pool(ranks)
     job = {"folder": str(tmp_path), "grid": grid, "multiple": 1}
     first = pool.run(_with_cache_of_its_own, **job)
     second = pool.run(_with_cache_of_its_own, **job)
     assert len({ran for ran, _ in first}) == 1 and first[0][0] > 0
-    assert [ran for ran, _ in second] == [0] * 4 and len({plan for _, plan in first + second}) == 1
+    assert [ran for ran, _ in second] == [0] * ranks and len({plan for _, plan in first + second}) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     in_multiples = pool.run(_with_cache_of_its_own, **{**job, "multiple": 2})
     assert len({ran for ran, _ in in_multiples}) == 1 and in_multiples[0][0] > 0

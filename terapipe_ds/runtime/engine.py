@@ -107,6 +107,7 @@ class TeraPipeEngine(PipelineEngine):
             self.stage_id,
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
+            peers=() if self._groups.peers is None else self._groups.peers.ranks,
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
@@ -128,7 +129,11 @@ class TeraPipeEngine(PipelineEngine):
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``."""
+        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``.
+
+        Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
+        the vocabulary, where the head is divided.
+        """
         training_iterator = self.data_iterator
         try:
             with self._guarded():

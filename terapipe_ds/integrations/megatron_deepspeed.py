@@ -7,8 +7,11 @@ needed. Without an enabled ``terapipe`` section every helper leaves upstream's o
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from terapipe_ds.runtime.register import is_registered
 
 _ATTENTION = "ParallelAttention"  # upstream's class; its instances note here that slices went through `attend`
 _ATTENDED = "_terapipe_attended"
+_COMPRESSION = "deepspeed.compression.compress"
 
 
 def register() -> None:
@@ -45,6 +49,23 @@ def enabled(args: Any) -> bool:
             f"patches/README.md names (or call terapipe_ds.register() before deepspeed.initialize)."
         )
     return True
+
+
+def allow_missing_compression() -> None:
+    """Inserted in `megatron/training.py` before it imports `deepspeed.compression.compress`, which newer versions of
+    DeepSpeed (0.19.8) no longer have: a module in its place, whose two functions raise when they are called."""
+    try:
+        importlib.import_module(_COMPRESSION)
+    except ModuleNotFoundError:
+        stand_in = ModuleType(_COMPRESSION)
+        stand_in.init_compression = stand_in.redundancy_clean = _no_compression  # type: ignore[attr-defined]
+        sys.modules[_COMPRESSION] = stand_in
+
+
+def _no_compression(*_: Any, **__: Any) -> Any:
+    raise PatchError(
+        f"the installed DeepSpeed has no {_COMPRESSION}: remove compression_training from the DeepSpeed config"
+    )
 
 
 # -- before training -------------------------------------------------------------------------------------------------

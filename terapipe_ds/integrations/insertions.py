@@ -2,12 +2,12 @@
 
 A patch without context lines goes by line numbers alone: on another version of its target it applies without a word,
 in the wrong places, and a merge may drop a part of it. So nothing here looks at lines or files: a function is patched
-where its compiled code names the helper that the inserted line calls.
+where its compiled code imports our package and names the helper. Every insertion has its own import, so that none
+depends on another one.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from types import CodeType
 from typing import Any
 
 PATCH = "patches/megatron_deepspeed.patch"
-ALIAS = "terapipe_patch"  # by which every inserted line knows `terapipe_ds.integrations.megatron_deepspeed`
-HELPERS = "terapipe_ds.integrations.megatron_deepspeed"
+PACKAGE = "terapipe_ds.integrations"  # what the inserted lines import from
+HELPERS = f"{PACKAGE}.megatron_deepspeed"
 PATCHED_MODEL = ("megatron.model.gpt_model", "GPTModelPipe")  # module and class whose training needs the patch
 
 
@@ -43,15 +43,14 @@ class Insertion:
 
     def is_there(self, model: Any) -> bool:
         """True where the running program has the insertion."""
-        root = model if self.owner is None else sys.modules.get(self.owner)
-        found = functools.reduce(lambda at, name: getattr(at, name, None), self.path.split("."), root)
+        found = model if self.owner is None else sys.modules.get(self.owner)
+        for name in self.path.split("."):
+            found = getattr(found, name, None)
         if self.attribute:
             found = getattr(found, "__func__", found)
             return (getattr(found, "__module__", ""), getattr(found, "__name__", "")) == (HELPERS, self.helper)
-        function = inspect.unwrap(found) if callable(found) else None
-        function = getattr(function, "__func__", function)
-        code = getattr(function, "__code__", None)
-        return code is not None and ALIAS in function.__globals__ and self.helper in _names(code)
+        code = getattr(inspect.unwrap(found), "__code__", None) if callable(found) else None
+        return code is not None and {PACKAGE, self.helper} <= set(_names(code))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -88,7 +87,7 @@ def problem_of_insertions(model: Any) -> str | None:
 
 def describe(missing: list[Insertion]) -> str:
     """The error text for insertions that are not there."""
-    lines = "".join(f"\n  {i.file}: {i.what} ({i.path} does not call {ALIAS}.{i.helper})" for i in missing)
+    lines = "".join(f"\n  {i.file}: {i.what} ({i.path} does not have {HELPERS}.{i.helper})" for i in missing)
     return (
         f"Megatron-DeepSpeed is not patched, or not wholly, so that slices would train wrongly. Missing:{lines}\n"
         f"Apply {PATCH} again, to an unchanged checkout of the commit that patches/README.md names."

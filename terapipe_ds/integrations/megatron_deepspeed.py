@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import terapipe_ds
 from terapipe_ds.attention import active_slice, sliced_attention
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.integrations.insertions import PATCH, PatchError
 from terapipe_ds.runtime.register import is_registered
+from terapipe_ds.runtime.register import register as _register
 
 _ATTENTION = "ParallelAttention"  # upstream's class; its instances note here that slices went through `attend`
 _ATTENDED = "_terapipe_attended"
@@ -30,7 +30,7 @@ _COMPRESSION = "deepspeed.compression.compress"
 
 def register() -> None:
     """Inserted in `pretrain_gpt.py`, where `deepspeed` has been imported and nothing is built yet."""
-    terapipe_ds.register()
+    _register()
 
 
 def enabled(args: Any) -> bool:
@@ -72,7 +72,7 @@ def _no_compression(*_: Any, **__: Any) -> Any:
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("no_pipeline_parallel", bool, "without a PipelineModule there is no pipeline to cut: leave it out"),
-    ("reset_attention_mask", bool, "sliced attention is plain causal, and upstream's pipeline ignores it: leave it out"),
+    ("reset_attention_mask", bool, "sliced attention is plain causal (upstream's pipeline ignores it): leave it out"),
     ("sequence_parallel", bool, "DeepSpeed does not sum the gradients of the norms over the tensor-parallel ranks "
      "there, and learned positions are cut by rank: leave it out"),
     ("ds_sequence_parallel_size", lambda size: (size or 1) > 1, "DeepSpeed's sequence parallelism cuts the sequence as "

@@ -8,6 +8,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.integrations.insertions import problem_of_insertions
 
 
 def check_module(module: Any) -> None:
@@ -37,6 +38,9 @@ def problem_of_layers(engine: Any) -> str | None:
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
+    unpatched = problem_of_insertions(engine.module)
+    if unpatched is not None:
+        return unpatched
     slices = engine.terapipe_config.slices
     if slices == 1 or (isinstance(slices, tuple) and len(slices) == 1):
         return None

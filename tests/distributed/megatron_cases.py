@@ -35,6 +35,7 @@ LAYOUTS = {  # tensor parallel, stages, data parallel, sequence parallel
     "pp2_dp2": (1, 2, 2, False),
     "tp2_dp2": (2, 1, 2, False),
     "tp2_pp2_dp2_sp": (2, 2, 2, True),
+    "one": (1, 1, 1, False),
 }
 PLANS: dict[str, int | list[int]] = {"whole": 1, "uneven": [5, 10, 2, 7]}
 SEQUENCE_PARALLEL_PLAN = [6, 10, 2, 6]  # uneven as well, and in pairs of tokens
@@ -209,6 +210,8 @@ class Record:
     gradients: list[Weights] = field(default_factory=list)  # of each step, as the optimizer meets them
     parameters: Weights = field(default_factory=dict)
     initial: Weights = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)  # of the gradient before clipping; the reference's alone
+    caught: list[str] = field(default_factory=list)  # errors that a test let pass
 
 
 FLOOR = 1e-3

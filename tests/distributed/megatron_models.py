@@ -157,6 +157,8 @@ def _reference_step(model: Any, optimizer: Any, case: Case, step: int, record: R
             total += loss.item()
         record.losses[pipeline].append(total / case.accumulation)
     if case.clipping:
+        gradients = [p.grad for p in model.parameters()]
+        record.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
     record.gradients.append(_arrays({name: p.grad for name, p in model.named_parameters()}))
     optimizer.step()
@@ -264,15 +266,32 @@ def _reduce_in_fp64(engine: Any) -> None:
 def job_ours(
     case: Case, weights: Weights, num_steps: int = NUM_STEPS, prepare: Callable[[], Any] | None = None
 ) -> Record:
-    """Train our model in token slices. ``prepare()`` may return a context manager that holds meanwhile."""
-    with contextlib.nullcontext() if prepare is None else prepare():
+    """Train our model in token slices. ``prepare()`` may return a context manager that holds meanwhile; what that
+    gives is a list of errors for the record."""
+    with contextlib.nullcontext() if prepare is None else prepare() as caught:
         model = build_model(case)
         load_weights(model, weights, case)
         engine = build_engine(model, case)
         try:
-            return _train(engine, case, num_steps)
+            record = _train(engine, case, num_steps)
         finally:
             engine.destroy()
+    record.caught = list(caught or [])
+    return record
+
+
+def job_build(case: Case) -> tuple[Record, dict[str, tuple[bool, int]]]:
+    """Build our model alone: its initial weights, and of each parameter Megatron's marks (cut or not, which
+    dimension)."""
+    model = build_model(case)
+    grid = model.mpu()
+    record = Record(grid.get_stage_id(), grid.get_slice_parallel_rank(), grid.get_data_parallel_id())
+    record.initial = _parameters_of(model)
+    marks = {
+        megatron_name(name): (getattr(p, "tensor_model_parallel", False), getattr(p, "partition_dim", -1))
+        for name, p in model.named_parameters()
+    }
+    return record, marks
 
 
 def _train(engine: Any, case: Case, num_steps: int) -> Record:

@@ -9,6 +9,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
+from terapipe_ds.models.megatron.checkpoints import universal_checkpoint_info
 from terapipe_ds.models.megatron.cpu import stand_in_for_cuda
 from terapipe_ds.models.megatron.gradients import (
     mark_split_parameters,
@@ -81,6 +82,7 @@ class MegatronGPT(PipelineModule):
             checkpointable_layers=["MegatronLayer"],
         )
         mark_split_parameters(self)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, config, vocab_size, self._grid)
         seed_dropout(seed, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -108,9 +110,9 @@ class MegatronGPT(PipelineModule):
         group = self.blueprint.groups.tp
         if group.size() == 1:
             return
-        sum_partial_gradients(self, self.blueprint.config, group)
+        sum_partial_gradients(self, self.blueprint.config, engine.optimizer, group)
         if not self.__dict__["_replicas_compared"]:
-            require_equal_replicas(self, group)
+            require_equal_replicas(self, engine.optimizer, group)
             self.__dict__["_replicas_compared"] = True
 
 

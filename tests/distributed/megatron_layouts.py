@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -78,14 +79,6 @@ class Training:
         return "-".join([self.precision, *["tied"] * self.tied, *["gelu"] * (not self.gated), self.positions])
 
 
-@dataclass
-class Trained:
-    """What training steps gave on this rank."""
-
-    losses: list[float] = field(default_factory=list)  # where the last stage is
-    state: dict[str, Any] = field(default_factory=dict)  # parameter -> kind -> whole tensor, of this stage
-
-
 @contextlib.contextmanager
 def engine_of(layout: Layout, training: Training, **changes: Any) -> Iterator[PipelineEngine]:
     """An engine for the block. `changes` go into DeepSpeed's config."""
@@ -146,39 +139,40 @@ def train(engine: PipelineEngine, steps: list[Batch]) -> list[float]:
 def whole_state(engine: PipelineEngine) -> dict[str, dict[str, Any]]:
     """Parameter -> "lp", "fp32", "exp_avg", "exp_avg_sq", "step" -> its whole tensor, put together over tensor-parallel
     ranks. A collective over all ranks; those of a stage get the same."""
-    grid = engine.grid
+    grid, gated = engine.grid, engine.module.blueprint.config.gated_linear_unit
     found = {}
     for name, parameter in engine.module.named_parameters():
         mine = {"lp": parameter.detach().clone(), **optimizer_state(engine, parameter)}
         parts: list[Any] = [None] * grid.get_slice_parallel_world_size()
         torch_dist.all_gather_object(parts, mine, group=grid.get_slice_parallel_group())
-        found[name] = {kind: whole(name, [part[kind] for part in parts]).float().numpy() for kind in mine}
+        found[name] = {kind: whole(name, [part[kind] for part in parts], gated).float().numpy() for kind in mine}
     return found
 
 
 def optimizer_state(engine: PipelineEngine, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
     """In fp32, this tensor-parallel rank's part."""
-    if not hasattr(parameter, "_hp_mapping"):  # the plain optimizer of fp32 without ZeRO
-        state = engine.optimizer.state[parameter]
-        return {"fp32": parameter.detach().clone(), **{key: state[key].clone() for key in STATES[1:]}}
+    if not hasattr(parameter, "_hp_mapping"):  # without ZeRO
+        master, states = parameter, engine.optimizer.state
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+            masters = {half: full for group in pairs for half, full in zip(*group, strict=True)}
+            master, states = masters[parameter], engine.optimizer.optimizer.state
+        return {"fp32": master.detach().clone(), **{key: states[master][key].clone() for key in STATES[1:]}}
     full = {key: safe_get_full_optimizer_state(parameter, key) for key in STATES[1:]}
     return {"fp32": safe_get_full_fp32_param(parameter), **full}
 
 
-def whole(name: str, parts: list[Tensor]) -> Tensor:
+def whole(name: str, parts: list[Tensor], gated: bool) -> Tensor:
     """A parameter from the parts of tensor-parallel ranks, by what megatron-core's classes say of it."""
     first = parts[0]
     if "norm" in name or "position_embeddings" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
         return first
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):  # RowParallelLinear: input features
         return torch.cat(parts, dim=1)
-    if "linear_fc1" in name and GATED_ROWS == 2 * first.shape[0] * len(parts) // 2:
+    if "linear_fc1" in name and gated:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(parts)  # ColumnParallelLinear, VocabParallelEmbedding: output features, rows
-
-
-GATED_ROWS = 2 * 24
 
 
 def convert(folder: str, tag: str, workers: int = 1, strict: bool = True) -> None:

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from terapipe_ds.models.megatron.gradients import is_split
+from terapipe_ds.models.megatron.layers import Blueprint
 
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _GROUPED_EXPERTS = ("experts.weight1", "experts.weight2")
@@ -34,9 +35,15 @@ _ONE_STAGE = constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS
 _UNSUPPORTED = constants.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS
 
 
-def universal_checkpoint_info(
-    module: nn.Module, config: TransformerConfig, vocab_size: int, grid: Any
-) -> dict[str, Any]:
+# what a checkpoint must agree on with the model that loads it: the engine compares them
+_SIZES_KEY = "terapipe_model_sizes"
+_SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "gated_linear_unit", "normalization", "num_moe_experts",
+)  # fmt: skip
+
+
+def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Any) -> dict[str, Any]:
     """DeepSpeed's description of the parameters of all stages, to stand in ``module.universal_checkpoint_info``.
 
     DeepSpeed reads it from the file of one rank and asserts that each pattern matches something, so stages tell one
@@ -44,17 +51,18 @@ def universal_checkpoint_info(
 
     Args:
         module: this stage's layers, with their tensor-parallel marks.
-        vocab_size: padded. Nothing of it is stripped: padded rows are part of the softmax.
         grid: DeepSpeed's ``PipelineParallelGrid``.
     """
-    mine = {name: _kinds(name, p, config) for name, p in module.named_parameters() if p.requires_grad}
+    mine = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
     stages: list[dict[str, tuple[str, ...]]] = [mine]
     if grid.get_pipe_parallel_world_size() > 1:
         stages = [{} for _ in range(grid.get_pipe_parallel_world_size())]
         torch_dist.all_gather_object(stages, mine, group=grid.get_pipe_parallel_group())
     info: dict[str, Any] = {
         constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
-        constants.ORIGINAL_VOCAB_SIZE: vocab_size,
+        # nothing is stripped from the vocabulary: padded rows are part of the softmax
+        constants.ORIGINAL_VOCAB_SIZE: blueprint.vocab_size,
+        _SIZES_KEY: _sizes(blueprint),
     }
     for kind in (_ROW, _GATED, _VOCAB, _AVERAGE, _ONE_STAGE):
         info[kind] = _patterns(name for stage in stages for name, kinds in stage.items() if kind in kinds)
@@ -62,6 +70,15 @@ def universal_checkpoint_info(
         grouped = _patterns(name for stage in stages for name in stage if name.endswith(_GROUPED_EXPERTS))
         info[_UNSUPPORTED] = dict.fromkeys(grouped, _GROUPED_REASON)
     return info
+
+
+def _sizes(blueprint: Blueprint) -> dict[str, Any]:
+    return {
+        **{name: getattr(blueprint.config, name) for name in _SIZES},
+        "vocab_size": blueprint.vocab_size,
+        "position_embedding_type": blueprint.position_embedding_type,
+        "share_embeddings_and_output_weights": blueprint.share_embeddings_and_output_weights,
+    }
 
 
 def _kinds(name: str, parameter: nn.Parameter, config: TransformerConfig) -> tuple[str, ...]:

@@ -94,8 +94,8 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
     missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         raise RuntimeError(
-            f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} have "
-            f"none where {type(optimizer).__name__} reads it: {', '.join(missing[:4])}"
+            f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
+            f"have none where {type(optimizer).__name__} reads it: {', '.join(missing[:4])}"
             f"{' and more' if len(missing) > 4 else ''}. Set requires_grad_(False) on what is not trained"
         )
     if gradients:

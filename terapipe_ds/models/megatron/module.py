@@ -82,7 +82,7 @@ class MegatronGPT(PipelineModule):
             checkpointable_layers=["MegatronLayer"],
         )
         mark_split_parameters(self)
-        self.universal_checkpoint_info = universal_checkpoint_info(self, config, vocab_size, self._grid)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, blueprint, self._grid)
         seed_dropout(seed, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:

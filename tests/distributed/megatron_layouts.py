@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import terapipe_ds
 from tests.distributed.engines import Batch, batches, config, section
+from tests.distributed.test_checkpoints import tensors_in
 
 VOCAB_SIZE = 32
 LENGTH = 24
@@ -185,3 +187,52 @@ def convert(folder: str, tag: str, workers: int = 1, strict: bool = True) -> Non
             num_merge_workers=workers, keep_temp_folder=False, strict=strict, inject_missing_state=False,
         )
     )  # fmt: skip
+
+
+def saved_state(engine: PipelineEngine) -> dict[str, Any]:
+    """This rank's parameters and its tensors of the optimizer, by name or place, in fp32."""
+    places = tensors_in(engine.optimizer.state_dict(), "optimizer")
+    named = [(name, p.detach()) for name, p in engine.module.named_parameters()]
+    return {place: tensor.detach().float().clone().numpy() for place, tensor in [*named, *places]}
+
+
+def moment_of_one_rank(engine: PipelineEngine) -> dict[str, Any]:
+    """Parameter -> this rank's first moment, of the parameters that each tensor-parallel rank has a copy of."""
+    from terapipe_ds.models.megatron.gradients import is_split
+
+    copies = {name: p for name, p in engine.module.named_parameters() if not is_split(p)}
+    return {name: optimizer_state(engine, p)["exp_avg"].float().numpy() for name, p in copies.items()}
+
+
+# -- in the parent -------------------------------------------------------------------------------------------
+
+
+def merged(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """The parameters of all ranks. What several have must be equal bit by bit: copies of tied layers, replicas."""
+    found: dict[str, dict[str, Any]] = {}
+    for state in states:
+        for name, kinds in state.items():
+            for kind, value in found.setdefault(name, kinds).items():
+                assert np.array_equal(value, kinds[kind]), f"ranks differ in {kind} of {name}"
+    return found
+
+
+def worst_error(ours: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
+    """The largest ||a - b|| / max(||b||, 1e-3 of the largest norm), and where it is."""
+    assert ours.keys() == expected.keys()
+    floor = 1e-3 * max(float(np.linalg.norm(value)) for value in expected.values())
+    errors = [(0.0, "")]
+    for name, value in ours.items():
+        assert value.shape == expected[name].shape, name
+        error = float(np.linalg.norm(value - expected[name])) / max(float(np.linalg.norm(expected[name])), floor)
+        errors.append((error if np.isfinite(error) else float("inf"), name))
+    return max(errors)
+
+
+def worst_errors(ours: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The largest error of each kind: parameters, moments."""
+    kinds = next(iter(expected.values()))
+    return {
+        kind: worst_error({n: v[kind] for n, v in ours.items()}, {n: v[kind] for n, v in expected.items()})[0]
+        for kind in kinds
+    }

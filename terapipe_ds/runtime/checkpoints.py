@@ -7,6 +7,7 @@ stages differs it fills the optimizer of a stage with the states of other layers
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed.checkpoint import constants
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from terapipe_ds.runtime.agreement import raise_on_every_rank
+
+logger = logging.getLogger("terapipe_ds")
 
 MODEL_SIZES = "terapipe_model_sizes"  # in ``universal_checkpoint_info`` of a module, and so in its checkpoints
 _CONVERT = (
@@ -24,21 +28,50 @@ _CONVERT = (
 )
 
 
-def check_checkpoint(engine: Any, load_dir: str, tag: str | None, with_optimizer: bool) -> None:
-    """Refuse what would be loaded wrongly. A collective over all ranks; the first one reads.
-
-    Args:
-        with_optimizer: whether optimizer states are wanted as well as parameters.
+def check_checkpoint(
+    engine: Any, load_dir: str, tag: str | None, load_optimizer_states: bool, load_module_only: bool
+) -> None:
+    """Refuse what would be loaded wrongly. A collective over all ranks; the first one reads. The arguments are those of
+    ``load_checkpoint``.
 
     Raises:
         TeraPipeConfigError: on every rank.
     """
     problem = None
     if torch_dist.get_rank() == 0:
-        saved = _first_file(engine, load_dir, tag)
+        problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
+        saved = _first_file(engine, load_dir, tag) if problem is None else None
         if saved is not None:
-            problem = _problem(engine, saved, with_optimizer)
+            problem = _problem(engine, saved, load_optimizer_states and not load_module_only)
     raise_on_every_rank(problem)
+
+
+def warn_of_checkpoints(engine: Any) -> None:
+    """Say it before hours of training, not when a checkpoint is needed."""
+    if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
+        logger.warning(
+            "bf16 without ZeRO: DeepSpeed saves the optimizer states of one replica and cannot load them again; only "
+            'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
+            '"fp32"}'
+        )
+
+
+def _problem_of_masters(engine: Any, load_optimizer_states: bool) -> str | None:
+    """Without ZeRO, DeepSpeed loads half-precision parameters and leaves their fp32 copies behind as they were, unless
+    it loads these too: the next step would undo the load."""
+    if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
+        return None
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return (
+            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it has saved those of one replica. Load the "
+            'parameters alone, with load_module_only=True, and set "zero_optimization": {"stage": 1} for the next time'
+        )
+    if not load_optimizer_states:
+        return (
+            "load_optimizer_states=False leaves the fp32 copies of the parameters as they are, so that the next step "
+            "undoes the load. Use load_module_only=True"
+        )
+    return None
 
 
 def _first_file(engine: Any, load_dir: str, tag: str | None) -> Mapping[str, Any] | None:

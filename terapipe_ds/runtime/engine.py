@@ -33,7 +33,7 @@ from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.checkpoints import check_checkpoint
+from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
 from terapipe_ds.runtime.checks import check_checkpointing, check_module, problem_of_layers
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
@@ -97,6 +97,7 @@ class TeraPipeEngine(PipelineEngine):
         self._is_last_part = self.stage_id == self.num_stages - 1
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
+        warn_of_checkpoints(self)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class TeraPipeEngine(PipelineEngine):
         Raises:
             TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded.
         """
-        check_checkpoint(self, load_dir, tag, with_optimizer=load_optimizer_states and not load_module_only)
+        check_checkpoint(self, load_dir, tag, load_optimizer_states, load_module_only)
         return super().load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
             custom_load_fn,

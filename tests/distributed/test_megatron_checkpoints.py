@@ -6,6 +6,8 @@ together over tensor-parallel ranks by what megatron-core says of its layers, no
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,10 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch
 import torch.distributed as torch_dist
 
+from terapipe_ds.config import TeraPipeConfigError
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_layouts import (
     Layout,
@@ -31,6 +35,7 @@ from tests.distributed.megatron_layouts import (
     whole_state,
     worst_errors,
 )
+from tests.distributed.test_checkpoints import tensors_in
 
 TENSOR_STAGES = Layout(tensor=2, stages=2, sequence_parallel=True)
 LAYOUTS = [Layout(1, 2), Layout(2, 1), Layout(1, 1)]  # of four ranks: two, two and four replicas
@@ -85,9 +90,11 @@ def losses(results: list[dict[str, Any]]) -> list[float]:
     return told[0]
 
 
-def errors_of(results: list[dict[str, Any]], expected: list[dict[str, Any]], when: str) -> dict[str, float]:
-    whole = [merged([result[when] for result in each]) for each in (results, expected)]
-    return worst_errors(whole[0], whole[1])
+def errors_of(
+    results: list[dict[str, Any]], expected: list[dict[str, Any]], when: str, expected_when: str | None = None
+) -> dict[str, float]:
+    ours = merged([result[when] for result in results])
+    return worst_errors(ours, merged([result[expected_when or when] for result in expected]))
 
 
 # -- the same layout -----------------------------------------------------------------------------------------
@@ -105,7 +112,6 @@ def assert_all_equal(ours: dict[str, Any], expected: dict[str, Any]) -> None:
         Training("fp32", tied=True, positions="learned_absolute"),
         Training("fp32_zero1"),
         Training("bf16_zero1", tied=True),
-        Training("bf16", gated=False),
     ],
     ids=str,
 )
@@ -132,6 +138,92 @@ def test_it_goes_on_under_another_plan_and_schedule(tmp_path: Path) -> None:
     for writer, reader in zip(written, read, strict=True):
         assert_all_equal(reader["saved"], writer["saved"])
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
+
+
+# -- another layout, without conversion ----------------------------------------------------------------------
+
+REFUSED = [
+    (Layout(1, 2), {}, r"saved by 2 tensor-parallel ranks, and 1 would load it.*ds_to_universal"),
+    (Layout(1, 2), {"load_module_only": True}, r"saved by 2 tensor-parallel ranks, and 1 would load it"),
+    (Layout(2, 1), {}, r"saved by 2 stages, and 1 would load it.*load_module_only=True"),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """(folder, results) of a checkpoint that TP2 x PP2 wrote, embeddings tied."""
+    folder = tmp_path_factory.mktemp("plain")
+    training = Training("fp32_zero1", tied=True)
+    return folder, rank_pool(4).run(job_write, layout=TENSOR_STAGES, training=training, folder=str(folder))
+
+
+def job_module_only(layout: Layout, training: Training, folder: str) -> dict[str, Any]:
+    with engine_of(layout, training) as engine:
+        train(engine, data(1, first_seed=400))
+        engine.load_checkpoint(folder, load_module_only=True)
+        found: dict[str, Any] = {"whole": whole_state(engine)}
+        train(engine, data(1, first_seed=900))
+        found["later"] = whole_state(engine)
+        return found
+
+
+def test_parameters_alone_are_loaded_by_another_number_of_stages(plain: Any) -> None:
+    folder, written = plain
+    read = rank_pool(4).run(
+        job_module_only, layout=Layout(2, 1), training=Training("fp32_zero1", tied=True), folder=str(folder)
+    )
+    errors = errors_of(read, written, "whole")
+    assert (errors["lp"], errors["fp32"]) == (0.0, 0.0)
+    later = errors_of(read, read, "later", "whole")
+    assert 0.0 < later["fp32"] < 0.5, "the next step starts from what was loaded"
+
+
+def job_refused(folder: str) -> list[str]:
+    """What each engine says; one after the other, because nothing of them ends the ranks."""
+    said = []
+    for layout, options, _ in REFUSED:
+        with engine_of(layout, Training("fp32_zero1", tied=True)) as engine:
+            said.append(_refusal(engine, folder, **options))
+    for training in OTHER_TRAININGS:
+        with engine_of(TENSOR_STAGES, training) as engine:
+            said.append(_refusal(engine, folder))
+    return said
+
+
+def _refusal(engine: Any, folder: str, **options: Any) -> str:
+    before = saved_state(engine)
+    with pytest.raises(TeraPipeConfigError) as refused:
+        engine.load_checkpoint(folder, tag="two", **options)
+    assert_all_equal(saved_state(engine), before)
+    return str(refused.value)
+
+
+OTHER_TRAININGS = [
+    Training("fp32_zero1"),
+    Training("fp32_zero1", tied=True, vocab_size=64),
+    Training("fp32", tied=True, universal=True),
+    Training("bf16", tied=True),
+]
+SAID = [
+    r"of another model: share_embeddings_and_output_weights=True there and False here",
+    r"of another model: vocab_size=32 there and 64 here",
+    r"universal checkpoint is loaded by ZeRO stage 1, not by stage 0",
+    r"cannot load optimizer states in bf16 without ZeRO.*load_module_only=True",
+]
+
+
+def test_what_would_be_loaded_wrongly_is_refused_on_every_rank(plain: Any) -> None:
+    folder, _ = plain
+    for said in rank_pool(4).run(job_refused, folder=str(folder)):
+        for text, pattern in zip(said, [pattern for *_, pattern in REFUSED] + SAID, strict=True):
+            assert re.search(pattern, text), text
+
+
+def test_another_number_of_replicas_is_refused_with_zero(tmp_path: Path) -> None:
+    training = Training("fp32_zero1")
+    rank_pool(2).run(job_write, layout=Layout(1, 2), training=training, folder=str(tmp_path))
+    with pytest.raises(RankFailure, match=r"saved by 1 data-parallel replicas, and 2 would load it: ZeRO splits"):
+        rank_pool(4).run(job_read, layout=Layout(1, 2), training=training, folder=str(tmp_path))
 
 
 # -- another layout, through a universal checkpoint ----------------------------------------------------------
@@ -177,3 +269,26 @@ def test_and_back(tmp_path: Path) -> None:
     read = read_universal(TENSOR_STAGES, training, tmp_path)
     assert errors_of(read, written, "whole") == {"lp": 0.0, "fp32": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
+
+
+def test_the_converter_as_it_is_called(universal: Any, tmp_path: Path) -> None:
+    """The command with its own number of processes writes what the call in this file wrote."""
+    training, folder, _ = universal
+    if training.precision != "fp32_zero1":
+        pytest.skip("once is enough")
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command += ["--input_folder", str(folder / "two"), "--output_folder", str(tmp_path / "whole")]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=100)
+    assert (tmp_path / "latest_universal").read_text() == "whole"
+    expected, found = (
+        {file.relative_to(root): contents_of(file) for file in sorted(root.rglob("*.pt"))}
+        for root in (folder / "two_universal" / "zero", tmp_path / "whole" / "zero")
+    )
+    assert found == expected
+    assert len([file for file in found if file.name == "exp_avg_sq.pt"]) == 31
+
+
+def contents_of(file: Path) -> dict[str, Any]:
+    loaded = torch.load(file, map_location="cpu", weights_only=False)
+    return {place: tensor.tolist() for place, tensor in tensors_in(loaded)}

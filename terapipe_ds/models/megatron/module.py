@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.models.megatron.checkpoints import universal_checkpoint_info
 from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.gradients import (
     mark_split_parameters,
@@ -84,6 +85,7 @@ class MegatronGPT(PipelineModule):
             checkpointable_layers=["MegatronLayer"],
         )
         mark_split_parameters(self)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, blueprint, self._grid)
         seed_dropout(seed, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -127,9 +129,9 @@ class MegatronGPT(PipelineModule):
         group = self.blueprint.groups.tp
         if group.size() == 1:
             return
-        sum_partial_gradients(self, self.blueprint.config, group)
+        sum_partial_gradients(self, self.blueprint.config, engine.optimizer, group)
         if not self._replicas_compared:
-            require_equal_replicas(self, group)
+            require_equal_replicas(self, engine.optimizer, group)
             self._replicas_compared = True
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -19,7 +20,7 @@ from terapipe_ds import compat
 from terapipe_ds.models.megatron import cpu, specs
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention
 from terapipe_ds.models.megatron.cpu import CpuRngTracker
-from terapipe_ds.models.megatron.gradients import gradient_of, is_partial
+from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
 from terapipe_ds.models.megatron.norms import TorchNorm
 from terapipe_ds.models.megatron.random import initial_weights
 
@@ -96,15 +97,19 @@ def test_gradients_of_query_and_key_norms_count_the_rank_s_heads_only() -> None:
     assert not is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
 
 
-def test_the_gradient_is_found_where_the_optimizer_reads_it() -> None:
+def test_a_plain_optimizer_reads_grad_and_nothing_else() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    assert gradient_of(parameter) is None
-    parameter.grad = torch.ones(2)
-    assert gradient_of(parameter) is parameter.grad
+    read = gradient_reader(torch.optim.SGD([parameter], lr=0.1))
+    assert read(parameter) is None
     parameter.grad_accum = torch.full((2,), 2.0)  # type: ignore[attr-defined]
-    assert gradient_of(parameter) is parameter.grad_accum
-    parameter._hp_grad = torch.full((2,), 3.0)  # type: ignore[attr-defined]
-    assert gradient_of(parameter) is parameter._hp_grad
+    assert read(parameter) is None
+    parameter.grad = torch.ones(2)
+    assert read(parameter) is parameter.grad
+
+
+def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="ZeRO stage 0 or 1"):
+        gradient_reader(object.__new__(DeepSpeedZeroOptimizer_Stage3))
 
 
 # -- random numbers ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.integrations.insertions import problem_of_insertions
 from terapipe_ds.planner import granularity_for
 
 logger = logging.getLogger("terapipe_ds")
@@ -42,6 +43,9 @@ def problem_of_layers(engine: Any) -> str | None:
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
+    unpatched = problem_of_insertions(engine.module)
+    if unpatched is not None:
+        return unpatched
     slices = engine.terapipe_config.slices
     if slices == 1 or (isinstance(slices, tuple) and len(slices) == 1):
         return None

@@ -33,6 +33,7 @@ from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
     check_module,
@@ -107,6 +108,7 @@ class TeraPipeEngine(PipelineEngine):
             self.stage_id,
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
+            peers=() if self._groups.peers is None else self._groups.peers.ranks,
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
@@ -116,6 +118,7 @@ class TeraPipeEngine(PipelineEngine):
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
+        warn_of_checkpoints(self)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -128,13 +131,38 @@ class TeraPipeEngine(PipelineEngine):
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``."""
+        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``.
+
+        Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
+        the vocabulary, where the head is divided.
+        """
         training_iterator = self.data_iterator
         try:
             with self._guarded():
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
             self.set_dataiterator(training_iterator)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Same arguments and result as DeepSpeed's; the plan and the schedule are those of this engine.
+
+        Raises:
+            TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded.
+        """
+        check_checkpoint(self, load_dir, tag, load_optimizer_states, load_module_only)
+        return super().load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+            custom_load_fn,
+        )  # fmt: skip
 
     def slice_plan(self, sequence_length: int) -> SlicePlan:
         """The slices of a sequence of ``sequence_length`` tokens; kept per length.

@@ -27,6 +27,13 @@ class PipelineGroups:
     peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
 
     @property
+    def num_replicas(self) -> int:
+        """Pipelines with data of their own; tensor-parallel peers have the same and are one."""
+        if self.peers is not None:
+            return self.peers.num_replicas
+        return 1 if self.everyone is None else torch_dist.get_world_size() // len(self.ranks)
+
+    @property
     def world(self) -> Any:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control

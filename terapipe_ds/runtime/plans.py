@@ -78,8 +78,8 @@ class Plans:
         name = self._by_hand[longest].schedule if longest in self._by_hand else self._config.schedule
         try:
             return name, [self.plan(shape.length) for shape in shapes]
-        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
-            raise on_every_rank(error) if self._groups.everyone is None else error from None
+        except ValueError as error:  # every stage knows the shapes and has the same config; other replicas do not
+            raise on_every_rank(error) if self._groups.num_replicas == 1 else error from None
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """The schedule for micro-batches of ``num_slices`` slices, proven to run."""

@@ -26,8 +26,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
-from terapipe_ds.models.megatron.cpu import stand_in_for_cuda
-from terapipe_ds.models.megatron.no_transformer_engine import stand_in_for_transformer_engine
+from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
 from tests.distributed.megatron_cases import (
     ADAM_EPS,
     CLIP_NORM,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
@@ -213,8 +214,6 @@ def test_slices_are_multiples_of_what_the_module_asks_for(
 
 
 def _odd_slices_listed() -> str:
-    from terapipe_ds.config import TeraPipeConfigError
-
     with pytest.raises(TeraPipeConfigError) as caught:
         with engine_of(tp.layers(), section(slices=[8, 9, 5]), **parallel((2, 1, 2), tp.InMultiplesOfTwo)):
             pass
@@ -224,3 +223,23 @@ def _odd_slices_listed() -> str:
 def test_listed_slices_that_are_no_multiples_are_refused_on_all_ranks() -> None:
     for error in rank_pool(4).run(_odd_slices_listed):
         assert "terapipe.slices = [8, 9, 5]: slices of 9, 5 tokens are no multiples of 2" in error
+
+
+def _another_length_and_on(grid: tuple[int, int, int]) -> tuple[str, float, float]:
+    """What listed slices say to a sequence of another length, and training after it against an undisturbed run."""
+    returned = []
+    message = ""
+    for disturbed in (False, True):
+        with engine_of(tp.layers(), section(slices=[9, 13, 1]), **parallel(grid)) as engine:
+            if disturbed:
+                with pytest.raises(TeraPipeConfigError) as caught:
+                    engine.train_batch(iter(batches(1, length=24)[0]))
+                message = str(caught.value)
+            returned.append(train(engine, batches(1)).returned[0])
+    return message, returned[0], returned[1]
+
+
+def test_tensor_parallel_ranks_of_one_replica_raise_alike_and_go_on() -> None:
+    for message, undisturbed, after in rank_pool(4).run(_another_length_and_on, grid=(2, 1, 2)):
+        assert "adds up to 23 tokens, but a sequence has 24" in message
+        assert after == undisturbed

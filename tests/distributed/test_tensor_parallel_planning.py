@@ -24,7 +24,7 @@ from tests.distributed.engines import LENGTH, Run, batches, engine_of, section, 
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_tensor_parallel import parallel
 
-AUTO = {"slices": "auto", "granularity_tokens": 4}
+AUTO = {"slices": "auto", "granularity_tokens": 8}
 GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}
 
 
@@ -37,8 +37,8 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
     """Make something on one rank of two peers other than on the rest."""
     if not is_disturbed:
         return
-    if how == "slow clock":  # the measurement seems to take a thousand times as long, so that it wants to stop
-        patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1000 * time.perf_counter()))
+    if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
+        patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
     elif how == "noisy clock":  # every second measurement seems to take an hour
         jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
         patch.setattr(probe, "_now_s", lambda: time.perf_counter() + next(jumps))
@@ -68,7 +68,8 @@ def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tupl
     """The plan, the slices that were measured, and whether a run with that plan as a list is the same to the bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "plan_slices", _cut_anyway)
-        patch.setattr(profiler, "MAX_ROUNDS", 5)
+        patch.setattr(profiler, "MAX_ROUNDS", 4)
+        patch.setattr(profiler, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)
         ran = _recorded(patch)
         with engine_of(tp.layers(), section(**AUTO), **parallel(grid)) as engine:
@@ -88,17 +89,14 @@ def _same(run: Run, other: Run) -> bool:
 
 @pytest.mark.parametrize(
     ("case", "how"),
-    [
-        ("tp2-pp2", "slow clock"), ("tp2-pp2", "own profiler"), ("tp2-pp1", "slow clock"),
-        ("tp2-pp1", "noisy clock"),
-    ],
-)  # fmt: skip
+    [("tp2-pp2", "slow clock"), ("tp2-pp1", "own profiler"), ("tp2-pp1", "noisy clock")],
+)
 def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: str) -> None:
     ranks, grid = GRIDS[case]
     results = rank_pool(ranks).run(_planned, grid=grid, how=how, disturbed=[1])
     assert [lengths for lengths, *_ in results] == [[9, 13, 1]] * ranks
     assert len({tuple(ran) for _, ran, _ in results}) == 1, "other slices, or another order, or more rounds"
-    assert len(results[0][1]) > 100
+    assert len(results[0][1]) > 50
     assert all(same for *_, same in results)
 
 
@@ -123,12 +121,13 @@ def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: in
 
 def test_rank_0_decides_whether_to_measure(tmp_path: Path) -> None:
     """The second start finds the profile on rank 0 only; other grids and multiples are measured anew."""
-    pool, grid = rank_pool(4), GRIDS["tp2-pp2"][1]
+    ranks, grid = GRIDS["tp2-pp1"]
+    pool = rank_pool(ranks)
     job = {"folder": str(tmp_path), "grid": grid, "multiple": 1}
     first = pool.run(_with_cache_of_its_own, **job)
     second = pool.run(_with_cache_of_its_own, **job)
     assert len({ran for ran, _ in first}) == 1 and first[0][0] > 0
-    assert [ran for ran, _ in second] == [0] * 4 and len({plan for _, plan in first + second}) == 1
+    assert [ran for ran, _ in second] == [0] * ranks and len({plan for _, plan in first + second}) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     in_multiples = pool.run(_with_cache_of_its_own, **{**job, "multiple": 2})
     assert len({ran for ran, _ in in_multiples}) == 1 and in_multiples[0][0] > 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
@@ -37,14 +41,34 @@ def is_split(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient that the optimizer will read: DeepSpeed keeps it in fp32 beside the parameter for bf16, or in an
-    attribute of its own where the accumulation dtype differs."""
-    for name in ("_hp_grad", "grad_accum"):
-        gradient = getattr(parameter, name, None)
-        if gradient is not None:
-            return gradient
-    return parameter.grad
+def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
+    """What gives the gradient of a parameter that DeepSpeed's ``optimizer`` will reduce and read; None where there is
+    none.
+
+    Other attributes of the parameter are stale or empty: an optimizer that copies gradients into buffers of its own, in
+    another dtype, reads nothing else after that.
+
+    Raises:
+        TypeError: for an optimizer of which it is not known where its gradients are.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        return _gradients_of_bf16(optimizer).get
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+        return lambda parameter: getattr(parameter, name, None)
+    if isinstance(optimizer, ZeROOptimizer):
+        raise TypeError(
+            f"where {type(optimizer).__name__} keeps gradients is not known, so that those of tensor-parallel ranks "
+            "cannot be summed. Use ZeRO stage 0 or 1"
+        )
+    return lambda parameter: parameter.grad
+
+
+def _gradients_of_bf16(optimizer: Any) -> dict[nn.Parameter, Tensor]:
+    groups = zip(
+        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
+    )
+    return {p: gradient for group in groups for p, gradient, has_one in zip(*group, strict=True) if has_one}
 
 
 def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
@@ -57,15 +81,28 @@ def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) ->
     return "q_layernorm." in name or "k_layernorm." in name
 
 
-def sum_partial_gradients(module: nn.Module, config: TransformerConfig, group: Any) -> None:
-    """Sum partial gradients over the tensor-parallel ranks, in place: once per batch, after its last backward."""
-    partial = [p for name, p in module.named_parameters() if p.requires_grad and is_partial(name, p, config)]
-    gradients = [gradient for gradient in map(gradient_of, partial) if gradient is not None]
+def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimizer: Any, group: Any) -> None:
+    """Sum partial gradients over the tensor-parallel ranks, in place: once per batch, after its last backward.
+
+    Raises:
+        RuntimeError: a parameter has no gradient where ``optimizer`` reads it. All of these layers take part in every
+            forward pass, so it was computed and is elsewhere: left out of the sum it would be silently wrong.
+    """
+    partial = {n: p for n, p in module.named_parameters() if p.requires_grad and is_partial(n, p, config)}
+    gradient_of = gradient_reader(optimizer)
+    gradients = {name: gradient_of(p) for name, p in partial.items()}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
+    if missing:
+        raise RuntimeError(
+            f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
+            f"have none where {type(optimizer).__name__} reads it: {', '.join(missing[:4])}"
+            f"{' and more' if len(missing) > 4 else ''}. Set requires_grad_(False) on what is not trained"
+        )
     if gradients:
-        sum_over_tensor_ranks(gradients, group)
+        sum_over_tensor_ranks([gradient for gradient in gradients.values() if gradient is not None], group)
 
 
-def require_equal_replicas(module: nn.Module, group: Any) -> None:
+def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> None:
     """Compare the gradients of replicated parameters over tensor-parallel ranks; a collective over ``group``.
 
     Raises:
@@ -74,7 +111,7 @@ def require_equal_replicas(module: nn.Module, group: Any) -> None:
     replicated = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_split(p)}
     if not replicated:
         return
-    gradients = [gradient_of(p) for p in replicated.values()]
+    gradients = list(map(gradient_reader(optimizer), replicated.values()))
     device = next(iter(replicated.values())).device
     zero = torch.zeros((), dtype=torch.float32, device=device)
     rows = [zero if g is None else g.float().norm() for g in gradients]

@@ -41,7 +41,7 @@ def process_groups(grid: Any, config: TransformerConfig) -> ProcessGroupCollecti
     groups = ProcessGroupCollection(
         tp=tensor, pp=alone, cp=alone, tp_cp=tensor, ep=alone, expt_tp=tensor, tp_ep=tensor, tp_ep_pp=tensor,
         mp=grid.get_model_parallel_group(), dp=grid.get_data_parallel_group(), dp_cp=grid.get_data_parallel_group(),
-        expt_dp=grid.get_data_parallel_group(), embd=alone, pos_embd=alone,
+        expt_dp=grid.get_data_parallel_group(), embd=alone, pos_embd=alone, tp_dp_cp=tensor,
     )  # fmt: skip
     _enter(groups, grid, alone)
     return groups

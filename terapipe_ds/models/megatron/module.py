@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
-from terapipe_ds.models.megatron.cpu import stand_in_for_cuda
+from terapipe_ds.attention import active_slice
+from terapipe_ds.models.megatron.checkpoints import universal_checkpoint_info
+from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.gradients import (
     mark_split_parameters,
     require_equal_replicas,
@@ -18,7 +21,6 @@ from terapipe_ds.models.megatron.gradients import (
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
-from terapipe_ds.models.megatron.no_transformer_engine import stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.random import seed_dropout
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
 
@@ -69,8 +71,8 @@ class MegatronGPT(PipelineModule):
             config, vocab_size, max_sequence_length, position_embedding_type, seed=seed,
             transformer_layer_spec=transformer_layer_spec, **options,
         )  # fmt: skip
-        self.__dict__["blueprint"] = blueprint  # before nn.Module.__init__, which the base class calls
-        self.__dict__["_replicas_compared"] = False
+        self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
+        self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
         if isinstance(loss_fn, VocabParallelLoss) and blueprint.parallel_output:
             loss_fn.use_group(lambda: blueprint.groups.tp)
@@ -83,6 +85,7 @@ class MegatronGPT(PipelineModule):
             checkpointable_layers=["MegatronLayer"],
         )
         mark_split_parameters(self)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, blueprint, self._grid)
         seed_dropout(seed, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:
@@ -98,6 +101,22 @@ class MegatronGPT(PipelineModule):
             for layer in layers[: config.recompute_num_layers]:
                 layer.recompute = True
 
+    def forward(self, forward_input: Any) -> Any:
+        """The layers of this stage, one after the other.
+
+        Raises:
+            MegatronConfigError: with tensor parallelism under an engine that does not know of ``before_reduce``: the
+                gradients that it sums would stay partial.
+        """
+        if self.training and torch.is_grad_enabled() and active_slice() is None and self.blueprint.groups.tp.size() > 1:
+            raise MegatronConfigError(
+                "MegatronGPT with tensor parallelism is trained by DeepSpeed's own engine, which would neither sum "
+                "gradients over tensor-parallel ranks nor hand sequence-parallel activations on whole. Enable the "
+                'terapipe section of the DeepSpeed config ({"enabled": true, "slices": 1, "schedule": "1f1b"} for '
+                "whole sequences) and call terapipe_ds.initialize(), or launch with --module terapipe_ds.run"
+            )
+        return super().forward(forward_input)
+
     @property
     def slice_length_multiple(self) -> int:
         """What every slice length must divide by: sequence parallelism splits the tokens of a slice over the
@@ -110,10 +129,10 @@ class MegatronGPT(PipelineModule):
         group = self.blueprint.groups.tp
         if group.size() == 1:
             return
-        sum_partial_gradients(self, self.blueprint.config, group)
-        if not self.__dict__["_replicas_compared"]:
-            require_equal_replicas(self, group)
-            self.__dict__["_replicas_compared"] = True
+        sum_partial_gradients(self, self.blueprint.config, engine.optimizer, group)
+        if not self._replicas_compared:
+            require_equal_replicas(self, engine.optimizer, group)
+            self._replicas_compared = True
 
 
 def _topology(config: TransformerConfig) -> ProcessTopology:

@@ -1,4 +1,4 @@
-"""What is trained to compare our Megatron GPT with megatron-core's own: a case, a covering set, and how weights are cut.
+"""What is trained to compare our Megatron GPT with megatron-core's own: cases, and how weights are cut.
 
 No torch here: the process that compares does not need it.
 """
@@ -132,8 +132,8 @@ def default_cases() -> list[Case]:
 
 def all_cases() -> list[Case]:
     """The default cases, and the product of PRODUCT in fp64; the other dimensions take turns in it."""
-    others = [each for each in covering_set({name: values for name, values in DIMENSIONS.items()
-                                             if name not in PRODUCT and name != "precision"}, 2)]  # fmt: skip
+    fixed = (*PRODUCT, "precision")
+    others = covering_set({name: values for name, values in DIMENSIONS.items() if name not in fixed}, 2)
     chosen = product({name: DIMENSIONS[name] for name in PRODUCT})
     turns = {Case(**each, **others[index % len(others)]) for index, each in enumerate(chosen)}
     return _sorted({*turns, *default_cases()})

@@ -2,8 +2,9 @@
 
 The reference is plain: ``GPTModel`` from the local layer spec with Megatron's own ``DotProductAttention`` and torch's
 norms, whole sequences, a loop over micro-batches, ``torch.optim.Adam``, torch's gradient clipping. Of terapipe_ds it
-uses the stand-ins for CUDA calls alone. The loss is torch's ``cross_entropy`` (Megatron's own rounds to fp32), or
-Megatron's own where a case asks for it on both sides.
+uses nothing but the stand-ins for CUDA and Transformer Engine, without which Megatron's code does not run here. The
+loss is torch's ``cross_entropy`` (Megatron's own rounds to fp32), or Megatron's own where a case asks for it on both
+sides.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
-from terapipe_ds.models.megatron.cpu import stand_in_for_cuda
+from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
 from tests.distributed.megatron_cases import (
     ADAM_EPS,
     CLIP_NORM,
@@ -182,6 +183,7 @@ def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
 def own_parallel_state(**sizes: Any) -> Iterator[None]:
     """Megatron's groups as Megatron makes them, for as long as this lasts."""
     stand_in_for_cuda()
+    stand_in_for_transformer_engine()
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(**sizes)
     tracker = megatron_random.get_cuda_rng_tracker()

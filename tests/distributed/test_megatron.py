@@ -53,8 +53,8 @@ def test_training_equals_megatrons_own_model(case: Case) -> None:
 
 FURTHER_CASES = [
     Case(layout="one", plan="uneven", accumulation=4, tied=True),
-    Case(layout="tp2_pp2_sp", block="moe", heads="gqa"),
-    Case(layout="tp2_dp2", block="moe", tied=True),
+    Case(layout="tp2_pp2_sp", block="moe", heads="gqa", precision="fp32"),  # its router's softmax is in fp32
+    Case(layout="pp2_dp2", block="moe", tied=True, precision="fp32"),
     Case(layout="tp2_pp2", precision="fp32", fp32_residual=True),
 ]
 
@@ -83,6 +83,8 @@ class TestReference:
         record = reference(Case(heads="gqa", qk_norm=True, block="gelu", positions="learned").reference())
         tensors = {**record.gradients[-1], "loss": np.array(record.losses[0])}
         for name, value in tensors.items():
+            if np.linalg.norm(value) < 1e-12:  # a key's bias: zero but for rounding
+                continue
             numbers = value[value != 0]
             assert (numbers.astype(np.float32) != numbers).mean() > 0.5, name
 

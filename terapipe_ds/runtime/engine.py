@@ -33,7 +33,14 @@ from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.checks import check_checkpointing, check_module, problem_of_layers
+from terapipe_ds.runtime.checks import (
+    check_checkpointing,
+    check_module,
+    problem_of_given_slices,
+    problem_of_layers,
+    slice_length_multiple,
+    with_multiple,
+)
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
@@ -67,10 +74,13 @@ class TeraPipeEngine(PipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
         check_module(kwargs.get("model"))
+        self.slice_length_multiple = slice_length_multiple(kwargs.get("model"))
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing()
-        raise_on_every_rank(problem_of_layers(self))
+        problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)
+        raise_on_every_rank(problem_of_layers(self) or problem)
+        self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
         self._groups = make_pipeline_groups(self.grid)
         self._groups.connect(self.stage_id, torch.device(self.device))
         self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))
@@ -81,7 +91,10 @@ class TeraPipeEngine(PipelineEngine):
             self.num_stages,
             self._groups.control,
             self._groups.everyone,
+            self._groups.peers,
+            self.slice_length_multiple,
         )
+        self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
         self._store = SliceStore()
         self._watchdog = Watchdog(
             self.global_rank,
@@ -127,13 +140,16 @@ class TeraPipeEngine(PipelineEngine):
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
         """From the next batch on, run sequences of ``plan.sequence_length`` tokens with this plan.
 
-        Every rank must make the same call between the same batches; a stage that does not is an error on all. For
+        Every rank must make the same call between the same batches; a rank that does not is an error on all. For
         tuning by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
 
         Args:
             schedule: the name of a schedule as well; None keeps the one that the config names.
+
+        Raises:
+            PlanError: slices that are no multiples of the module's ``slice_length_multiple``.
         """
-        self._source.also_agree_on(self._plans.use(plan, schedule))
+        self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
 
     def destroy(self) -> None:
         """Stop the watch-dog and drop keys and values, then let DeepSpeed give back what it holds."""

@@ -10,6 +10,7 @@ text is the source of Python's standard library. Needs ``pip install 'terapipe_d
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ def transformer_config(args: argparse.Namespace) -> Any:
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
+        cuda_graph_scope=[],  # its default is deprecated, with a warning
     )
 
 
@@ -195,6 +197,8 @@ def train(args: argparse.Namespace, engine: deepspeed.PipelineEngine, data: Data
 
 def main() -> None:
     args = parse_arguments()
+    # so that the kernels of a collective start before those that it overlaps with, as in Megatron-LM's scripts
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     prepare_cpu_rank(pin=args.pin)
     get_accelerator().set_device(args.local_rank)
     deepspeed.init_distributed()

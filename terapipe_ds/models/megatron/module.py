@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
@@ -87,6 +88,10 @@ class MegatronGPT(PipelineModule):
         """The first thing that DeepSpeed does once its groups are there, and before it builds a layer."""
         self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         super()._partition_layers(method)
+
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # or autograd would remark on this broadcast of a parameter in the first backward
+            super()._synchronize_tied_weights()
 
     def _build(self) -> None:
         super()._build()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ def end_with(message: str) -> NoReturn:
     The launcher ends the other ranks when one has gone; one that is still there after a while failed alone.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks: without a report of ours
         time.sleep(30)
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
@@ -79,11 +81,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"--deepspeed_config {args.deepspeed_config} cannot be read: {error}")
     if args.num_query_groups is not None and not args.group_query_attention:
         parser.error("--num-query-groups needs --group-query-attention")
-    if args.position_embedding_type == "learned_absolute" and args.max_position_embeddings is not None:
-        if args.max_position_embeddings < args.seq_length:
-            parser.error(
-                f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}"
-            )
+    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
+        parser.error(
+            f"--sequence-parallel splits tokens over tensor-parallel ranks: --seq-length {args.seq_length} does not "
+            f"divide by {args.tensor_model_parallel_size}"
+        )
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        parser.error(
+            f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}"
+        )
     return args
 
 
@@ -126,7 +133,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--num-layers", type=_positive, default=4, metavar="N", help="default: 4")
     add("--hidden-size", type=_positive, default=128, metavar="N", help="default: 128")
-    add("--ffn-hidden-size", type=_positive, metavar="N", help="default: 4 * hidden size; two thirds of it with --swiglu")
+    add("--ffn-hidden-size", type=_positive, metavar="N", help="default: 4 * hidden size, with --swiglu 2/3 of it")
     add("--num-attention-heads", type=_positive, default=4, metavar="N", help="default: 4")
     add("--group-query-attention", action="store_true")
     add("--num-query-groups", type=_positive, metavar="N", help="with --group-query-attention; default: 1")
@@ -162,22 +169,23 @@ def _add_recompute(group: argparse._ArgumentGroup) -> None:
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    prefixes = "prefixes of .bin and .idx files, or weights and prefixes in turns; default: the source of Python's library"
+    prefixes = "of .bin and .idx files, or weights and prefixes in turns; default: the source of Python's library"
     add("--data-path", nargs="+", metavar="PREFIX", help=prefixes)
     add("--data-cache-path", metavar="DIR", help="of the order of samples; default: beside the data")
-    add("--tokenizer", default="bytes", metavar="NAME", help="that of the files, named as for terapipe index; default: bytes")
+    tokenizer = "that of the files, named as for terapipe index; default: bytes"
+    add("--tokenizer", default="bytes", metavar="NAME", help=tokenizer)
     add("--split", default="949,50,1", help="shares of training, validation and test documents; default: 949,50,1")
     add("--reset-position-ids", action="store_true", help="learned positions start anew in each document")
     add("--reset-attention-mask", action="store_true", help="refused: slices attend to the whole sequence before them")
     add("--eod-mask-loss", action="store_true", help="no loss where a document has ended")
-    add("--num-workers", type=int, default=0, metavar="N", help="processes that read ahead; default: 0")
+    add("--num-workers", type=_not_negative, default=0, metavar="N", help="processes that read ahead; default: 0")
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--train-iters", type=_positive, default=120, metavar="N", help="steps in all, loaded ones included; default: 120")
+    add("--train-iters", type=_positive, default=150, metavar="N", help="steps, loaded ones included; default: 150")
     add("--eval-interval", type=_positive, default=20, metavar="N", help="steps between evaluations; default: 20")
-    add("--eval-iters", type=int, default=4, metavar="N", help="batches of an evaluation; 0: none; default: 4")
+    add("--eval-iters", type=_not_negative, default=4, metavar="N", help="batches of each; 0: none; default: 4")
     add("--save", metavar="DIR", help="where checkpoints go, at the end and at every --save-interval")
     add("--save-interval", type=_positive, metavar="N", help="steps between checkpoints")
     add("--load", metavar="DIR", help="go on from the newest checkpoint there; a new run where there is none")
@@ -186,7 +194,14 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number >= 1")
-    return number
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a number >= {least}")
+    return int(text)

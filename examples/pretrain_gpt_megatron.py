@@ -39,7 +39,7 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> Any:
     return MegatronGPT(
         transformer_config(args),
         vocab_size=padded(vocab_size, args.make_vocab_size_divisible_by * args.tensor_model_parallel_size),
-        max_sequence_length=args.max_position_embeddings or args.seq_length,
+        max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
         rotary_percent=args.rotary_percent,
@@ -102,24 +102,30 @@ def padded(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def data_options(args: argparse.Namespace, data_path: str | list[str]) -> Any:
+    from terapipe_ds.models.megatron_data.options import DataOptions
+
+    return DataOptions(
+        data_path,
+        args.seq_length,
+        split=args.split,
+        seed=args.seed,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        cache_path=args.data_cache_path,
+    )
+
+
 class Data:
     """megatron-core's ``GPTDataset`` for training and validation, of the ranks that read them."""
 
-    def __init__(self, args: argparse.Namespace, engine: deepspeed.PipelineEngine, tokenizer: Any) -> None:
+    def __init__(
+        self, args: argparse.Namespace, options: Any, engine: deepspeed.PipelineEngine, tokenizer: Any
+    ) -> None:
         from terapipe_ds.models.megatron_data.datasets import build_datasets
-        from terapipe_ds.models.megatron_data.options import DataOptions
 
         self.engine, self.eval_iters, self.num_workers = engine, args.eval_iters, args.num_workers
-        options = DataOptions(
-            args.data_path or [make_data(tokenizer)],
-            args.seq_length,
-            split=args.split,
-            seed=args.seed,
-            reset_position_ids=args.reset_position_ids,
-            reset_attention_mask=args.reset_attention_mask,
-            eod_mask_loss=args.eod_mask_loss,
-            cache_path=args.data_cache_path,
-        )
         samples = [steps * engine.train_batch_size() for steps in (args.train_iters, args.eval_iters)]
         reads = engine.is_first_stage() or engine.is_last_stage()
         self.sets = build_datasets(options, tokenizer, [*samples, 0], on_this_rank=reads)
@@ -195,37 +201,49 @@ def train(args: argparse.Namespace, engine: deepspeed.PipelineEngine, data: Data
     progress.close()
 
 
-def main() -> None:
-    args = parse_arguments()
-    # so that the kernels of a collective start before those that it overlaps with, as in Megatron-LM's scripts
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    prepare_cpu_rank(pin=args.pin)
-    get_accelerator().set_device(args.local_rank)
-    deepspeed.init_distributed()
-    rank = deepspeed.comm.get_rank()
-    try:
-        compat.require_megatron("examples/pretrain_gpt_megatron.py")
-        from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
+def run(args: argparse.Namespace) -> MetricsFile:
+    """All of a training, between the start and the end of torch.distributed."""
+    from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
 
+    try:
         tokenizer = build_tokenizer(args.tokenizer)
+        options = data_options(args, make_data(tokenizer) if args.data_path is None else args.data_path)
         model = build_model(args, tokenizer.vocab_size)
         parameters = [p for p in model.parameters() if p.requires_grad]
         engine, *_ = terapipe_ds.initialize(model=model, model_parameters=parameters, config=args.ds_config)
-        data = Data(args, engine, tokenizer)
-    except (ValueError, AssertionError, ImportError) as error:  # megatron-core asserts what it is given
+        data = Data(args, options, engine, tokenizer)
+    except (ValueError, AssertionError) as error:  # megatron-core asserts what it is given
         end_with(str(error))
 
     state = None
     if args.load:
         _, state = engine.load_checkpoint(args.load)
+    rank = deepspeed.comm.get_rank()
     metrics = MetricsFile(args.metrics if rank == 0 else None, earlier=(state or {}).get("metrics", ()))
-    layout = "TP {} x PP {} x DP {}".format(*(engine.grid.topology().get_dim(axis) for axis in ("model", "pipe", "data")))
+    sizes = [engine.grid.topology().get_dim(axis) for axis in ("model", "pipe", "data")]
+    layout = "TP {} x PP {} x DP {}".format(*sizes)
     if rank == 0:
         print(f"{layout}, {type(engine).__name__}, {parameter_dtype(args.ds_config)}, step {engine.global_steps}")
     train(args, engine, data, metrics)
     if rank == 0 and args.plot:
-        print(f"loss curves: {draw_losses(args.plot, {'': metrics.entries}, f'GPT of megatron-core layers, {layout}')}")
+        title, token = f"GPT of megatron-core layers, {layout}", "byte" if args.tokenizer == "bytes" else "token"
+        print(f"loss curves: {draw_losses(args.plot, {'': metrics.entries}, title, token)}")
     engine.destroy()
+    return metrics
+
+
+def main() -> None:
+    args = parse_arguments()
+    try:
+        compat.require_megatron("examples/pretrain_gpt_megatron.py")
+    except compat.MissingExtraError as error:
+        end_with(str(error))
+    # so that the kernels of a collective start before those that it overlaps with, as in Megatron-LM's scripts
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    prepare_cpu_rank(pin=args.pin)
+    get_accelerator().set_device(args.local_rank)
+    deepspeed.init_distributed()
+    run(args)
     deepspeed.comm.destroy_process_group()
 
 

@@ -144,6 +144,11 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
             f"vocab_size={vocab_size} does not divide by tensor_model_parallel_size={tensor}: pad it to {padded} or "
             "more"
         )
+    if config.ffn_hidden_size % tensor:
+        raise MegatronConfigError(
+            f"ffn_hidden_size={config.ffn_hidden_size} does not divide by tensor_model_parallel_size={tensor}: give a "
+            "multiple"
+        )
     known = ("learned_absolute", "rope", "none")
     if positions not in known:
         raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")

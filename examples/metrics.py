@@ -50,9 +50,10 @@ def draw_losses(path: str | Path, runs: Mapping[str, Entries], title: str, token
     for index, (name, entries) in enumerate(runs.items()):
         under = index == 0 and len(runs) > 1
         look = {"color": f"C{index}", "linewidth": 6.0 if under else 1.5, "alpha": 0.4 if under else 1.0}
+        validation = {**look, "color": f"C{index}" if len(runs) > 1 else "C1"}
         marker = {"marker": "o" if under else "x", "markersize": 11 if under else 7, "linestyle": "--"}
         axes.plot(*_series(entries, "loss"), label=f"{name} training".strip(), **look)
-        axes.plot(*_series(entries, "validation_loss"), label=f"{name} validation".strip(), **look, **marker)
+        axes.plot(*_series(entries, "validation_loss"), label=f"{name} validation".strip(), **validation, **marker)
     axes.set(xlabel="step", ylabel=f"cross entropy per {token} (nats)", title=title)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)

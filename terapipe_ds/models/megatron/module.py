@@ -93,6 +93,10 @@ class MegatronGPT(PipelineModule):
         self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         super()._partition_layers(method)
 
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # or autograd would remark on this broadcast of a parameter in the first backward
+            super()._synchronize_tied_weights()
+
     def _build(self) -> None:
         super()._build()
         config = self.blueprint.config
@@ -159,6 +163,11 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
         raise MegatronConfigError(
             f"vocab_size={vocab_size} does not divide by tensor_model_parallel_size={tensor}: pad it to {padded} or "
             "more"
+        )
+    if config.ffn_hidden_size % tensor:
+        raise MegatronConfigError(
+            f"ffn_hidden_size={config.ffn_hidden_size} does not divide by tensor_model_parallel_size={tensor}: give a "
+            "multiple"
         )
     known = ("learned_absolute", "rope", "none")
     if positions not in known:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from terapipe_ds.attention import active_slice
@@ -126,6 +127,11 @@ class MegatronGPT(PipelineModule):
         """What every slice length must divide by: sequence parallelism splits the tokens of a slice over the
         tensor-parallel ranks."""
         return self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
+
+    @property
+    def rng_trackers(self) -> list[Any]:
+        """Random states besides torch's own, which measuring for ``"slices": "auto"`` puts back."""
+        return [get_cuda_rng_tracker()]
 
     def before_reduce(self, engine: Any) -> None:
         """Called by the engine once per batch, after the last backward: sum partial gradients over tensor-parallel

@@ -38,7 +38,8 @@ from tests.distributed.megatron_layouts import (
 from tests.distributed.test_checkpoints import tensors_in
 
 TENSOR_STAGES = Layout(tensor=2, stages=2, sequence_parallel=True)
-LAYOUTS = [Layout(1, 2), Layout(2, 1), Layout(1, 1)]  # of four ranks: two, two and four replicas
+# of four ranks: two, two, four replicas and one; the last with half a query group per tensor-parallel rank
+LAYOUTS = [Layout(1, 2), Layout(2, 1), Layout(1, 1), Layout(4, 1)]
 OTHER_PLAN = {"schedule": "terapipe", "slices": (6, 12, 2, 4)}
 # what four roundings of bf16 in another order do to losses; moments of single tensors differ by up to 0.03 per step
 LIMITS = {"fp32": 1e-5, "bf16": 3e-3}
@@ -90,11 +91,9 @@ def losses(results: list[dict[str, Any]]) -> list[float]:
     return told[0]
 
 
-def errors_of(
-    results: list[dict[str, Any]], expected: list[dict[str, Any]], when: str, expected_when: str | None = None
-) -> dict[str, float]:
-    ours = merged([result[when] for result in results])
-    return worst_errors(ours, merged([result[expected_when or when] for result in expected]))
+def errors_of(results: list[dict[str, Any]], expected: list[dict[str, Any]], when: str) -> dict[str, float]:
+    ours, theirs = (merged([result[when] for result in each]) for each in (results, expected))
+    return worst_errors(ours, theirs)
 
 
 # -- the same layout -----------------------------------------------------------------------------------------
@@ -161,10 +160,7 @@ def job_module_only(layout: Layout, training: Training, folder: str) -> dict[str
     with engine_of(layout, training) as engine:
         train(engine, data(1, first_seed=400))
         engine.load_checkpoint(folder, load_module_only=True)
-        found: dict[str, Any] = {"whole": whole_state(engine)}
-        train(engine, data(1, first_seed=900))
-        found["later"] = whole_state(engine)
-        return found
+        return {"whole": whole_state(engine)}
 
 
 def test_parameters_alone_are_loaded_by_another_number_of_stages(plain: Any) -> None:
@@ -174,8 +170,7 @@ def test_parameters_alone_are_loaded_by_another_number_of_stages(plain: Any) -> 
     )
     errors = errors_of(read, written, "whole")
     assert (errors["lp"], errors["fp32"]) == (0.0, 0.0)
-    later = errors_of(read, read, "later", "whole")
-    assert 0.0 < later["fp32"] < 0.5, "the next step starts from what was loaded"
+    assert errors["exp_avg"] > 0.1, "moments stay as they were"
 
 
 def job_refused(folder: str) -> list[str]:
@@ -286,7 +281,7 @@ def test_the_converter_as_it_is_called(universal: Any, tmp_path: Path) -> None:
         for root in (folder / "two_universal" / "zero", tmp_path / "whole" / "zero")
     )
     assert found == expected
-    assert len([file for file in found if file.name == "exp_avg_sq.pt"]) == 31
+    assert len([file for file in found if file.name == "exp_avg_sq.pt"]) == 2 * 12 + 3
 
 
 def contents_of(file: Path) -> dict[str, Any]:

@@ -193,6 +193,11 @@ def require_megatron(what: str) -> None:
         )
 
 
+def is_installed(module: str) -> bool:
+    """True where the top-level ``module`` could be imported; nothing is."""
+    return _can_be_found(module)
+
+
 def _has(module: str, *names: str) -> bool:
     """True when ``module`` imports and has ``names``; a package that fails on import counts as absent."""
     if not _can_be_found(module):

@@ -26,6 +26,7 @@ RINGS = {
     "attention": 1,
     "runtime": 2, "run": 2,
     "models": 3, "bench": 3,
+    "integrations": 3, "integrations.insertions": 0,
 }  # fmt: skip
 LAZY = ("", "cli", "__main__", "commands")  # and what is in commands: ring 0 at import, inside functions everything
 

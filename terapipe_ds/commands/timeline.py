@@ -91,15 +91,22 @@ def _merge_replica(files: dict[int, Path]) -> Timeline:
     """The timeline of one pipeline: of the ranks that hold the same stage, the lowest."""
     from terapipe_ds.timeline import Timeline
 
-    chosen: list[Timeline] = []
+    chosen: dict[int, Timeline] = {}
     taken: set[int] = set()
-    for _, file in sorted(files.items()):
+    for rank, file in sorted(files.items()):
         timeline = Timeline.load(file)
         stages = {event.stage_id for event in timeline.events}
         if not stages & taken:
-            chosen.append(timeline)
+            chosen[rank] = timeline
             taken |= stages
-    timeline = Timeline.merge(chosen)
+    others = sorted(set(files) - set(chosen))
+    if others:
+        print(
+            f"terapipe: note: ranks {', '.join(map(str, chosen))}; others hold the same stages (replicas, "
+            f"tensor-parallel ranks): {', '.join(map(str, others))}. Give their files to see them.",
+            file=sys.stderr,
+        )
+    timeline = Timeline.merge(chosen.values())
     absent = sorted(set(range(timeline.num_stages)) - taken)
     if absent:
         print(f"terapipe: note: no events of stage {', '.join(map(str, absent))}", file=sys.stderr)

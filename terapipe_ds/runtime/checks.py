@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import nn
 
-from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.integrations.insertions import problem_of_insertions
+from terapipe_ds.planner import granularity_for
+
+logger = logging.getLogger("terapipe_ds")
 
 
 def check_module(module: Any) -> None:
@@ -37,6 +43,9 @@ def problem_of_layers(engine: Any) -> str | None:
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
+    unpatched = problem_of_insertions(engine.module)
+    if unpatched is not None:
+        return unpatched
     slices = engine.terapipe_config.slices
     if slices == 1 or (isinstance(slices, tuple) and len(slices) == 1):
         return None
@@ -48,6 +57,55 @@ def problem_of_layers(engine: Any) -> str | None:
         f"{' and more' if len(names) > 4 else ''}. Only sliced_attention may do so; set terapipe.slices to 1 to train "
         "this model."
     )
+
+
+def slice_length_multiple(module: Any) -> int:
+    """Of how many tokens every slice must be a multiple: the module's attribute of that name, 1 where it has none.
+
+    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
+
+    Raises:
+        TeraPipeConfigError: it is not an integer >= 1.
+    """
+    multiple = getattr(module, "slice_length_multiple", 1)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise TeraPipeConfigError(
+            f"slice_length_multiple = {multiple!r} of {type(module).__name__}: give an integer >= 1, the number of "
+            "ranks that the tokens of a slice are divided over"
+        )
+    return multiple
+
+
+def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str | None:
+    """Why slices of these lengths cannot run; None where they can. ``what`` says where they come from."""
+    bad = [length for length in lengths if length % multiple]
+    if not bad:
+        return None
+    return (
+        f"{what} = {list(lengths)}: slices of {', '.join(map(str, dict.fromkeys(bad[:4])))} tokens are no multiples of "
+        f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
+        "many ranks). Give multiples of it, or switch sequence parallelism off."
+    )
+
+
+def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None:
+    """The same for the slices that the config lists."""
+    if not isinstance(config.slices, tuple):
+        return None
+    return problem_of_lengths("terapipe.slices", config.slices, multiple)
+
+
+def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
+    """The config with a granularity that every slice can be cut by; listed slices are taken as they are."""
+    granularity = granularity_for(config.granularity_tokens, multiple, sequence_parallel=True)
+    if granularity == config.granularity_tokens or isinstance(config.slices, tuple):
+        return config
+    if rank == 0:
+        logger.info(
+            "terapipe.granularity_tokens is raised from %d to %d: slices must be multiples of %d tokens, the model's "
+            "slice_length_multiple", config.granularity_tokens, granularity, multiple,
+        )  # fmt: skip
+    return config.model_copy(update={"granularity_tokens": granularity})
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

@@ -11,7 +11,15 @@ import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch import BatchError, SliceableTensors, as_tuple
-from terapipe_ds.runtime.header import MicroBatchShape, StageReport, agree_between_pipelines, exchange
+from terapipe_ds.runtime.checksum import checksum
+from terapipe_ds.runtime.header import (
+    DataSums,
+    MicroBatchShape,
+    StageReport,
+    TensorPeers,
+    agree_between_pipelines,
+    exchange,
+)
 
 
 @dataclass
@@ -57,6 +65,8 @@ class BatchSource:
         next_batch: DeepSpeed's ``PipelineEngine._next_batch``.
         group: the control group of the pipeline, None with one stage.
         everyone: the control group of all ranks, None where there is no other pipeline.
+        peers: the tensor-parallel ranks of this one, which must draw the same; None without tensor parallelism.
+        length_multiple: sequences must be multiples of so many tokens.
     """
 
     def __init__(
@@ -67,6 +77,8 @@ class BatchSource:
         num_stages: int,
         group: Any,
         everyone: Any = None,
+        peers: TensorPeers | None = None,
+        length_multiple: int = 1,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
@@ -75,11 +87,21 @@ class BatchSource:
         self._num_stages = num_stages
         self._group = group
         self._everyone = everyone
+        self._peers = peers
+        self._length_multiple = length_multiple
+        self._agreements: dict[str, str] = {}
         self._fingerprint = _number_of(config.fingerprint())
 
-    def also_agree_on(self, text: str) -> None:
-        """What the stages must have alike besides the config: the next header compares it."""
-        self._fingerprint = _number_of(hashlib.sha256((self._config.fingerprint() + text).encode()).hexdigest())
+    def also_agree_on(self, what: str, text: str) -> None:
+        """What the ranks must have alike besides the config: the next header compares it, and shows it where they
+        differ."""
+        self._agreements[what] = text
+        self._fingerprint = _number_of(hashlib.sha256(self._agreement().encode()).hexdigest())
+
+    def _agreement(self) -> str:
+        """For messages: everything that the fingerprint is made of."""
+        parts = {"config": self._config.fingerprint(), **self._agreements}
+        return ", ".join(f"{what} {text}" for what, text in parts.items())
 
     def draw(
         self, num_micro_batches: int, training: bool, needs_labels: bool = True
@@ -91,14 +113,28 @@ class BatchSource:
         drawn: list[DrawnMicroBatch] = []
         shapes: tuple[MicroBatchShape, ...] | None = None
         error: BaseException | None = None
+        sums = DataSums()
         try:
             drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
             if self._is_last:
                 shapes = tuple(self._shape(d) for d in drawn)
+            if self._peers is not None:
+                sums = self._sums(drawn)
         except Exception as caught:
             error = caught
-        report = StageReport(training, num_micro_batches, self._fingerprint, shapes, error)
+        report = StageReport(
+            training, num_micro_batches, self._fingerprint, shapes, error, self._agreement(), sums
+        )  # fmt: skip
         return drawn, self._agreed(report)
+
+    def _sums(self, drawn: list[DrawnMicroBatch]) -> DataSums:
+        """Of what this stage uses: the inputs on the first, the labels on the last."""
+        inputs = labels = None
+        if self._is_first:
+            inputs = checksum(tensor for each in drawn for tensor in as_tuple(each.inputs, "the inputs"))
+        if self._is_last:
+            labels = checksum(tensor for each in drawn if each.labels is not None for tensor in each.labels.tensors)
+        return DataSums(inputs, labels)
 
     def _agreed(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
         """The shapes, when all stages of this pipeline and then all pipelines can go on; an error on all otherwise."""
@@ -110,7 +146,7 @@ class BatchSource:
             shapes = exchange(report, self._group, self._num_stages)
         except Exception as caught:
             error = caught
-        agree_between_pipelines(error, report.training, self._everyone)
+        agree_between_pipelines(error, report, self._everyone, self._peers)
         return shapes
 
     def _draw_one(self, needs_labels: bool) -> DrawnMicroBatch:
@@ -150,6 +186,13 @@ class BatchSource:
         first, length = drawn.labels.deciding, drawn.labels.length
         if length == 0:
             raise BatchError(f"a batch with labels of shape {list(first.shape)} has no tokens")
+        if length % self._length_multiple:
+            raise BatchError(
+                f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
+                "each slice divides over the ranks of sequence parallelism, and the whole sequence does not. Give "
+                f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens, or switch "
+                "sequence parallelism off."
+            )
         return MicroBatchShape(rows=first.numel() // length, length=length)
 
     def slice_inputs(self, inputs: Any, length: int) -> SliceableTensors:

@@ -34,7 +34,14 @@ from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
-from terapipe_ds.runtime.checks import check_checkpointing, check_module, problem_of_layers
+from terapipe_ds.runtime.checks import (
+    check_checkpointing,
+    check_module,
+    problem_of_given_slices,
+    problem_of_layers,
+    slice_length_multiple,
+    with_multiple,
+)
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
@@ -44,7 +51,13 @@ from terapipe_ds.runtime.loss import slice_weights, weighted_loss
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
-from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, missing_loss_scale
+from terapipe_ds.runtime.stock_faults import (
+    count_every_stage_in_norm,
+    count_nothing_as_zero,
+    mark_gradients,
+    missing_loss_scale,
+    tied_copies_left_out,
+)
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.schedule.action import Action, Kind
@@ -68,10 +81,13 @@ class TeraPipeEngine(PipelineEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
         check_module(kwargs.get("model"))
+        self.slice_length_multiple = slice_length_multiple(kwargs.get("model"))
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing()
-        raise_on_every_rank(problem_of_layers(self))
+        problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)
+        raise_on_every_rank(problem_of_layers(self) or problem)
+        self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
         self._groups = make_pipeline_groups(self.grid)
         self._groups.connect(self.stage_id, torch.device(self.device))
         self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))
@@ -82,13 +98,17 @@ class TeraPipeEngine(PipelineEngine):
             self.num_stages,
             self._groups.control,
             self._groups.everyone,
+            self._groups.peers,
+            self.slice_length_multiple,
         )
+        self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
         self._store = SliceStore()
         self._watchdog = Watchdog(
             self.global_rank,
             self.stage_id,
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
+            peers=() if self._groups.peers is None else self._groups.peers.ranks,
         )
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
@@ -97,6 +117,7 @@ class TeraPipeEngine(PipelineEngine):
         self._is_last_part = self.stage_id == self.num_stages - 1
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
+        count_nothing_as_zero(self.optimizer)
         warn_of_checkpoints(self)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
@@ -110,7 +131,11 @@ class TeraPipeEngine(PipelineEngine):
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``."""
+        """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``.
+
+        Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
+        the vocabulary, where the head is divided.
+        """
         training_iterator = self.data_iterator
         try:
             with self._guarded():
@@ -150,13 +175,16 @@ class TeraPipeEngine(PipelineEngine):
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
         """From the next batch on, run sequences of ``plan.sequence_length`` tokens with this plan.
 
-        Every rank must make the same call between the same batches; a stage that does not is an error on all. For
+        Every rank must make the same call between the same batches; a rank that does not is an error on all. For
         tuning by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
 
         Args:
             schedule: the name of a schedule as well; None keeps the one that the config names.
+
+        Raises:
+            PlanError: slices that are no multiples of the module's ``slice_length_multiple``.
         """
-        self._source.also_agree_on(self._plans.use(plan, schedule))
+        self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
 
     def destroy(self) -> None:
         """Stop the watch-dog and drop keys and values, then let DeepSpeed give back what it holds."""
@@ -439,6 +467,15 @@ class TeraPipeEngine(PipelineEngine):
             before_reduce(self)
         self._exec_reduce_tied_grads()
 
+    def _optimizer_step(self, action: Action) -> None:
+        mark_gradients(self.module, self.optimizer)
+        self._exec_optimizer_step()
+
+    def clip_fp32_gradients(self) -> None:
+        """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""
+        with tied_copies_left_out(self.module):
+            super().clip_fp32_gradients()
+
     _ACTIONS = {
         Kind.LOAD: _load,
         Kind.RECV_ACTIVATION: lambda self, action: self._links.post_activation(action),
@@ -449,6 +486,6 @@ class TeraPipeEngine(PipelineEngine):
         Kind.SEND_GRAD: _send_gradients,
         Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
-        Kind.OPTIMIZER_STEP: lambda self, action: self._exec_optimizer_step(),
+        Kind.OPTIMIZER_STEP: _optimizer_step,
     }
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from terapipe_ds.runtime.header import TensorPeers
 from terapipe_ds.runtime.link import Wire
 
 
@@ -23,6 +24,14 @@ class PipelineGroups:
     gradients: Any = None
     control: Any = None
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
+    peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines with data of their own; tensor-parallel peers have the same and are one."""
+        if self.peers is not None:
+            return self.peers.num_replicas
+        return 1 if self.everyone is None else torch_dist.get_world_size() // len(self.ranks)
 
     @property
     def world(self) -> Any:
@@ -62,12 +71,20 @@ def make_pipeline_groups(grid: Any) -> PipelineGroups:
     order."""
     world = list(range(torch_dist.get_world_size()))
     everyone = torch_dist.new_group(world, backend="gloo") if len(world) > grid.pipe_parallel_size else None
-    mine = PipelineGroups(ranks=(torch_dist.get_rank(),), everyone=everyone)
+    peers = _tensor_peers(grid)
+    mine = PipelineGroups(ranks=(torch_dist.get_rank(),), everyone=everyone, peers=peers)
     if grid.pipe_parallel_size == 1:
         return mine
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         activations, gradients = torch_dist.new_group(ranks), torch_dist.new_group(ranks)
         control = torch_dist.new_group(ranks, backend="gloo")
         if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), activations, gradients, control, everyone)
+            mine = PipelineGroups(tuple(ranks), activations, gradients, control, everyone, peers)
     return mine
+
+
+def _tensor_peers(grid: Any) -> TensorPeers | None:
+    if grid.get_slice_parallel_world_size() == 1:
+        return None
+    replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+    return TensorPeers(tuple(grid.slice_group), grid.get_stage_id(), replica_id, num_replicas)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -33,15 +33,40 @@ class MicroBatchShape:
     length: int
 
 
+class DataSums(NamedTuple):
+    """Checksums of what a rank has drawn of a batch; None for what it does not draw."""
+
+    inputs: int | None = None
+    labels: int | None = None
+
+
+NOTHING_DRAWN = DataSums()
+
+
+@dataclass(frozen=True)
+class TensorPeers:
+    """The tensor-parallel ranks of one stage and one replica, which hold parts of the same layers."""
+
+    ranks: tuple[int, ...]
+    stage_id: int
+    replica_id: int
+    num_replicas: int
+
+
 @dataclass(frozen=True)
 class StageReport:
-    """One stage's part of the header. ``shapes`` is None on stages that draw no labels."""
+    """One stage's part of the header. ``shapes`` is None on stages that draw no labels.
+
+    ``agreement`` is what ``config_fingerprint`` was made of besides the config, for messages.
+    """
 
     training: bool
     num_micro_batches: int
     config_fingerprint: int
     shapes: tuple[MicroBatchShape, ...] | None
     error: BaseException | None = None
+    agreement: str = ""
+    sums: DataSums = NOTHING_DRAWN
 
     @property
     def status(self) -> Status:
@@ -92,38 +117,117 @@ def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBat
     rows = [header.tolist() for header in headers]
     if any(row[0] != Status.OK for row in rows):
         _raise_everywhere(report, group, num_stages)
-    _require_agreement(rows)
+    _require_agreement(rows, report, group)
     *_, uniform, first_rows, first_length = rows[-1]
     if uniform:
         return (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
     return _broadcast_shapes(report, group, num_stages)
 
 
-def agree_between_pipelines(error: BaseException | None, training: bool, everyone: Any) -> None:
+def agree_between_pipelines(
+    error: BaseException | None, report: StageReport, everyone: Any, peers: TensorPeers | None = None
+) -> None:
     """Raise on every rank when one pipeline cannot go on: the others would wait for it in the reduction of gradients.
 
-    A collective over ``everyone`` (gloo). Replicas whose data end at different steps all stop at the first end.
+    A collective over ``everyone`` (gloo), the only one where all is well. Replicas whose data end at different steps
+    all stop at the first end.
 
     Args:
         error: what :func:`exchange` raised in this pipeline.
+        report: what this rank gave to it.
+        peers: of this rank; None without tensor parallelism. Each of them is a pipeline of its own to DeepSpeed and
+            draws its own data, which must be the same: their layers would mix different samples without a word.
     """
-    numbers = torch.tensor([_status(error), int(training), -int(training)], dtype=torch.int64)
+    pairs = [int(report.training), report.config_fingerprint, *_said_of_data(error, report, peers)]
+    numbers = torch.tensor([_status(error), *(n for pair in pairs for n in _both_ways(pair))], dtype=torch.int64)
     torch_dist.all_reduce(numbers, op=torch_dist.ReduceOp.MAX, group=everyone)
-    worst, some_train, none_evaluates = numbers.tolist()
-    if worst == Status.OK and some_train == -none_evaluates:
+    worst, *extremes = numbers.tolist()
+    alike = [largest == -least for largest, least in zip(extremes[::2], extremes[1::2], strict=True)]
+    nobody = [largest == _UNSAID for largest in extremes[::2]]
+    if worst == Status.OK and all(same or none for same, none in zip(alike, nobody, strict=True)):
         return
-    texts: list[Any] = [None] * torch_dist.get_world_size()
-    mine = None if error is None else (_status(error), f"{type(error).__name__}: {error}")
-    torch_dist.all_gather_object(texts, mine, group=everyone)
+    said: list[Any] = [None] * torch_dist.get_world_size()
+    text = None if error is None else (_status(error), f"{type(error).__name__}: {error}")
+    mine = _Said(text, report.training, report.agreement, report.num_micro_batches, report.sums, peers)
+    torch_dist.all_gather_object(said, mine, group=everyone)
     if error is not None:
         raise error
-    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-    if not failed:
-        raise on_every_rank(BatchError("some pipelines train, others evaluate: every rank must make the same calls"))
-    if all(status == Status.EXHAUSTED for status, _ in failed.values()):
-        raise on_every_rank(StopIteration())
-    problems = sorted({text for status, text in failed.values() if status != Status.EXHAUSTED})
-    raise on_every_rank(BatchError(f"another pipeline (ranks {sorted(failed)}) cannot go on: {'; '.join(problems)}"))
+    raise on_every_rank(_what_differs(said))
+
+
+_SAME_CALLS = "Every rank must make the same calls between the same batches."
+_UNSAID = -(2**62)  # below every number and every negated one: what a rank says that has nothing to say
+
+
+def _both_ways(number: int | None) -> tuple[int, int]:
+    """A number and its negation: where all ranks say the same, the largest ones are equal but for the sign."""
+    return (_UNSAID, _UNSAID) if number is None else (number, -number)
+
+
+def _said_of_data(error: BaseException | None, report: StageReport, peers: TensorPeers | None) -> list[int | None]:
+    """For each replica: the number of micro-batches and the checksums; this rank knows those of its own replica."""
+    if peers is None:
+        return []
+    said: list[int | None] = [None] * (3 * peers.num_replicas)
+    if error is None:
+        said[3 * peers.replica_id : 3 * peers.replica_id + 3] = [report.num_micro_batches, *report.sums]
+    return said
+
+
+class _Said(NamedTuple):
+    """What a rank tells all others once something is wrong."""
+
+    error: tuple[int, str] | None
+    training: bool
+    agreement: str
+    num_micro_batches: int
+    sums: DataSums
+    peers: TensorPeers | None
+
+
+def _what_differs(said: list[_Said]) -> BaseException:
+    failed = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
+    if failed and all(status == Status.EXHAUSTED for status, _ in failed.values()):
+        return StopIteration()
+    if failed:
+        problems = sorted({text for status, text in failed.values() if status != Status.EXHAUSTED})
+        return BatchError(f"another pipeline (ranks {sorted(failed)}) cannot go on: {'; '.join(problems)}")
+    if len({one.training for one in said}) > 1:
+        return BatchError("some pipelines train, others evaluate: every rank must make the same calls")
+    if len({one.agreement for one in said}) > 1:
+        sides = _sides({rank: one.agreement for rank, one in enumerate(said)}, "ranks")
+        return BatchError(f"the ranks disagree on {sides}. {_SAME_CALLS}")
+    return _different_data(said)
+
+
+def _sides(by_place: dict[int, str], places: str) -> str:
+    """Who says what: "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+    sides: dict[str, list[int]] = {}
+    for place, text in by_place.items():
+        sides.setdefault(text, []).append(place)
+    return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
+
+
+def _different_data(said: list[_Said]) -> BatchError:
+    """Names the tensor-parallel ranks whose data differ."""
+    lines = []
+    for peers in dict.fromkeys(one.peers for one in said if one.peers is not None):
+        ones = {rank: said[rank] for rank in peers.ranks}
+        where = f"(stage {peers.stage_id}, replica {peers.replica_id})"
+        if len({one.num_micro_batches for one in ones.values()}) > 1:
+            counts = {rank: f"{one.num_micro_batches} micro-batches" for rank, one in ones.items()}
+            lines.append(f"tensor-parallel ranks {list(peers.ranks)} {where}: {_sides(counts, 'ranks')}")
+            continue
+        for what in DataSums._fields:
+            sums = {rank: f"checksum {getattr(one.sums, what) or 0:016x}" for rank, one in ones.items()}
+            if len(set(sums.values())) > 1:
+                lines.append(f"{what} of tensor-parallel ranks {list(peers.ranks)} {where}: {_sides(sums, 'ranks')}")
+    return BatchError(
+        "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:\n  "
+        + "\n  ".join(lines)
+        + "\nGive them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
+        "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
+    )
 
 
 def _status(error: BaseException | None) -> Status:
@@ -156,21 +260,21 @@ def _failure_text(stage: int, status: Status, error: str) -> str:
     return f"stage {stage} failed to draw its data: {error}"
 
 
-def _require_agreement(rows: list[list[int]]) -> None:
-    names = {
-        1: "training (1) or evaluation (0)",
-        2: "the number of micro-batches",
-        3: "the fingerprint of the terapipe section",
-    }
-    for index, name in names.items():
+def _require_agreement(rows: list[list[int]], report: StageReport, group: Any) -> None:
+    for index, name in ((1, "training (1) or evaluation (0)"), (2, "the number of micro-batches")):
         values = [row[index] for row in rows]
         if len(set(values)) > 1:
             sides = ", ".join(f"stage {stage}: {value}" for stage, value in enumerate(values))
-            raise on_every_rank(
-                BatchError(
-                    f"the stages disagree on {name}: {sides}. Every rank must make the same calls with the same config."
-                )
-            )
+            raise _disagree(f"{name}: {sides}. Every rank must make the same calls with the same config.")
+    if len({row[3] for row in rows}) > 1:
+        texts: list[Any] = [None] * len(rows)
+        torch_dist.all_gather_object(texts, report.agreement, group=group)
+        sides = _sides(dict(enumerate(texts)), "stages")
+        raise _disagree(f"{sides}. {_SAME_CALLS}")
+
+
+def _disagree(text: str) -> BaseException:
+    return on_every_rank(BatchError(f"the stages disagree on {text}"))
 
 
 def _broadcast_shapes(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBatchShape, ...]:

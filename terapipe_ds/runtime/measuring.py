@@ -47,6 +47,7 @@ class StageCosts:
     memory: PartMemory
     warning: str | None
     seconds: float
+    replica_id: int = 0
 
 
 class WorldPeers:
@@ -93,12 +94,23 @@ def measure_stage(
                 probe, points, sequence_length, num_stages=engine.num_stages,
                 num_micro_batches=engine.micro_batches, peers=peers, progress=progress,
             )  # fmt: skip
-            memory = _memory(engine, probe, lengths, specs)
+            memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
     finally:
         store.reset()
     links, message_s = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
     samples = measured.samples()
-    return StageCosts(engine.stage_id, samples, links, message_s, memory, noise_warning(samples), measured.seconds)
+    return StageCosts(
+        engine.stage_id, samples, links, message_s, memory, noise_warning(samples), measured.seconds,
+        engine.grid.get_data_parallel_rank(),
+    )  # fmt: skip
+
+
+def _all_tell_peaks(probe: StageProbe, peers: Peers) -> bool:
+    """Whether every rank can tell peaks of memory, which one with a profiler cannot; the others do without them then.
+
+    With and without peaks a slice runs another number of times, and tensor-parallel peers have to run it as often.
+    """
+    return peers.largest(0.0 if probe.tells_peaks() else 1.0) == 0.0
 
 
 def _probe(
@@ -206,11 +218,13 @@ def _wait(works: Sequence[Any]) -> None:
         work.wait()
 
 
-def _memory(engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec]) -> PartMemory:
+def _memory(
+    engine: Any, probe: StageProbe, lengths: Sequence[int], specs: dict[int, MessageSpec], with_peaks: bool
+) -> PartMemory:
     """The bytes of this stage: from a slice in the middle of the lengths, the smallest one and the whole sequence."""
     length, smallest, tokens = probe.sequence_length, lengths[0], lengths[len(lengths) // 2]
-    middle, whole = probe.slice_bytes(tokens, length - tokens), probe.slice_bytes(length, 0)
-    small, late = probe.slice_bytes(smallest, 0), probe.slice_bytes(smallest, length - smallest)
+    points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
+    middle, whole, small, late = (probe.slice_bytes(*point, with_peaks) for point in points)
     keys_bytes, grads_bytes = probe.store_bytes()
     rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)

@@ -156,6 +156,7 @@ class AutoPlanner:
         return profile_key(
             layers, module=engine.module, device=device, rows=rows, length=length,
             tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
+            slice_length_multiple=engine.slice_length_multiple,
         )  # fmt: skip
 
     def _besides_key(self) -> dict[str, Any]:

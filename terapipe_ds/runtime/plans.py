@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
@@ -56,6 +57,9 @@ class Plans:
 
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
         """Take ``plan`` for its sequence length from now on. Returns what the ranks must have alike."""
+        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)
+        if problem is not None:
+            raise PlanError(problem)
         usual = "seq1f1b" if self._config.schedule == "auto" else self._config.schedule
         self._by_hand[plan.sequence_length] = Choice(plan, schedule or usual)
         return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
@@ -74,8 +78,8 @@ class Plans:
         name = self._by_hand[longest].schedule if longest in self._by_hand else self._config.schedule
         try:
             return name, [self.plan(shape.length) for shape in shapes]
-        except ValueError as error:  # every stage knows the shapes and has the same config; other pipelines do not
-            raise on_every_rank(error) if self._groups.everyone is None else error from None
+        except ValueError as error:  # every stage knows the shapes and has the same config; other replicas do not
+            raise on_every_rank(error) if self._groups.num_replicas == 1 else error from None
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """The schedule for micro-batches of ``num_slices`` slices, proven to run."""

@@ -118,12 +118,16 @@ class StageProbe:
         """Bytes of keys and values of the whole sequence on this stage, and of their gradients."""
         return self.store.bytes_of(self.part_id, 0)
 
-    def slice_bytes(self, tokens: int, prefix: int) -> SliceBytes:
+    def tells_peaks(self) -> bool:
+        """Whether :meth:`slice_bytes` can tell peaks on this rank now."""
+        return _peak_recorder().is_available()
+
+    def slice_bytes(self, tokens: int, prefix: int, with_peaks: bool | None = None) -> SliceBytes:
         """Of the slice of ``tokens`` tokens after ``prefix`` tokens, neither keys and values nor messages in it but the
-        input that stays until B. Where nobody can tell peaks, working is 0."""
-        received = self.received_bytes(tokens)
-        watch = AcceleratorPeak if not get_accelerator().is_synchronized_device() else TensorPeak
-        if not watch.is_available():
+        input that stays until B. Without peaks (None: where they cannot be told) working is 0, and the slice runs once
+        instead of twice."""
+        received, watch = self.received_bytes(tokens), _peak_recorder()
+        if not (self.tells_peaks() if with_peaks is None else with_peaks):
             return SliceBytes(self.saved_bytes(tokens, prefix) + received, 0)
         self.backward(self.forward(tokens, prefix)[1])  # buffers of the store are taken
         with watch() as forward:
@@ -178,6 +182,10 @@ class StageProbe:
                 if tensors:
                     torch.autograd.backward(tensors, list(self._gradients[live.active.num_tokens]))
         live.outputs = live.loss = None
+
+
+def _peak_recorder() -> type[AcceleratorPeak] | type[TensorPeak]:
+    return AcceleratorPeak if not get_accelerator().is_synchronized_device() else TensorPeak
 
 
 def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:

@@ -7,9 +7,9 @@ import hashlib
 import json
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,21 +31,22 @@ class Measured:
 
 
 def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
-    """One profile of what all ranks have measured; replicas of a stage by the median."""
-    by_stage: dict[int, list[StageCosts]] = {}
-    for cost in costs:
-        by_stage.setdefault(cost.stage_id, []).append(cost)
-    stages = [by_stage[stage_id] for stage_id in sorted(by_stage)]
-    parts = [
-        PartProfile(same[0].stage_id, tuple(_median_sample(s) for s in zip(*map(_with_messages, same), strict=True)))
-        for same in stages
-    ]
-    links = [
-        dataclasses.replace(link[0], send_s=statistics.median(sample.send_s for sample in link))
-        for same in stages
-        for link in zip(*(c.links for c in same), strict=True)
-    ]
-    memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in stages)
+    """One profile of what all ranks have measured: of tensor-parallel peers the slowest, of replicas the median.
+
+    Peers run the same slice together and meet inside its layers, so it takes what the slowest of them takes; a median
+    would hide one that all others wait for. Replicas meet once per step: there the median is what is usual, and one
+    that a busy machine disturbs does not count.
+    """
+    stages: dict[int, dict[int, list[StageCosts]]] = {}
+    for cost in sorted(costs, key=lambda cost: (cost.stage_id, cost.replica_id)):
+        stages.setdefault(cost.stage_id, {}).setdefault(cost.replica_id, []).append(cost)
+    parts, links = [], []
+    for stage_id, replicas in stages.items():
+        samples = [_slowest(map(_with_messages, peers), _SAMPLE) for peers in replicas.values()]
+        parts.append(PartProfile(stage_id, tuple(_usual(samples, _SAMPLE))))
+        links += _usual([_slowest((peer.links for peer in peers), _LINK) for peers in replicas.values()], _LINK)
+    ranks = ([peer for peers in replicas.values() for peer in peers] for replicas in stages.values())
+    memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in ranks)
     return Measured(Profile(key, tuple(parts), _with_every_part(links)), memory)
 
 
@@ -59,10 +60,24 @@ def _with_messages(costs: StageCosts) -> list[CostSample]:
     ]
 
 
-def _median_sample(same: Sequence[CostSample]) -> CostSample:
-    numbers = ("forward_s", "backward_s", "forward_spread", "backward_spread")
-    medians = {name: statistics.median(getattr(sample, name) for sample in same) for name in numbers}
-    return dataclasses.replace(same[0], **medians)
+_SAMPLE = ("forward_s", "backward_s", "forward_spread", "backward_spread")
+_LINK = ("send_s",)
+_Sample = TypeVar("_Sample", CostSample, LinkSample)
+
+
+def _slowest(peers: Iterable[Sequence[_Sample]], names: Sequence[str]) -> list[_Sample]:
+    """Point by point, the largest of what tensor-parallel peers have measured."""
+    return [_merged(same, names, max) for same in zip(*peers, strict=True)]
+
+
+def _usual(replicas: Iterable[Sequence[_Sample]], names: Sequence[str]) -> list[_Sample]:
+    """Point by point, the median over the replicas."""
+    return [_merged(same, names, statistics.median) for same in zip(*replicas, strict=True)]
+
+
+def _merged(same: Sequence[_Sample], names: Sequence[str], how: Callable[[Iterable[float]], float]) -> _Sample:
+    numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
+    return dataclasses.replace(same[0], **numbers)
 
 
 def _with_every_part(links: Sequence[LinkSample]) -> tuple[LinkSample, ...]:

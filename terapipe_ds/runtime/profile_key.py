@@ -42,7 +42,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def profile_key(
     layers: Sequence[Any], *, module: Any, device: torch.device, rows: int, length: int, tensor_parallel: int = 1,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | None = None, slice_length_multiple: int = 1,
 ) -> ProfileKey:  # fmt: skip
     """The key of a profile of sequences of ``length`` tokens, ``rows`` of them in a micro-batch.
 
@@ -50,13 +50,19 @@ def profile_key(
         layers: ``describe_layers`` of every stage.
         module: of any stage, for the dtype.
         autocast: the dtype of ``torch.autocast`` where the layers run under it: other arithmetic, so another key.
+        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, and their arguments need not
+            say so: with and without it the same layers move other bytes and repeat other work.
     """
     parameter = next(module.parameters(), torch.empty(0))
     names = [kind for made_of, *_ in layers for kind, *_ in made_of]
-    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    made_of = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
+    described = list(layers)
+    if slice_length_multiple > 1:
+        made_of.append(f"slices in multiples of {slice_length_multiple} tokens")
+        described.append(made_of[-1])
     return ProfileKey(
-        model_fingerprint=hashlib.sha256(json.dumps(list(layers)).encode()).hexdigest()[:16],
-        model=", ".join(f"{count} {name}" for name, count in counts.items()),
+        model_fingerprint=hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16],
+        model=", ".join(made_of),
         device=device_name(device),
         dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
         micro_batch=rows,

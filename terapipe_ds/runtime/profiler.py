@@ -62,6 +62,8 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
         contexts.append((tokens, sequence_length - tokens))
         if (sequence_length - tokens) // 2 >= tokens:
             contexts.append((tokens, (sequence_length - tokens) // 2))
+    if not contexts and smallest < sequence_length:  # two slices, of which the second is less than a granule
+        contexts.append((sequence_length - smallest, smallest))
     return tuple(dict.fromkeys(bases + contexts))
 
 

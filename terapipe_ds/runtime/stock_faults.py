@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
@@ -13,14 +18,68 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 ``clip_grad_norm_`` count the parameters of every stage, and tied ones once.
 
     It takes parameters that are not marked as model parallel to be replicated over the whole model-parallel group,
-    stages included, and leaves those of later stages out of the norm. The other optimizers count right with and without
-    the mark.
+    stages included, and leaves those of later stages out of the norm. The other optimizers count by the tensor-parallel
+    rank, and the mark makes no difference to them. What is divided over tensor-parallel ranks counts on each of them
+    (Megatron's mark, ``tensor_model_parallel``). See also :func:`tied_copies_left_out`.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return
     for parameter in module.parameters():
         if not getattr(parameter, "ds_pipe_replicated", False):
             parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+_DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_model_parallel_parameter asks for
+
+
+@contextmanager
+def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
+    """Around DeepSpeed's fp32 ``clip_grad_norm_``, which does not know ``ds_pipe_replicated``: a tied weight that is
+    divided over tensor-parallel ranks, as a vocabulary-parallel embedding is, would count on each of its stages.
+
+    For as long as this lasts the copies (never on the first stage, where all count) look like replicated parameters.
+    """
+    copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
+    marks = [(p, name, getattr(p, name)) for p in copies for name in _DIVIDED if hasattr(p, name)]
+    for parameter, name, _ in marks:
+        setattr(parameter, name, False)
+    try:
+        yield
+    finally:
+        for parameter, name, mark in marks:
+            setattr(parameter, name, mark)
+
+
+def mark_gradients(module: nn.Module, optimizer: Any) -> None:
+    """Give gradients the marks of their parameters, before a step of ``FP16_UnfusedOptimizer``.
+
+    It hands gradients to a norm that looks for the marks of parameters. Without them tied weights count twice, and of
+    all tensor-parallel ranks only the first one's gradients count.
+    """
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            for name in ("ds_pipe_replicated", *_DIVIDED):
+                setattr(parameter.grad, name, getattr(parameter, name, False))
+
+
+def count_nothing_as_zero(optimizer: Any) -> None:
+    """Let ``BF16_Optimizer`` step on a rank where no gradient counts: it fails on the empty list.
+
+    So it is where all that a stage has is a tied copy or, on all tensor-parallel ranks but the first, replicated.
+    """
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    stock = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        found = stock(for_clipping)
+        if for_clipping or found[0]:
+            return found
+        return [torch.zeros(1, device=get_accelerator().current_device_name())], found[1]
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
 
 
 def missing_loss_scale(optimizer: Any) -> float:

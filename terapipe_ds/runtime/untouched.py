@@ -9,7 +9,7 @@ of micro-batches) is put back.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,15 +30,19 @@ def untouched(module: nn.Module, accumulates_in_fp32: bool = False) -> Iterator[
     precision may do.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        with _same_random_numbers(), _same_state(module), _stand_ins(module, accumulates_in_fp32):
+        trackers = getattr(module, "rng_trackers", ())
+        with _same_random_numbers(trackers), _same_state(module), _stand_ins(module, accumulates_in_fp32):
             yield
 
 
 @contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    accelerator, tracker = get_accelerator(), ds_checkpointing.get_cuda_rng_tracker()
+def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
+    """``trackers``: of a module that draws from states of its own, as tensor-parallel layers do for dropout; each with
+    ``get_states`` and ``set_states``, as DeepSpeed's, which is among them in any case."""
+    accelerator = get_accelerator()
+    everyone = [ds_checkpointing.get_cuda_rng_tracker(), *trackers]
     on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
-    tracked = {name: state.clone() for name, state in tracker.get_states().items()}
+    tracked = [{name: state.clone() for name, state in tracker.get_states().items()} for tracker in everyone]
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -48,7 +52,8 @@ def _same_random_numbers() -> Iterator[None]:
         torch.set_rng_state(host)
         if on_device is not None:
             accelerator.set_rng_state(on_device)
-        tracker.set_states(tracked)
+        for tracker, states in zip(everyone, tracked, strict=True):
+            tracker.set_states(states)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -80,9 +80,15 @@ class Watchdog:
     """Watches the main thread of this rank and the other ranks. One per engine; a collective to build."""
 
     def __init__(
-        self, rank: int, stage_id: int, stall_timeout_s: float, store: Any | None = None, asynchronous: bool = False
-    ) -> None:
-        """``asynchronous``: the device runs behind the host, which may wait for it anywhere, also outside a batch."""
+        self, rank: int, stage_id: int, stall_timeout_s: float, store: Any | None = None, asynchronous: bool = False,
+        peers: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            asynchronous: the device runs behind the host, which may wait for it anywhere, also outside a batch.
+            peers: this rank and those that its layers may wait for: of its tensor-parallel group, if it has one.
+        """
+        self._peers = tuple(peers)
         self._rank = rank
         self._stage_id = stage_id
         self._stall_timeout_s = stall_timeout_s
@@ -276,6 +282,11 @@ class Watchdog:
         lines = [f"no progress for {self._stall_timeout_s:g} s (terapipe.stall_timeout_s):"]
         lines += self._states()
         lines.append("Look at the ranks that wait for none of the others. If they are only slow, raise the limit.")
+        if len(self._peers) > 1:
+            lines.append(
+                f"Layers of ranks {list(self._peers)} wait for each other too (tensor parallelism), which looks like "
+                "running: where each of them stands tells which one does not come."
+            )
         return "\n".join(lines)
 
     def _end(self, text: str, doing: _Doing) -> None:

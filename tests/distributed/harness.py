@@ -36,7 +36,10 @@ GRACE_S = 1.0  # after the first failure: time for the other ranks to say why th
 LOG_TAIL_CHARS = 4000
 
 # The first engine, and the first one with ZeRO, would import torch's compiler: seconds in each rank.
-PRELOADED = ["torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.module_inject"]
+PRELOADED = [
+    "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.module_inject",
+    "terapipe_ds.models.megatron",
+]  # fmt: skip
 # Inherited by the server, thus by every rank. One thread each: a fork with OpenMP threads alive would hang.
 SERVER_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

@@ -228,8 +228,10 @@ def test_timeline_draws_one_replica_of_a_data_parallel_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     write_traces(tmp_path, 1, replicas=2)
-    text = shown(capsys, "timeline", str(tmp_path), "--out", str(tmp_path / "step.svg"))
-    assert "2 stages, makespan 6 s" in text
+    assert main(["timeline", str(tmp_path), "--out", str(tmp_path / "step.svg")]) == 0
+    said = capsys.readouterr()
+    assert "2 stages, makespan 6 s" in said.out
+    assert "note: ranks 0, 2; others hold the same stages (replicas, tensor-parallel ranks): 1, 3" in said.err
 
 
 def test_timeline_says_where_a_stage_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

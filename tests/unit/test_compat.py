@@ -236,6 +236,12 @@ def test_a_loaded_apex_without_a_path_is_not_nvidias(monkeypatch: pytest.MonkeyP
     assert not compat.has_apex()
 
 
+def test_any_package_can_be_asked_for(site: Path) -> None:
+    write(site, "some_tokenizers.__init__", "raise AssertionError('imported')")
+    assert compat.is_installed("some_tokenizers")
+    assert not compat.is_installed("no_tokenizers")
+
+
 def test_megatron_core_is_found_without_running_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)

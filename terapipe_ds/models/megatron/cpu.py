@@ -1,7 +1,7 @@
-"""What megatron-core 0.16.1 asks of a CUDA device, answered for ranks on a CPU.
+"""What megatron-core 0.16.1 takes for granted and a machine may lack: a CUDA device, Transformer Engine.
 
 It calls ``torch.cuda.current_device()`` for the place of every new tensor and keeps the states of CUDA's random
-numbers. Nothing here runs where there is a CUDA device.
+numbers; those calls are answered for ranks on a CPU, and nothing of that runs where there is a CUDA device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -39,6 +40,31 @@ def stand_in_for_cuda() -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     logger.debug("megatron-core runs on the CPU: its CUDA calls are answered by terapipe_ds")
+
+
+@functools.cache
+def stand_in_for_transformer_engine() -> None:
+    """Define what megatron-core 0.16.1 reads of Transformer Engine without asking whether it is installed.
+
+    The router of a mixture of experts asks whether a matrix product is None; ``CheckpointWithoutOutput`` (norms in
+    ``recompute_modules``) takes fp8 to be asked for whenever its argument is not None, and the default is False.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not hasattr(megatron_random, "FP8GlobalStateManager"):
+        megatron_random.FP8GlobalStateManager = _NoFp8
+        megatron_random.activation_recompute_forward = _no_fp8_context
+        megatron_random.fp8_autocast = _no_fp8_context
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 class CpuRngTracker:

@@ -6,10 +6,12 @@ No second set of groups: tensor-parallel collectives run in the grid's own group
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -34,11 +36,12 @@ def process_groups(grid: Any, config: TransformerConfig) -> ProcessGroupCollecti
         MegatronConfigError: on every rank, where grid and config or DeepSpeed's and Megatron's groups differ.
     """
     _require_everywhere(_problem(grid, config))
+    _require_everywhere(_problem_of_communicators(grid))
     tensor, alone = grid.get_slice_parallel_group(), _alone(grid)
     groups = ProcessGroupCollection(
         tp=tensor, pp=alone, cp=alone, tp_cp=tensor, ep=alone, expt_tp=tensor, tp_ep=tensor, tp_ep_pp=tensor,
         mp=grid.get_model_parallel_group(), dp=grid.get_data_parallel_group(), dp_cp=grid.get_data_parallel_group(),
-        expt_dp=grid.get_data_parallel_group(), embd=alone, pos_embd=alone,
+        expt_dp=grid.get_data_parallel_group(), embd=alone, pos_embd=alone, tp_dp_cp=tensor,
     )  # fmt: skip
     _enter(groups, grid, alone)
     return groups
@@ -80,16 +83,41 @@ def _problem(grid: Any, config: TransformerConfig) -> str | None:
 
 
 def _problem_of_members(grid: Any) -> str | None:
-    """Whether the communicators hold the ranks that the topology says."""
-    topology, rank = grid.topology(), torch_dist.get_rank()
+    """Whether the groups list the ranks that the topology says, in its order: shares of a vocabulary follow it."""
+    for axis, group, expected in _groups_of_axes(grid):
+        found = torch_dist.get_process_group_ranks(group)
+        if found != expected:
+            return _wrong_members(axis, found, expected)
+    return None
+
+
+def _problem_of_communicators(grid: Any) -> str | None:
+    """Whether those who answer in a group are who it lists. A collective over each group."""
+    device = get_accelerator().current_device_name()
+    for axis, group, expected in _groups_of_axes(grid):
+        mine = torch.tensor([torch_dist.get_rank()], device=device)
+        everyone = [torch.empty_like(mine) for _ in expected]
+        torch_dist.all_gather(everyone, mine, group=group)
+        found = torch.cat(everyone).tolist()
+        if found != expected:
+            return _wrong_members(axis, found, expected)
+    return None
+
+
+def _groups_of_axes(grid: Any) -> Iterator[tuple[str, Any, list[int]]]:
+    """The axes with this rank's group, and the ranks that it should have by the topology."""
     groups = {"model": grid.get_slice_parallel_group(), "data": grid.get_data_parallel_group(),
               "pipe": grid.get_pipe_parallel_group()}  # fmt: skip
+    rank = torch_dist.get_rank()
     for axis, group in groups.items():
-        expected = next((ranks for ranks in topology.get_axis_comm_lists(axis) if rank in ranks), [rank])
-        found = torch_dist.get_process_group_ranks(group)
-        if sorted(found) != sorted(expected):
-            return f"the {axis} group of rank {rank} holds the ranks {found}, by the topology it is {expected}"
-    return None
+        yield axis, group, next((r for r in grid.topology().get_axis_comm_lists(axis) if rank in r), [rank])
+
+
+def _wrong_members(axis: str, found: list[int], expected: list[int]) -> str:
+    return (
+        f"the {axis} group of rank {torch_dist.get_rank()} holds the ranks {found}, by the topology it is {expected}. "
+        "Leave DeepSpeed's grid the groups that it has made"
+    )
 
 
 def _problem_of_parallel_state(grid: Any) -> str | None:
@@ -116,7 +144,9 @@ _MARK = "_terapipe_entered"
 
 
 def _entered_by_us() -> bool:
-    return getattr(parallel_state, _MARK, None) is not None
+    """Whether what is there now is ours: somebody may have destroyed it and initialized it again."""
+    ours = getattr(parallel_state, _MARK, None)
+    return ours is not None and parallel_state._TENSOR_MODEL_PARALLEL_GROUP is ours
 
 
 def _enter(groups: ProcessGroupCollection, grid: Any, alone: Any) -> None:
@@ -146,7 +176,7 @@ def _enter(groups: ProcessGroupCollection, grid: Any, alone: Any) -> None:
         )
     for name, value in entries.items():
         setattr(parallel_state, name, value)
-    setattr(parallel_state, _MARK, True)
+    setattr(parallel_state, _MARK, groups.tp)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 

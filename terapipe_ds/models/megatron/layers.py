@@ -165,6 +165,8 @@ class MegatronLayer(nn.Module):
         self.blueprint, config = blueprint, blueprint.config
         with blueprint.drawn(1 + index):
             self.layer = build_module(spec, config=config, layer_number=1 + index, pg_collection=blueprint.groups)
+        if getattr(self.layer, "recompute_mlp", False):
+            self.layer.mlp.register_forward_hook(_copy_bias)
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -183,6 +185,15 @@ class MegatronLayer(nn.Module):
             return None
         shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
         return rotary(hidden.shape[0] * shared_by, offset=_first_position())
+
+
+def _copy_bias(module: nn.Module, args: Any, result: Any) -> Any:
+    """megatron-core's MLP hands its last bias on, for its sum with the residual stream. Out of a checkpoint (0.16.1)
+    this makes the parameter itself a result of the checkpoint's function, whose backward then calls itself for ever.
+    """
+    if isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[1]):
+        return result[0], result[1].clone()
+    return result
 
 
 class MegatronFinalNorm(nn.Module):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.models.megatron.checkpoints import universal_checkpoint_info
-from terapipe_ds.models.megatron.cpu import stand_in_for_cuda
+from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.gradients import (
     mark_split_parameters,
     require_equal_replicas,
@@ -64,12 +66,13 @@ class MegatronGPT(PipelineModule):
         check_config(config)
         _check_sizes(config, vocab_size, position_embedding_type)
         stand_in_for_cuda()
+        stand_in_for_transformer_engine()
         blueprint = Blueprint(
             config, vocab_size, max_sequence_length, position_embedding_type, seed=seed,
             transformer_layer_spec=transformer_layer_spec, **options,
         )  # fmt: skip
-        self.__dict__["blueprint"] = blueprint  # before nn.Module.__init__, which the base class calls
-        self.__dict__["_replicas_compared"] = False
+        self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
+        self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
         if isinstance(loss_fn, VocabParallelLoss) and blueprint.parallel_output:
             loss_fn.use_group(lambda: blueprint.groups.tp)
@@ -90,6 +93,10 @@ class MegatronGPT(PipelineModule):
         self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         super()._partition_layers(method)
 
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # or autograd would remark on this broadcast of a parameter in the first backward
+            super()._synchronize_tied_weights()
+
     def _build(self) -> None:
         super()._build()
         config = self.blueprint.config
@@ -97,6 +104,22 @@ class MegatronGPT(PipelineModule):
             layers = [layer for layer in self.forward_funcs if hasattr(layer, "recompute")]
             for layer in layers[: config.recompute_num_layers]:
                 layer.recompute = True
+
+    def forward(self, forward_input: Any) -> Any:
+        """The layers of this stage, one after the other.
+
+        Raises:
+            MegatronConfigError: with tensor parallelism under an engine that does not know of ``before_reduce``: the
+                gradients that it sums would stay partial.
+        """
+        if self.training and torch.is_grad_enabled() and active_slice() is None and self.blueprint.groups.tp.size() > 1:
+            raise MegatronConfigError(
+                "MegatronGPT with tensor parallelism is trained by DeepSpeed's own engine, which would neither sum "
+                "gradients over tensor-parallel ranks nor hand sequence-parallel activations on whole. Enable the "
+                'terapipe section of the DeepSpeed config ({"enabled": true, "slices": 1, "schedule": "1f1b"} for '
+                "whole sequences) and call terapipe_ds.initialize(), or launch with --module terapipe_ds.run"
+            )
+        return super().forward(forward_input)
 
     @property
     def slice_length_multiple(self) -> int:
@@ -111,9 +134,9 @@ class MegatronGPT(PipelineModule):
         if group.size() == 1:
             return
         sum_partial_gradients(self, self.blueprint.config, engine.optimizer, group)
-        if not self.__dict__["_replicas_compared"]:
+        if not self._replicas_compared:
             require_equal_replicas(self, engine.optimizer, group)
-            self.__dict__["_replicas_compared"] = True
+            self._replicas_compared = True
 
 
 def _topology(config: TransformerConfig) -> ProcessTopology:
@@ -140,6 +163,11 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
         raise MegatronConfigError(
             f"vocab_size={vocab_size} does not divide by tensor_model_parallel_size={tensor}: pad it to {padded} or "
             "more"
+        )
+    if config.ffn_hidden_size % tensor:
+        raise MegatronConfigError(
+            f"ffn_hidden_size={config.ffn_hidden_size} does not divide by tensor_model_parallel_size={tensor}: give a "
+            "multiple"
         )
     known = ("learned_absolute", "rope", "none")
     if positions not in known:

@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig
 
+from terapipe_ds.models.megatron.cpu import on_cpu
+
 
 class MegatronConfigError(ValueError):
     """A model or a layout that cannot be trained in token slices; the message ends with what to change."""
@@ -22,7 +24,8 @@ def check_config(config: TransformerConfig) -> None:
     Raises:
         MegatronConfigError: with every problem of the config, one per line.
     """
-    problems = [f"{text}" for applies, text in _REFUSED if applies(config)]
+    table = _REFUSED + (_REFUSED_ON_CPU if on_cpu() else ())
+    problems = [text for applies, text in table if applies(config)]
     if problems:
         raise MegatronConfigError(
             "this TransformerConfig cannot be trained in token slices:\n  " + "\n  ".join(problems)
@@ -81,6 +84,9 @@ _REFUSED: tuple[tuple[Callable[[TransformerConfig], Any], str], ...] = (
                                                                                         c.tensor_model_parallel_size),
      "expert_model_parallel_size > 1 or another expert_tensor_parallel_size: DeepSpeed's grid has no expert axis. Keep "
      "all experts on every tensor-parallel rank"),
+    (lambda c: c.num_moe_experts is not None and c.tensor_model_parallel_size > 1 and not c.sequence_parallel,
+     "num_moe_experts with tensor_model_parallel_size > 1 and no sequence_parallel: megatron-core refuses to train "
+     "that. Set sequence_parallel to True"),
     (lambda c: c.moe_token_dispatcher_type == "flex" or c.moe_enable_deepep,
      "moe_token_dispatcher_type='flex', moe_enable_deepep: dispatch over expert-parallel ranks, of which there is one"),
     # -- what follows shapes or statistics of one forward pass -------------------------------------------------------
@@ -116,4 +122,12 @@ _REFUSED: tuple[tuple[Callable[[TransformerConfig], Any], str], ...] = (
     (lambda c: c.transformer_impl == "inference_optimized", "transformer_impl='inference_optimized': for inference"),
     (lambda c: c.use_kitchen or c.quant_recipe is not None, "use_kitchen, quant_recipe: quantized layers are not "
      "supported. Leave both out"),
+)  # fmt: skip
+_REFUSED_ON_CPU: tuple[tuple[Callable[[TransformerConfig], Any], str], ...] = (
+    (lambda c: c.num_moe_experts is not None and c.moe_token_dispatcher_type == "alltoall",
+     "moe_token_dispatcher_type='alltoall': megatron-core's needs CUDA streams, and this run is on a CPU. Use "
+     "'allgather'"),
+    (lambda c: c.apply_rope_fusion or c.fused_single_qkv_rope or c.persist_layer_norm or c.masked_softmax_fusion,
+     "apply_rope_fusion, fused_single_qkv_rope, persist_layer_norm, masked_softmax_fusion: CUDA kernels, and this run "
+     "is on a CPU. Set them to False"),
 )  # fmt: skip

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 from torch import nn
 
-from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.checks import problem_of_layers
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.checks import (
+    problem_of_given_slices,
+    problem_of_layers,
+    problem_of_lengths,
+    slice_length_multiple,
+    with_multiple,
+)
 
 
 def problem(module: nn.Module, slices: Any = 4, has_moe_layers: bool = False) -> str | None:
@@ -49,3 +55,50 @@ def test_only_a_few_are_named() -> None:
 def test_experts_are_refused_whatever_the_slices() -> None:
     for slices in (1, 4):
         assert "deepspeed.moe" in str(problem(nn.Linear(4, 4), slices, has_moe_layers=True))
+
+
+class TestMultiples:
+    def test_a_module_says_what_it_needs(self) -> None:
+        module = nn.Linear(1, 1)
+        assert slice_length_multiple(module) == 1 == slice_length_multiple(None)
+        module.slice_length_multiple = 4  # type: ignore[assignment]
+        assert slice_length_multiple(module) == 4
+
+    @pytest.mark.parametrize("value", [0, -2, 1.0, "2", None, True])
+    def test_anything_but_a_positive_integer_is_refused(self, value: Any) -> None:
+        with pytest.raises(TeraPipeConfigError, match=r"slice_length_multiple = .* of SimpleNamespace: give an int"):
+            slice_length_multiple(SimpleNamespace(slice_length_multiple=value))
+
+    @pytest.mark.parametrize(
+        ("slices", "granularity_tokens", "multiple", "expected"),
+        [(4, 64, 2, 64), (4, 64, 3, 192), ("auto", 6, 4, 12), (4, 1, 8, 8), (4, 64, 1, 64), ([9, 3], 2, 3, 2)],
+    )
+    def test_the_granularity_is_raised_to_what_both_divide(
+        self, slices: Any, granularity_tokens: int, multiple: int, expected: int
+    ) -> None:
+        config = TeraPipeConfig(enabled=True, slices=slices, granularity_tokens=granularity_tokens)
+        raised = with_multiple(config, multiple, rank=0)
+        assert raised.granularity_tokens == expected
+        assert raised.model_copy(update={"granularity_tokens": granularity_tokens}) == config
+
+    def test_rank_0_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        config = TeraPipeConfig(enabled=True, slices=4, granularity_tokens=64)
+        with caplog.at_level("INFO", logger="terapipe_ds"):
+            with_multiple(config, 2, rank=0)
+            with_multiple(config, 3, rank=1)
+            assert not caplog.records
+            with_multiple(config, 3, rank=0)
+        assert "granularity_tokens is raised from 64 to 192: slices must be multiples of 3" in caplog.text
+
+    def test_lengths_that_are_no_multiples_are_named(self) -> None:
+        assert problem_of_lengths("slices", [8, 4, 12], 4) is None
+        found = problem_of_lengths("slices", [8, 6, 6, 4], 4)
+        assert found is not None and found.startswith("slices = [8, 6, 6, 4]: slices of 6 tokens are no multiples of 4")
+        assert "switch sequence parallelism off" in found
+
+    def test_only_listed_slices_can_be_wrong(self) -> None:
+        def problem_of(slices: Any) -> str | None:
+            return problem_of_given_slices(TeraPipeConfig(enabled=True, slices=slices), 2)
+
+        assert problem_of([2, 4]) is problem_of(3) is problem_of("auto") is None
+        assert "terapipe.slices = [2, 3]: slices of 3 tokens" in (problem_of([2, 3]) or "")

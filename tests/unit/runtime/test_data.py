@@ -12,7 +12,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime import data
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.data import BatchSource
-from terapipe_ds.runtime.header import MicroBatchShape, StageReport, raised_on_every_rank
+from terapipe_ds.runtime.header import DataSums, MicroBatchShape, StageReport, TensorPeers, raised_on_every_rank
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -108,6 +108,64 @@ class TestDrawing:
         one, same, other = (report.config_fingerprint for report in reports)
         assert one == same != other
         assert all(0 <= report.config_fingerprint < 2**63 for report in reports)
+
+
+    def test_what_was_agreed_on_besides_counts_as_well(self, reports: list[StageReport]) -> None:
+        for text in (None, "(9, 14)", "(9, 14)", "(14, 9)"):
+            source = of((TOKENS, TOKENS), stage_id=1, num_stages=2)
+            if text is not None:
+                source.also_agree_on("slices set by hand:", text)
+            source.draw(1, training=True)
+        without, one, same, other = (report.config_fingerprint for report in reports)
+        assert one == same and len({without, one, other}) == 3
+        assert "slices set by hand: (14, 9)" in reports[3].agreement
+
+    def test_sequences_are_multiples(self) -> None:
+        def drawn_with(multiple: int) -> Any:
+            iterator = iter([(TOKENS, TOKENS)])
+            source = BatchSource(config(), lambda: next(iterator), 0, 1, None, length_multiple=multiple)
+            return source.draw(1, training=True)
+
+        assert drawn_with(4)[1] == (MicroBatchShape(2, 12),)
+        with pytest.raises(BatchError, match=r"of 12 tokens: .*slice_length_multiple is 8, .* such as 16 tokens"):
+            drawn_with(8)
+
+
+class TestSums:
+    """What goes into the comparison of tensor-parallel ranks."""
+
+    PEERS = TensorPeers((0, 1), 0, 0, 1)
+
+    def sums(
+        self, reports: list[StageReport], batches: list[Any], stage_id: int = 0, num_stages: int = 2,
+        peers: TensorPeers | None = PEERS,
+    ) -> DataSums:  # fmt: skip
+        iterator = iter(batches)
+        source = BatchSource(config(), lambda: next(iterator), stage_id, num_stages, None, peers=peers)
+        source.draw(len(batches), training=True)
+        return reports[-1].sums
+
+    def test_the_first_stage_sums_inputs_and_the_last_one_labels(self, reports: list[StageReport]) -> None:
+        batch = [(TOKENS, TOKENS + 1)]
+        first, last = self.sums(reports, batch), self.sums(reports, batch, 1)
+        both = self.sums(reports, batch, 0, 1)
+        assert first == DataSums(both.inputs, None) and last == DataSums(None, both.labels)
+        assert None not in both and both.inputs != both.labels
+        assert self.sums(reports, batch, 1, 3) == DataSums()
+
+    def test_nothing_is_summed_without_tensor_parallelism(self, reports: list[StageReport]) -> None:
+        assert self.sums(reports, [(TOKENS, TOKENS)], peers=None) == DataSums()
+
+    def test_samples_that_change_places_show(self, reports: list[StageReport]) -> None:
+        a, b = (TOKENS, TOKENS), (TOKENS + 1, TOKENS + 1)
+        assert self.sums(reports, [a, b]) != self.sums(reports, [b, a])
+        assert self.sums(reports, [a, b]) == self.sums(reports, [a, b])
+        flipped = (TOKENS.flip(0), TOKENS)
+        assert self.sums(reports, [flipped, b]) != self.sums(reports, [a, b])
+
+    def test_every_tensor_counts(self, reports: list[StageReport]) -> None:
+        one = self.sums(reports, [((TOKENS, torch.zeros(3)), TOKENS)])
+        assert one != self.sums(reports, [((TOKENS, torch.tensor([0.0, 0.0, 1.0])), TOKENS)])
 
 
 class TestErrors:

@@ -9,7 +9,15 @@ import torch
 
 from terapipe_ds.runtime import header
 from terapipe_ds.runtime.batch import BatchError
-from terapipe_ds.runtime.header import MicroBatchShape, StageReport, Status, exchange, raised_on_every_rank
+from terapipe_ds.runtime.header import (
+    DataSums,
+    MicroBatchShape,
+    StageReport,
+    Status,
+    TensorPeers,
+    exchange,
+    raised_on_every_rank,
+)
 
 SHAPES = (MicroBatchShape(2, 12), MicroBatchShape(2, 12))
 MIXED = (MicroBatchShape(2, 12), MicroBatchShape(3, 7))
@@ -35,7 +43,11 @@ class Stages:
     def all_gather_object(self, texts: list[Any], mine: Any, group: Any) -> None:
         self.calls.append("all_gather_object")
         texts[:] = [
-            None if each.error is None else (each.status, f"{type(each.error).__name__}: {each.error}")
+            each.agreement
+            if isinstance(mine, str)
+            else None
+            if each.error is None
+            else (each.status, f"{type(each.error).__name__}: {each.error}")
             for each in self.reports
         ]
         assert mine in texts
@@ -119,11 +131,14 @@ class TestErrors:
         [
             ({"training": False}, r"training \(1\) or evaluation \(0\): stage 0: 0, stage 1: 1"),
             ({"num_micro_batches": 3}, "the number of micro-batches: stage 0: 3, stage 1: 2"),
-            ({"config_fingerprint": 5}, "the fingerprint of the terapipe section: stage 0: 5, stage 1: 77"),
+            (
+                {"config_fingerprint": 5, "agreement": "three slices"},
+                r"disagree on stages \[0\]: three slices; stages \[1\]: two slices",
+            ),
         ],
     )
     def test_stages_that_disagree(self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str) -> None:
-        results, _ = exchanged(monkeypatch, [report(**changes), report(shapes=SHAPES)])
+        results, _ = exchanged(monkeypatch, [report(**changes), report(shapes=SHAPES, agreement="two slices")])
         for error in results:
             assert raised_on_every_rank(error)
             with pytest.raises(BatchError, match=message):
@@ -146,49 +161,73 @@ class TestErrors:
 
 
 class Pipelines:
-    """Collectives over pipelines of one rank each, whose errors and modes are all known."""
+    """Collectives over ranks that are pipelines of one stage each. Every rank has to make the same calls, so one rank
+    after the other says what it has, and then all are told the outcome."""
 
     ReduceOp = torch.distributed.ReduceOp
 
-    def __init__(self, errors: list[BaseException | None], training: list[bool]) -> None:
-        self.errors, self.training = errors, training
-        self.objects = 0
+    def __init__(self, num_ranks: int) -> None:
+        self.numbers: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self.num_ranks = num_ranks
 
     def all_reduce(self, numbers: torch.Tensor, op: Any, group: Any) -> None:
         assert op == self.ReduceOp.MAX
-        modes = zip(self.errors, self.training, strict=True)
-        everyone = torch.tensor([[header._status(error), int(mode), -int(mode)] for error, mode in modes])
-        assert any(torch.equal(numbers, each) for each in everyone)
-        numbers.copy_(everyone.amax(dim=0))
+        if len(self.numbers) < self.num_ranks:
+            self.numbers.append(numbers.clone())
+            raise Collected
+        numbers.copy_(torch.stack(self.numbers).amax(dim=0))
 
     def get_world_size(self) -> int:
-        return len(self.errors)
+        return self.num_ranks
 
     def all_gather_object(self, texts: list[Any], mine: Any, group: Any) -> None:
-        self.objects += 1
-        texts[:] = [
-            None if error is None else (header._status(error), f"{type(error).__name__}: {error}")
-            for error in self.errors
-        ]
+        if len(self.objects) < self.num_ranks:
+            self.objects.append(mine)
+            raise Collected
+        texts[:] = self.objects
+
+
+class Collected(BaseException):
+    """This rank has said what it has to say."""
+
+
+Ranks = list[tuple[BaseException | None, StageReport, TensorPeers | None]]
+
+
+def said(
+    monkeypatch: pytest.MonkeyPatch, ranks: Ranks, expected_numbers: int | None = None
+) -> list[BaseException | None]:
+    """What `agree_between_pipelines` raises on each rank."""
+    pipelines = Pipelines(len(ranks))
+    monkeypatch.setattr(header, "torch_dist", pipelines)
+    raised: list[BaseException | None] = []
+    for _ in ("the numbers", "the objects, if any are asked for", "the outcome"):
+        raised = []
+        for error, mine, peers in ranks:
+            try:
+                header.agree_between_pipelines(error, mine, None, peers)
+            except Exception as caught:
+                raised.append(caught)
+            except Collected:
+                raised.append(None)
+            else:
+                raised.append(None)
+    assert len(pipelines.numbers) == len(ranks)
+    assert len({len(numbers) for numbers in pipelines.numbers}) == 1, "one size, whoever failed"
+    assert (not pipelines.objects) == all(each is None for each in raised), "one small message where all is well"
+    if expected_numbers is not None:
+        assert len(pipelines.numbers[0]) == expected_numbers
+    return raised
 
 
 def agreed(
     monkeypatch: pytest.MonkeyPatch, errors: list[BaseException | None], training: list[bool] | None = None
 ) -> list[BaseException | None]:
-    """What `agree_between_pipelines` raises in each pipeline."""
-    training = training or [True] * len(errors)
-    pipelines = Pipelines(errors, training)
-    monkeypatch.setattr(header, "torch_dist", pipelines)
-    raised: list[BaseException | None] = []
-    for error, mode in zip(errors, training, strict=True):
-        try:
-            header.agree_between_pipelines(error, mode, None)
-        except Exception as caught:
-            raised.append(caught)
-        else:
-            raised.append(None)
-    assert all(each is None for each in raised) == (pipelines.objects == 0), "one small message where all is well"
-    return raised
+    """The same for replicas that differ in their errors and modes alone."""
+    modes = training or [True] * len(errors)
+    ranks: Ranks = [(error, report(training=mode), None) for error, mode in zip(errors, modes, strict=True)]
+    return said(monkeypatch, ranks, expected_numbers=5)
 
 
 class TestPipelines:
@@ -215,3 +254,53 @@ class TestPipelines:
             assert isinstance(error, BatchError)
             assert "some pipelines train, others evaluate" in str(error)
             assert raised_on_every_rank(error)
+
+    def test_ranks_that_set_other_plans_see_both_sides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plans = ["(9, 14)", "none", "(9, 14)"]
+        ranks: Ranks = [(None, report(config_fingerprint=len(text), agreement=text), None) for text in plans]
+        for error in said(monkeypatch, ranks):
+            assert isinstance(error, BatchError) and raised_on_every_rank(error)
+            assert "ranks [0, 2]: (9, 14); ranks [1]: none" in str(error)
+
+
+PEERS = [TensorPeers((0, 1), 0, 0, 2), TensorPeers((2, 3), 0, 1, 2)]  # two replicas of two tensor-parallel ranks
+
+
+def drawn(sums: list[tuple[int | None, int | None]], **last: Any) -> Ranks:
+    """Four ranks that have drawn data with these checksums; ``last``: how the last one's report is another one."""
+    reports = [report(sums=DataSums(*each)) for each in sums[:-1]] + [report(sums=DataSums(*sums[-1]), **last)]
+    return [(None, each, PEERS[rank // 2]) for rank, each in enumerate(reports)]
+
+
+class TestTensorPeers:
+    def test_peers_with_the_same_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replicas have other data, and that is right; 0 and the largest sum are ordinary ones."""
+        ranks = drawn([(0, 5), (0, 5), (2**62 - 1, 6), (2**62 - 1, 6)])
+        assert said(monkeypatch, ranks, expected_numbers=5 + 2 * 6) == [None] * 4
+
+    @pytest.mark.parametrize("sums", [(None, 3), (4, None), (None, None)])
+    def test_what_a_stage_does_not_draw_is_not_compared(
+        self, monkeypatch: pytest.MonkeyPatch, sums: tuple[int | None, int | None]
+    ) -> None:
+        assert said(monkeypatch, drawn([sums] * 4)) == [None] * 4
+
+    @pytest.mark.parametrize(("index", "what"), [(0, "inputs"), (1, "labels")])
+    def test_peers_with_other_data(self, monkeypatch: pytest.MonkeyPatch, index: int, what: str) -> None:
+        other = (7, 9) if index == 0 else (8, 8)
+        for error in said(monkeypatch, drawn([(1, 2), (1, 2), (8, 9), other])):
+            assert isinstance(error, BatchError) and raised_on_every_rank(error)
+            _, line, last = str(error).splitlines()
+            assert line.strip().startswith(f"{what} of tensor-parallel ranks [2, 3] (stage 0, replica 1): ranks [2]")
+            assert "data-parallel rank" in last
+
+    def test_peers_with_other_numbers_of_micro_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for error in said(monkeypatch, drawn([(1, 2), (1, 2), (8, 9), (7, 9)], num_micro_batches=3)):
+            assert "ranks [2]: 2 micro-batches; ranks [3]: 3 micro-batches" in str(error)
+
+    def test_an_error_comes_before_a_comparison(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = header.on_every_rank(BatchError("bad"))
+        ranks = drawn([(1, 2), (3, 2), (8, 9), (8, 9)])
+        ranks[1] = (own, report(error=own), PEERS[0])
+        raised = said(monkeypatch, ranks)
+        assert raised[1] is own
+        assert str(raised[0]) == "another pipeline (ranks [1]) cannot go on: BatchError: bad"

@@ -1,0 +1,231 @@
+"""What the lines inserted by `patches/megatron_deepspeed.patch` call in Megatron-DeepSpeed's `pretrain_gpt.py` path.
+
+That code base runs its layers sequence first: hidden states are [T, B, hidden], queries, keys and values [T, B, H, D],
+logits [T, B, vocab]; its batches are [B, L]. Nothing of it is imported here: the inserted lines hand over what is
+needed. Without an enabled ``terapipe`` section every helper leaves upstream's own way as it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.attention import active_slice, sliced_attention
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.integrations.insertions import PATCH, PatchError
+from terapipe_ds.runtime.register import is_registered
+from terapipe_ds.runtime.register import register as _register
+
+_ATTENTION = "ParallelAttention"  # upstream's class; its instances note here that slices went through `attend`
+_ATTENDED = "_terapipe_attended"
+_COMPRESSION = "deepspeed.compression.compress"
+
+
+def register() -> None:
+    """Inserted in `pretrain_gpt.py`, where `deepspeed` has been imported and nothing is built yet."""
+    _register()
+
+
+def enabled(args: Any) -> bool:
+    """True where upstream's arguments carry a DeepSpeed config whose ``terapipe`` section is enabled.
+
+    Raises:
+        PatchError: it is, but nothing is registered: DeepSpeed's own engine would train without slices.
+    """
+    section = (getattr(args, "deepspeed_config_dict", None) or {}).get("terapipe")
+    if not isinstance(section, dict) or section.get("enabled") is not True:
+        return False
+    if not is_registered():
+        raise PatchError(
+            f"the DeepSpeed config has an enabled terapipe section, but terapipe_ds is not registered. Missing:\n"
+            f"  pretrain_gpt.py: the registration\nApply {PATCH} again, to an unchanged checkout of the commit that "
+            f"patches/README.md names (or call terapipe_ds.register() before deepspeed.initialize)."
+        )
+    return True
+
+
+def allow_missing_compression() -> None:
+    """Inserted in `megatron/training.py` before it imports `deepspeed.compression.compress`, which newer versions of
+    DeepSpeed (0.19.8) no longer have: a module in its place, whose two functions raise when they are called."""
+    try:
+        importlib.import_module(_COMPRESSION)
+    except ModuleNotFoundError:
+        stand_in = ModuleType(_COMPRESSION)
+        stand_in.init_compression = stand_in.redundancy_clean = _no_compression  # type: ignore[attr-defined]
+        sys.modules[_COMPRESSION] = stand_in
+
+
+def _no_compression(*_: Any, **__: Any) -> Any:
+    raise PatchError(
+        f"the installed DeepSpeed has no {_COMPRESSION}: remove compression_training from the DeepSpeed config"
+    )
+
+
+# -- before training -------------------------------------------------------------------------------------------------
+
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("no_pipeline_parallel", bool, "without a PipelineModule there is no pipeline to cut: leave it out"),
+    ("reset_attention_mask", bool, "sliced attention is plain causal (upstream's pipeline ignores it): leave it out"),
+    ("sequence_parallel", bool, "DeepSpeed does not sum the gradients of the norms over the tensor-parallel ranks "
+     "there, and learned positions are cut by rank: leave it out"),
+    ("ds_sequence_parallel_size", lambda size: (size or 1) > 1, "DeepSpeed's sequence parallelism cuts the sequence as "
+     "well: set it to 1"),
+    ("force_ds_sequence_parallel", bool, "DeepSpeed's sequence parallelism cuts the sequence as well: leave it out"),
+    ("ds_sequence_parallel_fpdt", bool, "FPDT cuts the sequence as well: leave it out"),
+    ("curriculum_learning_legacy", bool, "lengths that change were not tried here: remove curriculum_learning from the "
+     "DeepSpeed config"),
+    ("data_efficiency_curriculum_learning", bool, "lengths that change were not tried here: leave it out"),
+    ("random_ltd", bool, "random layer-token drop chooses among the tokens of a whole sequence: leave it out"),
+    ("num_experts", lambda experts: max(experts or [1]) > 1, "capacity and auxiliary loss of MoE layers count the "
+     "tokens of one forward pass, which slices change: set it to 1"),
+    ("num_experts_switch", lambda experts: experts is not None, "MoE layers were not tried here: leave it out"),
+    ("retro_add_retriever", bool, "retrieval attends to neighbours of whole sequences: leave it out"),
+    ("enable_zbh1_pipeline", bool, "it brings its own schedule: leave it out and choose terapipe.schedule"),
+)  # fmt: skip
+
+
+def check_arguments(args: Any) -> None:
+    """Inserted in `GPTModelPipe.__init__`: refuse what cannot be trained in slices, before anything is built.
+
+    Raises:
+        PatchError: names the argument, its value, why, and what to change.
+    """
+    if not enabled(args):
+        return
+    for name, is_refused, reason in _REFUSED:
+        value = getattr(args, name, None)
+        if is_refused(value):
+            raise PatchError(f"--{name.replace('_', '-')} ({value}) cannot be combined with terapipe: {reason}")
+    config = TeraPipeConfig.from_deepspeed(args.deepspeed_config_dict)
+    if config.sequence_dim != 1:
+        raise PatchError(
+            f"terapipe.sequence_dim is {config.sequence_dim}: upstream's batches are [batch, sequence], also where its "
+            "layers run sequence first. Set it to 1"
+        )
+    if config.sliced_inputs is not None and set(config.sliced_inputs) != {0, 1}:
+        raise PatchError(
+            f"terapipe.sliced_inputs is {list(config.sliced_inputs)}: tokens (0) and position ids (1) must be sliced, "
+            "the mask (2) must not. Set it to [0, 1] or null"
+        )
+
+
+def batch_mask(mask: Tensor, args: Any) -> Tensor:
+    """Inserted in `get_batch_pipe`: a placeholder [1] instead of the L x L mask, which no layer reads.
+
+    The engine draws all micro-batches before the first action, and hands an input that is not sliced to each slice.
+    """
+    return torch.zeros(1, dtype=torch.bool, device=mask.device) if enabled(args) else mask
+
+
+def keep_rotary(args: Any, embedding: Callable[..., Any], rotary_dim: int, num_tokens: int) -> bool:
+    """Inserted in `update_rotary_pos_emb`: put the table of positions [0, num_tokens) where the layers look for it.
+
+    ``embedding`` is upstream's `RotaryEmbedding`. False: not enabled, go on as before. Upstream's own line ends in
+    ``.to(device)``, which the list that its class returns at the patched commit does not have.
+    """
+    if not enabled(args):
+        return False
+    args.rotary_pos_emb = embedding(rotary_dim, theta=args.rope_theta)(num_tokens)
+    return True
+
+
+# -- in a batch ------------------------------------------------------------------------------------------------------
+
+
+def slicing(args: Any) -> bool:
+    """Inserted before the core attention: True while the engine runs a slice, so that `attend` takes over."""
+    if active_slice() is not None:
+        return True
+    enabled(args)  # raises where DeepSpeed's own engine runs although the section is enabled
+    return False
+
+
+def attend(
+    attention: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotary: Any,
+    args: Any,
+    fork_rng: Callable[[], AbstractContextManager[Any]],
+) -> Tensor:
+    """Core attention of `ParallelAttention` for the active slice, with rotary positions from where the slice starts.
+
+    query, key, value: [T, B, H, D]; returns [T, B, H * D]. The mask is not needed: attention is causal. Upstream's
+    ``apply_query_key_layer_scaling`` divides the scores by the layer number and multiplies them again inside the
+    softmax, so the scale is 1/sqrt(D) with and without it.
+
+    Args:
+        attention: upstream's module.
+        rotary: what upstream keeps for all L positions, or None: see `turn`.
+        fork_rng: random state of this tensor-parallel rank, whose heads need a dropout mask of their own.
+    """
+    active = active_slice()
+    assert active is not None, "attend() without an active slice; the inserted line asks slicing() first"
+    if attention.attn_mask_type.name != "causal":
+        raise PatchError(f"attention with a {attention.attn_mask_type.name} mask cannot be cut in slices, only causal")
+    setattr(attention, _ATTENDED, True)
+    if rotary is not None:
+        query, key = turn(query, rotary, active.start), turn(key, rotary, active.start)
+    dropout_p = args.attention_dropout if attention.training else 0.0
+    # not upstream's layer_number: the pipeline's layers 0 and 1 both have 1 there
+    layer = (attention.layer_number, id(attention))
+    with fork_rng() if dropout_p > 0.0 else nullcontext():
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = sliced_attention(q, k, v, layer, dropout_p=dropout_p)
+    return out.permute(2, 0, 1, 3).flatten(2).contiguous()
+
+
+def turn(x: Tensor, rotary: Tensor | Sequence[Tensor], start: int) -> Tensor:
+    """Rotary positions [start, start + T) for x [T, B, H, D] (Su et al. 2021, arXiv 2104.09864, eq. 34).
+
+    ``rotary`` is a table of positions from 0: the angles [L, 1, 1, R], or their cosines and sines, as upstream had them
+    at different times. Numbers i and i + R/2 of a head are a pair; the numbers from R on stay as they are. Upstream's
+    own function keeps one table by the *number* of tokens, the same for all slices of one length.
+    """
+    table = (rotary.cos(), rotary.sin()) if torch.is_tensor(rotary) else tuple(rotary)
+    stop = start + x.shape[0]
+    if len(table) != 2 or table[0].shape[0] < stop:
+        raise PatchError(
+            f"the slice [{start}, {stop}) needs rotary positions up to {stop}, got {len(table)} tables of "
+            f"{table[0].shape[0]} positions: train with sequences of at most --seq-length tokens"
+        )
+    cos, sin = (t[start:stop].to(x.dtype) for t in table)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    left, right = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-right, left), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def slice_weight(labels: Any) -> float:
+    """Set on `GPTModelPipe.loss_func`: the valid tokens of a slice, by which upstream divides its sum of losses.
+
+    labels: (labels, loss_mask), each [B, T], as upstream's `get_batch_pipe` gives them.
+    """
+    _, loss_mask = labels
+    return float(loss_mask.sum(dtype=torch.float64))
+
+
+def before_reduce(model: Any, engine: Any) -> None:
+    """Set on `GPTModelPipe`: before gradients are reduced, see that every attention layer of this stage took slices.
+
+    An insertion in the right function but in a branch that never runs is found here, before the first step.
+    """
+    silent = [
+        name
+        for name, module in model.named_modules()
+        if any(cls.__name__ == _ATTENTION for cls in type(module).__mro__) and not hasattr(module, _ATTENDED)
+    ]
+    if silent:
+        raise PatchError(
+            f"a batch was run in slices, but attention layers did not call sliced attention: {', '.join(silent[:4])}"
+            f"{' and more' if len(silent) > 4 else ''}. The insertion in megatron/model/transformer.py is not where it "
+            f"belongs: apply {PATCH} again, to an unchanged checkout of the commit that patches/README.md names."
+        )

@@ -1,0 +1,160 @@
+"""Mistakes that tensor parallelism invites, made on purpose. Runs inside the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
+
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
+from terapipe_ds.models.megatron import module as megatron_module
+from terapipe_ds.models.megatron.gradients import ReplicatedGradientError
+from terapipe_ds.runtime.batch import BatchError
+from tests.distributed import megatron_models
+from tests.distributed.megatron_cases import LAYOUTS, Case, Weights
+from tests.distributed.megatron_models import build_engine, build_model, load_weights, micro_batch, own_parallel_state
+
+
+def refusal(case: Case, **options: Any) -> str:
+    """What building the model says on this rank; empty where it is built."""
+    try:
+        build_model(case, **options)
+    except MegatronConfigError as error:
+        return str(error)
+    return ""
+
+
+# -- groups ---------------------------------------------------------------------------------------------------
+
+
+def job_axes(case: Case, axes: list[str]) -> str:
+    tensor, stages, data, _ = LAYOUTS[case.layout]
+    sizes = {"model": tensor, "pipe": stages, "data": data}
+    return refusal(case, topology=ProcessTopology(axes=axes, dims=[sizes[axis] for axis in axes]))
+
+
+class _OtherTensorGroup(MegatronGPT):
+    """The grid's tensor-parallel group is one of other ranks before anything looks at it."""
+
+    lies = False  # the group lists the right ranks
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        right = torch_dist.get_process_group_ranks(self._grid.slice_proc_group)
+        pairs = [[0, 2], [1, 3]]
+        groups = [torch_dist.new_group(pair) for pair in pairs]
+        [group] = [group for group, pair in zip(groups, pairs, strict=True) if torch_dist.get_rank() in pair]
+        if self.lies:
+            distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(right)}
+        self._grid.slice_proc_group = group
+        super()._partition_layers(method)
+
+
+class _LyingTensorGroup(_OtherTensorGroup):
+    lies = True
+
+
+def job_other_group(case: Case, lies: bool) -> str:
+    return refusal(case, model_class=_LyingTensorGroup if lies else _OtherTensorGroup)
+
+
+def job_parallel_state_in_another_order(case: Case, order: str, after_a_model: bool) -> str:
+    """Somebody has initialized Megatron's groups by another order, perhaps after a model of ours was built."""
+    tensor, stages, _, _ = LAYOUTS[case.layout]
+    if after_a_model:
+        assert refusal(case) == ""
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages}
+    with own_parallel_state(order=order, **sizes):
+        return refusal(case)
+
+
+@contextlib.contextmanager
+def parallel_state_of_the_user(case: Case) -> Iterator[list[str]]:
+    tensor, stages, _, _ = LAYOUTS[case.layout]
+    with own_parallel_state(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages):
+        theirs = parallel_state.get_tensor_model_parallel_group()
+        yield []
+        assert parallel_state.get_tensor_model_parallel_group() is theirs
+
+
+# -- gradients ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def errors_let_pass() -> Iterator[list[str]]:
+    """The check of replicated gradients writes down what it finds, and training goes on."""
+    caught: list[str] = []
+
+    def check(*args: Any) -> None:
+        try:
+            gradients.require_equal_replicas(*args)
+        except ReplicatedGradientError as error:
+            caught.append(str(error))
+
+    with mock.patch.object(megatron_module, "require_equal_replicas", check):
+        yield caught
+
+
+@contextlib.contextmanager
+def without_the_sum() -> Iterator[list[str]]:
+    """``before_reduce`` does not sum what ranks have in part."""
+    with mock.patch.object(megatron_module, "sum_partial_gradients", lambda *_: None):
+        with errors_let_pass() as caught:
+            yield caught
+
+
+@contextlib.contextmanager
+def without_the_sum_nor_mercy() -> Iterator[None]:
+    with mock.patch.object(megatron_module, "sum_partial_gradients", lambda *_: None):
+        yield
+
+
+@contextlib.contextmanager
+def with_an_unmarked_norm() -> Iterator[list[str]]:
+    """One norm of the second layer does not say that its gradient is partial under sequence parallelism."""
+    load = megatron_models.load_weights
+
+    def unmark_and_load(model: Any, *args: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.startswith("2.layer.pre_mlp_layernorm."):
+                parameter.sequence_parallel = False
+        load(model, *args)
+
+    with mock.patch.object(megatron_models, "load_weights", unmark_and_load), errors_let_pass() as caught:
+        yield caught
+
+
+def job_large_replica() -> str:
+    """A parameter of very many numbers, with another gradient on each rank: the limit may not grow past them."""
+    layer = torch.nn.Embedding(10_000, 1_000)
+    generator = torch.Generator().manual_seed(torch_dist.get_rank())
+    layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
+    try:
+        gradients.require_equal_replicas(layer, torch.optim.SGD(layer.parameters(), lr=1.0), torch_dist.group.WORLD)
+    except ReplicatedGradientError as error:
+        return str(error)
+    return ""
+
+
+# -- data -----------------------------------------------------------------------------------------------------
+
+
+def job_other_samples(case: Case, weights: Weights) -> str:
+    """The second tensor-parallel rank draws other samples."""
+    model = build_model(case)
+    load_weights(model, weights, case)
+    engine = build_engine(model, case)
+    try:
+        step = engine.grid.get_slice_parallel_rank()
+        engine.train_batch(iter([micro_batch(case, 0, step, index) for index in range(case.accumulation)]))
+    except BatchError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""

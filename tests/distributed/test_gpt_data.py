@@ -1,0 +1,190 @@
+"""Datasets of megatron-core on several ranks: who builds, who sees what, and what the engine makes of the batches."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds import compat
+from terapipe_ds.models.megatron_data.datasets import build_datasets
+from terapipe_ds.models.megatron_data.micro_batches import training_batches
+from terapipe_ds.models.megatron_data.needs import MegatronDataError
+from terapipe_ds.models.megatron_data.options import DataOptions
+from terapipe_ds.models.megatron_data.text_index import find_files, write_index
+from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
+from tests.distributed.engines import EXACT, Run, both, section, train
+from tests.distributed.harness import rank_pool
+from tests.distributed.tuple_models import HIDDEN_SIZE, Head, decoder, weight
+
+pytestmark = pytest.mark.skipif(not compat.has_megatron(), reason="needs megatron-core: terapipe_ds[megatron]")
+
+LENGTH = 16
+EOD = 30
+TOKENIZER = f"null:{EOD}"
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> tuple[str, str]:
+    """Two files of many short documents; the second has only tokens from 20 on."""
+    for name, first in (("a", 0), ("b", 20)):
+        lines = []
+        for i in range(40):
+            words = " ".join(str(first + (i * j + j) % (20 - first // 2)) for j in range(3 + i % 9))
+            lines.append(f'{{"text": "{words}"}}')
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+        write_index(tmp_path / name, find_files([tmp_path / f"{name}.jsonl"]), build_tokenizer(TOKENIZER))
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+def options(data_path: Any, **changes: Any) -> DataOptions:
+    return DataOptions(data_path, LENGTH, split="8,1,1", eod_mask_loss=True, reset_position_ids=True, **changes)
+
+
+def samples_on_each_rank(data_path: Any, absent: int | None = None) -> tuple[int, Any]:
+    """The number of samples, and all training samples as lists; None on the rank `absent`."""
+    rank = torch.distributed.get_rank()
+    datasets = build_datasets(options(data_path), build_tokenizer(TOKENIZER), (30, 2, 0), on_this_rank=rank != absent)
+    if rank == absent:
+        assert datasets == (None, None, None)
+        return 0, None
+    assert len(datasets.valid) >= 2
+    assert datasets.test is None
+    batches = itertools.islice(training_batches(datasets.train, 1), 30)
+    return len(datasets.train), [[t.tolist() for pair in batch for t in pair] for batch in batches]
+
+
+class TestBuilding:
+    def test_all_ranks_get_the_same_samples(self, prefixes: tuple[str, str]) -> None:
+        path = prefixes[0]
+        first, second = rank_pool(2).run(samples_on_each_rank, data_path=path)
+        assert first[0] >= 30
+        assert len({str(sample) for sample in first[1]}) > 20
+        assert second == first
+        assert rank_pool(2).run(samples_on_each_rank, data_path=path) == [first, first], "from the cache as well"
+
+    def test_a_middle_stage_takes_part_and_draws_nothing(self, prefixes: tuple[str, str]) -> None:
+        for data_path in (prefixes[0], f"3 {prefixes[0]} 1 {prefixes[1]}"):
+            first, second = rank_pool(2).run(samples_on_each_rank, data_path=data_path, absent=1)
+            assert len(first[1]) == 30
+            assert second == (0, None)
+
+    def test_blends_are_mixed_by_weight(self, prefixes: tuple[str, str]) -> None:
+        data_path = f"0.75 {prefixes[0]} 0.25 {prefixes[1]}"
+        (_, first), (_, second) = rank_pool(2).run(samples_on_each_rank, data_path=data_path)
+        assert first == second
+        from_b = sum(min(t for t in tokens[0]) >= 20 for tokens, *_ in first)
+        assert from_b in (7, 8)  # a quarter of 30
+
+    def test_a_cache_that_other_ranks_do_not_see(self, prefixes: tuple[str, str], tmp_path: Path) -> None:
+        told = rank_pool(2).run(build_with_caches_apart, data_path=prefixes[0], folder=str(tmp_path))
+        assert told[0] == ""
+        assert "give a cache path on a file system that all nodes share" in told[1]
+
+    def test_rank_0_must_build(self, prefixes: tuple[str, str]) -> None:
+        told, _ = rank_pool(2).run(build_elsewhere, data_path=prefixes[0])
+        assert "on_this_rank is False on rank 0" in told
+
+
+def build_with_caches_apart(data_path: str, folder: str) -> str:
+    cache = f"{folder}/{torch.distributed.get_rank()}"
+    try:
+        build_datasets(options(data_path, cache_path=cache), build_tokenizer(TOKENIZER), (30, 0, 0))
+    except MegatronDataError as error:
+        return str(error)
+    return ""
+
+
+def build_elsewhere(data_path: str) -> str:
+    if torch.distributed.get_rank() != 0:
+        return ""
+    try:
+        build_datasets(options(data_path), build_tokenizer(TOKENIZER), (30, 0, 0), on_this_rank=False)
+    except MegatronDataError as error:
+        return str(error)
+    return ""
+
+
+# -- training: stock engine and slices on the same micro-batches ---------------------------------------------------
+
+
+class Embedding(nn.Module):
+    """(tokens, position_ids) -> hidden, with learned positions by id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = weight(EOD + 1, HIDDEN_SIZE, seed=1)
+        self.positions = weight(LENGTH, HIDDEN_SIZE, seed=3)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, position_ids = inputs
+        return self.tokens[tokens] + self.positions[position_ids]
+
+
+class Decoder(nn.Module):
+    """Hidden states to hidden states, with sliced attention."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer = decoder(index)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden)
+
+
+class MaskedMean:
+    """Megatron's loss: the mean over what the mask leaves of a micro-batch."""
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        targets, mask = labels
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return (losses * mask).sum() / mask.double().sum()
+
+    @staticmethod
+    def slice_weight(labels: tuple[Tensor, Tensor]) -> float:
+        return float(labels[1].double().sum())
+
+
+class WrongWeight(MaskedMean):
+    """Counts tokens for labels: the comparison must see it."""
+
+    @staticmethod
+    def slice_weight(labels: tuple[Tensor, Tensor]) -> float:
+        return float(labels[1].numel())
+
+
+def layers() -> list[LayerSpec]:
+    return [LayerSpec(Embedding), LayerSpec(Decoder, 0), LayerSpec(Decoder, 1), LayerSpec(Head)]
+
+
+def train_on_dataset(data_path: str, wrong: bool) -> tuple[Run, Run, float]:
+    dataset = build_datasets(options(data_path), build_tokenizer(TOKENIZER), (8, 0, 0)).train
+    micro_batches = list(itertools.islice(training_batches(dataset, 2), 4))
+    loss_fn = WrongWeight() if wrong else MaskedMean()
+    terapipe = section(slices=[5, 1, 7, 3])
+
+    def two_steps(engine: Any) -> Run:
+        run = train(engine, [micro_batches[:2], micro_batches[2:]])
+        assert engine.global_samples == 8, "what training_batches() is to go on from"
+        return run
+
+    runs = both(two_steps, layers, terapipe, loss_fn=loss_fn)
+    return *runs, float(sum((mask == 0).sum() for _, (_, mask) in micro_batches))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_masks_and_positions_of_the_dataset_reach_loss_and_layers(prefixes: tuple[str, str], wrong: bool) -> None:
+    for stock, ours, masked in rank_pool(2).run(train_on_dataset, data_path=prefixes[0], wrong=wrong):
+        assert masked > 10
+        worst = max(
+            float((ours.gradients[step][name] - gradient).norm() / gradient.norm())
+            for step, gradients in enumerate(stock.gradients)
+            for name, gradient in gradients.items()
+        )
+        assert (worst > 1e-4) if wrong else (worst < EXACT), worst

@@ -1,0 +1,220 @@
+"""Same training: sliced Megatron layers over TP x PP x DP against megatron-core's own model, unsliced in one process.
+
+Compared are the loss of every replica and step, every gradient of all five steps (shards put together, each copy by
+itself) and the parameters after them. The default run covers every pair of values of the dimensions in
+`megatron_cases.py`; with TERAPIPE_TEST_FULL=1 the product of those that slices can get wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from tests.distributed import megatron_cases, megatron_mistakes
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.megatron_cases import CLIP_NORM, NUM_STEPS, Case, Record, violations
+from tests.distributed.megatron_models import is_gated, job_build, job_ours, job_reference
+
+CASES = megatron_cases.all_cases() if os.environ.get("TERAPIPE_TEST_FULL") == "1" else megatron_cases.default_cases()
+SEQUENCE_PARALLEL = Case(layout="tp2_pp2_sp", heads="gqa")
+
+
+@functools.cache
+def reference(case: Case) -> Record:
+    """The record of megatron-core's own model, run once for all cases that it serves."""
+    assert case == case.reference()
+    return rank_pool(1).run(job_reference, case=case)[0]
+
+
+def ours(case: Case, **options: Any) -> list[Record]:
+    initial = reference(case.reference()).initial
+    return rank_pool(case.world_size).run(job_ours, case=case, weights=initial, **options)
+
+
+def errors(case: Case, **options: Any) -> dict[str, float]:
+    return errors_of(ours(case, **options), case)
+
+
+def errors_of(run: list[Record], case: Case) -> dict[str, float]:
+    return megatron_cases.errors(run, reference(case.reference()), is_gated(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_equals_megatrons_own_model(case: Case) -> None:
+    assert not violations(errors(case), case.limits())
+
+
+FURTHER_CASES = [
+    Case(layout="one", plan="uneven", accumulation=4, tied=True),
+    Case(layout="tp2_pp2_sp", block="moe", heads="gqa", precision="fp32"),  # its router's softmax is in fp32
+    Case(layout="pp2_dp2", block="moe", tied=True, precision="fp32"),
+    Case(layout="tp2_pp2", precision="fp32", fp32_residual=True),
+]
+
+
+@pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
+def test_what_the_pairs_leave_out(case: Case) -> None:
+    assert not violations(errors(case), case.limits())
+
+
+@pytest.mark.slow
+def test_eight_processes() -> None:
+    case = Case(layout="tp2_pp2_dp2_sp", accumulation=2, heads="gqa", tied=True, labels="ignored", qk_norm=True)
+    assert not violations(errors(case), case.limits())
+
+
+def test_groups_that_the_user_has_made_by_megatron_serve_as_well() -> None:
+    case = Case(layout="tp2_pp2", heads="gqa")
+    prepare = functools.partial(megatron_mistakes.parallel_state_of_the_user, case)
+    assert not violations(errors(case, prepare=prepare), case.limits())
+
+
+class TestReference:
+    """What the comparison stands on."""
+
+    def test_fp64_is_nowhere_rounded_to_fp32(self) -> None:
+        record = reference(Case(heads="gqa", qk_norm=True, block="gelu", positions="learned").reference())
+        tensors = {**record.gradients[-1], "loss": np.array(record.losses[0])}
+        for name, value in tensors.items():
+            if np.linalg.norm(value) < 1e-12:  # a key's bias: zero but for rounding
+                continue
+            numbers = value[value != 0]
+            assert (numbers.astype(np.float32) != numbers).mean() > 0.5, name
+
+    def test_clipping_is_at_work_in_every_step(self) -> None:
+        record = reference(Case(clipping=True).reference())
+        assert len(record.norms) == NUM_STEPS
+        assert min(record.norms) > 2 * CLIP_NORM
+
+    def test_replicas_have_data_of_their_own(self) -> None:
+        record = reference(Case(layout="pp2_dp2").reference())
+        assert len({round(loss, 6) for losses in record.losses.values() for loss in losses}) == 2 * NUM_STEPS
+
+    def test_a_small_difference_is_seen(self) -> None:
+        record = reference(Case().reference())
+        name = "decoder.layers.2.self_attention.linear_qkv.weight"
+        wrong = {**record.gradients[1], name: record.gradients[1][name] * (1 + 1e-7)}
+        run = replace(record, gradients=[wrong if step == 1 else g for step, g in enumerate(record.gradients)])
+        found = megatron_cases.errors([run], record, gated=True)
+        assert found == {"loss": 0, "gradient": pytest.approx(1e-7), "parameter": 0}
+
+    def test_a_missing_parameter_is_seen(self) -> None:
+        record = reference(Case().reference())
+        last = {k: v for k, v in record.parameters.items() if k != "output_layer.weight"}
+        assert megatron_cases.errors([replace(record, parameters=last)], record, gated=True)["parameter"] == np.inf
+
+
+class TestShards:
+    """Megatron's rules of cutting, as this comparison has them."""
+
+    @pytest.mark.parametrize(
+        ("name", "gated", "rows"),
+        [
+            ("decoder.layers.0.mlp.linear_fc1.weight", True, [2, 3, 6, 7]),  # the second half of gate and of up
+            ("decoder.layers.0.mlp.linear_fc1.weight", False, [4, 5, 6, 7]),
+            ("decoder.layers.0.mlp.linear_fc1.bias", True, [2, 3, 6, 7]),
+            ("decoder.layers.0.self_attention.linear_qkv.weight", True, [4, 5, 6, 7]),  # q q k v of the second group
+            ("embedding.word_embeddings.weight", True, [4, 5, 6, 7]),
+            ("output_layer.weight", True, [4, 5, 6, 7]),
+            ("embedding.position_embeddings.weight", True, list(range(8))),
+            ("decoder.layers.0.mlp.linear_fc2.bias", True, list(range(8))),
+            ("decoder.layers.0.input_layernorm.weight", True, list(range(8))),
+        ],
+    )
+    def test_rows_of_the_second_of_two_ranks(self, name: str, gated: bool, rows: list[int]) -> None:
+        full = np.arange(8.0)[:, None] + np.array([0.0, 0.25]) if name.endswith("s.weight") else np.arange(8.0)
+        part = megatron_cases.shard(name, full, rank=1, size=2, gated=gated)
+        assert (part == full[rows]).all()
+        both = [megatron_cases.shard(name, full, rank, 2, gated) for rank in range(2)]
+        assert (megatron_cases.gather(name, both, gated) == full).all()
+
+    @pytest.mark.parametrize("name", ["self_attention.linear_proj.weight", "mlp.linear_fc2.weight"])
+    def test_columns_of_the_second_of_two_ranks(self, name: str) -> None:
+        full = np.arange(12.0).reshape(3, 4)
+        assert (megatron_cases.shard(name, full, rank=1, size=2, gated=True) == full[:, 2:]).all()
+        both = [megatron_cases.shard(name, full, rank, 2, gated=True) for rank in range(2)]
+        assert (megatron_cases.gather(name, both, gated=True) == full).all()
+
+    @pytest.mark.parametrize("block", ["swiglu", "gelu"])
+    def test_megatron_marks_what_is_cut_and_draws_the_same_weights_for_any_layout(self, block: str) -> None:
+        case = Case(layout="tp2_pp2", block=block, positions="learned")
+        [(whole, _)] = rank_pool(1).run(job_build, case=replace(case, layout="one"))
+        seen: set[str] = set()
+        results = rank_pool(4).run(job_build, case=case)
+        for record, marks in results:
+            for name, part in record.initial.items():
+                columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+                assert marks[name] == ((True, int(columns)) if megatron_cases.is_cut(name) else (False, -1)), name
+                expected = megatron_cases.shard(name, whole.initial[name], record.tensor_rank, 2, is_gated(case))
+                assert (part == expected).all(), name
+            seen |= record.initial.keys()
+        assert seen == whole.initial.keys()
+
+
+class TestMistakesAreCaught:
+    @pytest.mark.parametrize(
+        ("layout", "axes"),
+        [
+            ("tp2_pp2", ["model", "pipe", "data"]),
+            ("tp2_dp2", ["pipe", "model", "data"]),
+            ("pp2_dp2", ["data", "pipe", "model"]),
+        ],
+    )
+    def test_another_rank_order(self, layout: str, axes: list[str]) -> None:
+        texts = rank_pool(4).run(megatron_mistakes.job_axes, case=Case(layout=layout), axes=axes)
+        for text in texts:
+            assert f"(axes {axes})" in text
+            assert "Build the topology with PipeModelDataParallelTopology" in text
+
+    @pytest.mark.parametrize("lies", [False, True], ids=["by its list", "by who answers"])
+    def test_a_tensor_group_of_other_ranks(self, lies: bool) -> None:
+        texts = rank_pool(4).run(megatron_mistakes.job_other_group, case=Case(), lies=lies)
+        for text in texts:
+            assert "the model group of rank 0 holds the ranks [0, 2], by the topology it is [0, 1]" in text
+            assert "the model group of rank 3 holds the ranks [1, 3], by the topology it is [2, 3]" in text
+
+    @pytest.mark.parametrize("after_a_model", [False, True])
+    def test_a_parallel_state_in_another_order(self, after_a_model: bool) -> None:
+        texts = rank_pool(4).run(
+            megatron_mistakes.job_parallel_state_in_another_order, case=Case(), order="pp-cp-ep-dp-tp",
+            after_a_model=after_a_model,
+        )  # fmt: skip
+        for text in texts:
+            assert "parallel_state was initialized with other tensor groups: rank 0 is in [0, 2] there" in text
+
+    def test_a_missing_sum_over_sequence_parallel_ranks(self) -> None:
+        run = ours(SEQUENCE_PARALLEL, prepare=megatron_mistakes.without_the_sum)
+        for record in run:
+            [text] = record.caught
+            assert "input_layernorm.weight" in text
+        found = errors_of(run, SEQUENCE_PARALLEL)
+        assert found["gradient"] > 0.1
+        assert "parameter" in violations(found, SEQUENCE_PARALLEL.limits())
+
+    def test_a_norm_that_is_not_marked_as_sequence_parallel(self) -> None:
+        run = ours(SEQUENCE_PARALLEL, prepare=megatron_mistakes.with_an_unmarked_norm)
+        for record in run:
+            assert len(record.caught) == (1 if record.stage == 0 else 0)  # on both of its tensor-parallel ranks
+            assert all("1 of " in text and "2.layer.pre_mlp_layernorm.weight" in text for text in record.caught)
+        assert errors_of(run, SEQUENCE_PARALLEL)["gradient"] > 0.1
+
+    def test_the_check_ends_the_training(self) -> None:
+        with pytest.raises(RankFailure, match="ReplicatedGradientError"):
+            ours(SEQUENCE_PARALLEL, num_steps=1, prepare=megatron_mistakes.without_the_sum_nor_mercy)
+
+    def test_a_large_parameter_is_compared_as_well(self) -> None:
+        for text in rank_pool(2).run(megatron_mistakes.job_large_replica):
+            assert "1 of 1 parameters" in text
+
+    def test_other_samples_on_tensor_parallel_ranks(self) -> None:
+        case = Case(layout="tp2_pp2")
+        weights = reference(case.reference()).initial
+        texts = rank_pool(4).run(megatron_mistakes.job_other_samples, case=case, weights=weights)
+        assert all("tensor-parallel" in text for text in texts), texts

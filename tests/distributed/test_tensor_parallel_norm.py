@@ -1,0 +1,129 @@
+"""The gradient norm and the clipped update under tensor parallelism, against a formula over the whole gradients.
+
+What is divided counts on every tensor-parallel rank, what is replicated once, and a tied weight once, also where it is
+divided. With plain SGD a wrong norm shows in the update, which Adam would hide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+from tests.distributed import tensor_parallel as tp
+from tests.distributed.engines import batches, engine_of, relative_error, section, train
+from tests.distributed.harness import rank_pool
+from tests.distributed.test_tensor_parallel import parallel
+
+LEARNING_RATE = 0.5
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}}, "zero_allow_untested_optimizer": True}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16, ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
+
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {  # dtype, config, limit; DeepSpeed's norms are fp32
+    "fp64": ("float64", {}, 1e-6),
+    "fp32": ("float32", {}, 1e-5),
+    "fp32-zero1": ("float32", ZERO_1, 1e-5),
+    "bf16": ("bfloat16", BF16, 2e-3),
+    "bf16-zero1": ("bfloat16", {**BF16, **ZERO_1}, 2e-3),
+    "fp16-unfused": ("float16", FP16, 2e-3),
+    "fp16-fused": ("float16", FP16, 2e-3),
+    "fp16-zero1": ("float16", {**FP16, **ZERO_1}, 2e-3),
+}
+
+
+def _whole_gradients(engine: PipelineEngine, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every gradient of the model, once: shares put together, replicated and tied ones taken from one rank."""
+    grid = engine.mpu
+    place = grid.get_stage_id(), grid.get_slice_parallel_rank(), grid.get_data_parallel_rank()
+    dims = {n: getattr(p, "partition_dim", None) for n, p in engine.module.named_parameters()}
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (place, {n: (g.double(), dims[n]) for n, g in mine.items()}))
+    found: dict[str, list[tuple[int, Tensor, int | None]]] = {}
+    for (_, rank, replica_id), gradients in sorted(everyone, key=lambda each: each[0]):
+        for name, (gradient, dim) in gradients.items():
+            places = found.setdefault(name, [])
+            if replica_id == 0 and rank not in [other for other, *_ in places]:
+                places.append((rank, gradient, dim))
+    return {
+        name: parts[0][1] if parts[0][2] is None else torch.cat([part for _, part, _ in parts], dim=parts[0][2])
+        for name, parts in found.items()
+    }
+
+
+def _weights(engine: PipelineEngine) -> dict[str, Tensor]:
+    """As precise as they are kept."""
+    return {
+        n: (deepspeed.utils.safe_get_full_fp32_param(p) if hasattr(p, "_hp_mapping") else _master(engine, p)).clone()
+        for n, p in engine.module.named_parameters()
+    }
+
+
+def _master(engine: PipelineEngine, parameter: Tensor) -> Tensor:
+    groups = getattr(engine.optimizer, "fp16_groups", [])
+    for group_id, group in enumerate(groups):
+        for index, half in enumerate(group):
+            if half is parameter and hasattr(engine.optimizer, "fp32_groups"):
+                return engine.optimizer.fp32_groups[group_id][index].detach()
+    return parameter.detach()
+
+
+@contextlib.contextmanager
+def _fused(wanted: bool) -> Iterator[None]:
+    """DeepSpeed takes its fused fp16 optimizer for its own Adam only, which would have to be compiled."""
+    import deepspeed.runtime.engine as stock
+
+    usual = stock.FusedAdam
+    stock.FusedAdam = torch.optim.SGD if wanted else usual
+    try:
+        yield
+    finally:
+        stock.FusedAdam = usual
+
+
+def _norm_and_update(grid: tuple[int, int, int], kind: str, tied: bool) -> tuple[float, float, float, str]:
+    """The relative errors of the norm and of the clipped update, the norm, and the optimizer's class."""
+    dtype, changes, _ = KINDS[kind]
+    options = {**parallel(grid), **SGD, **changes}
+    data = batches(1)
+    with _fused(kind == "fp16-fused"):
+        with engine_of(tp.layers(dtype, tied), section(), **options) as engine:
+            (mine,) = train(engine, data).gradients
+            whole = _whole_gradients(engine, mine)
+        norm = float(torch.cat([gradient.flatten() for gradient in whole.values()]).norm())
+        limit = norm / 4
+        with engine_of(tp.layers(dtype, tied), section(), **options, gradient_clipping=limit) as engine:
+            before = _weights(engine)
+            train(engine, data)
+            after, found = _weights(engine), engine.get_global_grad_norm()
+            name = type(engine.optimizer).__name__
+            if found is not None and name == "FP16_UnfusedOptimizer":  # says the norm of the scaled gradients
+                found /= engine.optimizer.loss_scale_config.cur_scale
+    error = 0.0 if found is None else abs(float(found) / norm - 1)
+    steps = torch.cat([(after[n] - before[n]).double().flatten() for n in mine])
+    expected = torch.cat([-LEARNING_RATE * limit / norm * mine[n].double().flatten() for n in mine])
+    return error, relative_error(steps, expected), norm, name
+
+
+CASES = [
+    *(("tp2-pp2", (2, 1, 2), kind, True) for kind in KINDS),
+    ("tp2-pp2-untied", (2, 1, 2), "fp32", False),
+    ("tp2-dp2", (1, 2, 2), "fp32-zero1", True),
+    ("pp2-dp2", (2, 2, 1), "fp16-unfused", True),
+    ("pp4", (4, 1, 1), "bf16", True),
+]
+
+
+@pytest.mark.parametrize(("grid", "kind", "tied"), [case[1:] for case in CASES], ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_the_clipped_update_is_that_of_the_whole_gradient(
+    grid: tuple[int, int, int], kind: str, tied: bool
+) -> None:
+    limit = KINDS[kind][2]
+    for error, update, norm, name in rank_pool(4).run(_norm_and_update, grid=grid, kind=kind, tied=tied):
+        assert error <= limit and update <= 10 * limit, (error, update, norm, name)

@@ -1,0 +1,135 @@
+"""Planning under tensor parallelism: peers run the same slices as often, whatever their clocks and caches say."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from terapipe_ds.cost_profile import Profile
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import PlanResult, plan_slices
+from terapipe_ds.runtime import planning, probe, profiler
+from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.tensor_peak import TensorPeak
+from tests.distributed import tensor_parallel as tp
+from tests.distributed.engines import LENGTH, Run, batches, engine_of, section, train
+from tests.distributed.harness import rank_pool
+from tests.distributed.test_tensor_parallel import parallel
+
+AUTO = {"slices": "auto", "granularity_tokens": 8}
+GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}
+
+
+def _cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
+    """What the planner says, but several slices: a model as small as these is fastest unsliced."""
+    return dataclasses.replace(plan_slices(*arguments, **options), plan=SlicePlan((9, 13, 1)))
+
+
+def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
+    """Make something on one rank of two peers other than on the rest."""
+    if not is_disturbed:
+        return
+    if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
+        patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
+    elif how == "noisy clock":  # every second measurement seems to take an hour
+        jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
+        patch.setattr(probe, "_now_s", lambda: time.perf_counter() + next(jumps))
+    elif how == "own profiler":  # as where one rank alone is profiled: peaks cannot be told on it
+        patch.setattr(TensorPeak, "is_available", staticmethod(lambda: False))
+
+
+def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """The slices whose F and B the probe of this rank runs, in their order."""
+    ran: list[tuple[str, int, int]] = []
+    forward, backward = StageProbe._forward, StageProbe._backward
+
+    def note_forward(self: StageProbe, active: Any) -> Any:
+        ran.append(("F", active.start, active.stop))
+        return forward(self, active)
+
+    def note_backward(self: StageProbe, live: Any) -> None:
+        ran.append(("B", live.active.start, live.active.stop))
+        backward(self, live)
+
+    patch.setattr(StageProbe, "_forward", note_forward)
+    patch.setattr(StageProbe, "_backward", note_backward)
+    return ran
+
+
+def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, bool]:
+    """The plan, the slices that were measured, and whether a run with that plan as a list is the same to the bit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "plan_slices", _cut_anyway)
+        patch.setattr(profiler, "MAX_ROUNDS", 4)
+        patch.setattr(profiler, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
+        _disturb(patch, how, torch.distributed.get_rank() in disturbed)
+        ran = _recorded(patch)
+        with engine_of(tp.layers(), section(**AUTO), **parallel(grid)) as engine:
+            assert isinstance(engine, TeraPipeEngine)
+            run = train(engine, batches(2))
+            lengths = list(engine.slice_plan(LENGTH).lengths)
+    with engine_of(tp.layers(), section(slices=lengths), **parallel(grid)) as engine:
+        listed = train(engine, batches(2))
+    return lengths, ran, _same(run, listed)
+
+
+def _same(run: Run, other: Run) -> bool:
+    pairs = [(run.parameters, other.parameters), *zip(run.gradients, other.gradients, strict=True)]
+    same = all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+    return same and run.losses == other.losses and run.returned == other.returned
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [("tp2-pp2", "slow clock"), ("tp2-pp1", "own profiler"), ("tp2-pp1", "noisy clock")],
+)
+def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: str) -> None:
+    ranks, grid = GRIDS[case]
+    results = rank_pool(ranks).run(_planned, grid=grid, how=how, disturbed=[1])
+    assert [lengths for lengths, *_ in results] == [[9, 13, 1]] * ranks
+    assert len({tuple(ran) for _, ran, _ in results}) == 1, "other slices, or another order, or more rounds"
+    assert len(results[0][1]) > 50
+    assert all(same for *_, same in results)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------
+
+
+def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: int) -> tuple[int, tuple[int, ...]]:
+    """How many slices were measured, and the plan; each rank sees another folder, as on machines of their own."""
+    module_class = tp.InMultiplesOfTwo if multiple == 2 else tp.TensorParallelModule
+    usual = planning.cache_path
+    with pytest.MonkeyPatch.context() as patch:
+        own = str(Path(folder, str(torch.distributed.get_rank())))
+        patch.setattr(planning, "cache_path", lambda _, *rest: usual(own, *rest))
+        patch.setattr(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
+        ran = _recorded(patch)
+        terapipe = section(**AUTO, planner={"cache_dir": folder})
+        with engine_of(tp.layers(), terapipe, **parallel(grid, module_class)) as engine:
+            assert isinstance(engine, TeraPipeEngine)
+            train(engine, batches(1, length=24))
+            return len(ran), engine.slice_plan(24).lengths
+
+
+def test_rank_0_decides_whether_to_measure(tmp_path: Path) -> None:
+    """The second start finds the profile on rank 0 only; other grids and multiples are measured anew."""
+    ranks, grid = GRIDS["tp2-pp1"]
+    pool = rank_pool(ranks)
+    job = {"folder": str(tmp_path), "grid": grid, "multiple": 1}
+    first = pool.run(_with_cache_of_its_own, **job)
+    second = pool.run(_with_cache_of_its_own, **job)
+    assert len({ran for ran, _ in first}) == 1 and first[0][0] > 0
+    assert [ran for ran, _ in second] == [0] * ranks and len({plan for _, plan in first + second}) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    in_multiples = pool.run(_with_cache_of_its_own, **{**job, "multiple": 2})
+    assert len({ran for ran, _ in in_multiples}) == 1 and in_multiples[0][0] > 0
+    files = [path for path in tmp_path.glob("0/profile-*.json") if ".memory." not in path.name]
+    assert sorted(Profile.load(path).key.tensor_parallel for path in files) == [2, 2]

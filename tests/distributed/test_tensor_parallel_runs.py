@@ -1,0 +1,204 @@
+"""What surrounds a step under tensor parallelism: evaluation, checkpoints, traces, and ranks that fail."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.cli import main
+from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.timeline import Timeline
+from tests.distributed import harness
+from tests.distributed import tensor_parallel as tp
+from tests.distributed.engines import (
+    EXACT,
+    FP32_SCALAR,
+    LENGTH,
+    Batch,
+    batches,
+    engine_of,
+    error_of,
+    relative_error,
+    section,
+    train,
+)
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.test_tensor_parallel import parallel
+
+GRID = (2, 1, 2)
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------
+
+
+def _evaluations(engine: PipelineEngine, data: Batch) -> dict[str, Any]:
+    outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None)
+    loss, logits = engine.eval_batch(iter(data), return_logits=True)
+    plain = engine.eval_batch(iter(data))
+    own = engine.eval_batch(iter(data), bcast_loss=False)
+    trained = engine.train_batch(iter(data))
+    return {
+        "losses": [float(loss), float(plain), float(trained)],
+        "exact": float(own) if engine.is_last_stage() else None,
+        "logits": logits,
+        "outputs": outputs,
+    }
+
+
+def _evaluated() -> dict[str, Any]:
+    """Relative errors against the whole model on one rank; logits are this rank's part of the vocabulary."""
+    (data,) = batches(1)
+    with engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
+        whole = _evaluations(engine, data)
+    with engine_of(tp.layers(), section(slices=[9, 13, 1]), **parallel(GRID)) as engine:
+        ours, rank, is_last = _evaluations(engine, data), engine.mpu.get_slice_parallel_rank(), engine.is_last_stage()
+
+    def part(logits: torch.Tensor) -> torch.Tensor:
+        return logits.chunk(2, dim=-1)[rank]
+
+    pairs = zip(ours["losses"], whole["losses"], strict=True)
+    errors: dict[str, Any] = {"losses": max(relative_error(a, b) for a, b in pairs)}
+    if is_last:
+        errors["exact"] = relative_error(ours["exact"], whole["exact"])
+        errors["logits"] = error_of(ours["logits"], part(whole["logits"]))
+        errors["outputs"] = error_of(ours["outputs"], [part(each) for each in whole["outputs"]])
+    else:
+        errors["elsewhere"] = [ours["logits"], ours["outputs"]]
+    return errors
+
+
+def test_evaluation_gives_every_rank_the_loss_and_the_last_stage_its_part_of_the_logits() -> None:
+    """As with DeepSpeed's own engine, the logits are not sent to other stages."""
+    first, peer, *last = rank_pool(4).run(_evaluated)
+    assert first["losses"] <= FP32_SCALAR and peer["losses"] <= FP32_SCALAR
+    assert first["elsewhere"] == peer["elsewhere"] == [None, None]
+    for errors in last:
+        assert errors["losses"] <= FP32_SCALAR
+        assert max(errors[name] for name in ("exact", "logits", "outputs")) <= EXACT, errors
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _resumed(folder: str, changes: dict[str, Any], terapipe: dict[str, Any]) -> tuple[bool, list[str], list[str]]:
+    """Whether four steps are the same with a checkpoint, a fresh engine and another plan in between; its files, and the
+    parameters that differ."""
+    dtype, data = "bfloat16" if "bf16" in changes else "float64", batches(4)
+    options = {**parallel(GRID), **changes}
+    with engine_of(tp.layers(dtype), section(), **options) as engine:
+        through = train(engine, data)
+    with engine_of(tp.layers(dtype), section(), **options) as engine:
+        train(engine, data[:2])
+        engine.save_checkpoint(folder, tag="two", client_state={"note": "kept"})
+    with engine_of(tp.layers(dtype), terapipe, **options) as engine:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.zero_()
+        _, state = engine.load_checkpoint(folder)
+        assert state["note"] == "kept" and engine.global_steps == 2
+        after = train(engine, data[2:])
+    limit = EXACT if dtype == "float64" else 2e-2
+    wrong = [n for n, p in after.parameters.items() if relative_error(p, through.parameters[n]) > limit]
+    same = relative_error(after.returned[-1], through.returned[-1]) <= max(limit, FP32_SCALAR)
+    return same, sorted(path.name for path in Path(folder, "two").iterdir()), wrong
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}], ids=["fp64", "bf16-zero1"]
+)
+def test_a_checkpoint_of_divided_layers_goes_on_under_another_plan(changes: dict[str, Any], tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "changes": changes, "terapipe": section(slices=[9, 13, 1], schedule="terapipe")}
+    results = rank_pool(4).run(_resumed, **job)
+    assert all(same and not wrong for same, _, wrong in results), results
+    files = results[0][1]
+    for layer in range(1, 5):
+        names = [f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for rank in (0, 1)]
+        assert set(names) <= set(files), files
+    shares = [torch.load(tmp_path / "two" / f"layer_01-model_0{rank}-model_states.pt")["q"] for rank in (0, 1)]
+    assert [list(share.shape) for share in shares] == [[8, 16]] * 2 and not torch.equal(*shares)
+
+
+# -- traces ------------------------------------------------------------------------------------------------------
+
+
+def _traced(folder: str) -> None:
+    terapipe = section(slices="auto", granularity_tokens=16, trace_dir=folder)
+    with engine_of(tp.layers(), terapipe, **parallel(GRID)) as engine:
+        train(engine, batches(2))
+
+
+def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank_pool(4).run(_traced, folder=str(tmp_path))
+    files = {rank: tmp_path / f"timeline-step000002-rank{rank:04d}.json" for rank in range(4)}
+    stages = {rank: {event.stage_id for event in Timeline.load(file).events} for rank, file in files.items()}
+    assert stages == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
+    predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
+    assert main(["compare", str(predicted), str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "F0.0" in said.out and "note: ranks 0, 2; others hold the same stages" in said.err
+    picture = tmp_path / "step.svg"
+    peers = [str(files[rank]) for rank in (1, 3)]
+    assert main(["timeline", *peers, "--out", str(picture)]) == 0
+    said = capsys.readouterr()
+    assert "2 stages" in said.out and said.err == "" and picture.exists()
+
+
+# -- ranks that fail -----------------------------------------------------------------------------------------------
+
+
+class BrokenError(RuntimeError):
+    """What the faulty layer raises."""
+
+
+def _wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+def _with_a_fault(kind: str, rank: int) -> None:
+    forward = tp.DecoderLayer.forward
+
+    def faulty(self: tp.DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+        active = active_slice()
+        if active is not None and (active.micro_batch_id, active.slice_id) == (1, 1):
+            if kind == "hangs":
+                _wait_for_ever()
+            raise BrokenError("the layer is broken")
+        return forward(self, hidden)
+
+    if torch.distributed.get_rank() == rank:
+        tp.DecoderLayer.forward = faulty  # type: ignore[method-assign]
+    with engine_of(tp.layers(), section(stall_timeout_s=2 if kind == "hangs" else 60), **parallel(GRID)) as engine:
+        assert isinstance(engine, TeraPipeEngine)
+        train(engine, batches(1))
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("raises", 1), ("hangs", 2)])
+def test_a_tensor_parallel_rank_that_fails_ends_all(
+    kind: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer waits inside of a layer, the other stage for a message."""
+    monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
+    monkeypatch.setattr(harness, "GRACE_S", 20.0)
+    with pytest.raises(RankFailure) as failure:
+        rank_pool(4).run(_with_a_fault, kind=kind, rank=rank)
+    outputs = [report.output for report in failure.value.reports]
+    assert not any(report.status == "stopped" for report in failure.value.reports), "each rank ended by itself"
+    for number, output in enumerate(outputs):
+        who = f"rank {number} (stage {number // 2}) ends:"
+        assert who in output, output
+        if kind == "raises" and number != rank:
+            assert f"rank {rank} (stage {rank // 2}) failed at F1.1: BrokenError: the layer is broken" in output
+        if kind == "hangs":
+            assert "no progress for 2 s" in output and f"rank {rank}: running F1.1" in output
+    if kind == "hangs":
+        assert [number for number, output in enumerate(outputs) if "in _wait_for_ever" in output] == [rank]
+        peers = [f"Layers of ranks {ranks} wait for each other too" for ranks in ([0, 1], [2, 3])]
+        assert any(text in output for output in outputs for text in peers)

@@ -1,0 +1,254 @@
+"""The helpers that upstream's inserted lines call, against plain formulas in upstream's layout [T, B, H, D]."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terapipe_ds
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.integrations import megatron_deepspeed as helpers
+from terapipe_ds.integrations.insertions import PatchError
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+
+LENGTH, ROWS, HEADS, DIM = 13, 2, 3, 8
+PLANS = [(13,), (5, 8), (4, 4, 4, 1), (1, 6, 6)]  # slices of one length as well: a table kept by length would be wrong
+ENABLED = {"terapipe": {"enabled": True, "slices": 2}}
+
+
+class Attention(nn.Module):
+    """What `attend` reads of upstream's ParallelAttention."""
+
+    def __init__(self, layer_number: int = 1, mask: str = "causal") -> None:
+        super().__init__()
+        self.layer_number, self.attn_mask_type = layer_number, SimpleNamespace(name=mask)
+
+
+def angles(rotary_dim: int, length: int = LENGTH) -> Tensor:
+    """[L, 1, 1, R] in upstream's form: the R/2 angles twice."""
+    turns = 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    half = torch.outer(torch.arange(length, dtype=torch.float64), turns)
+    return torch.cat((half, half), -1)[:, None, None]
+
+
+def rotated(x: Tensor, rotary_dim: int) -> Tensor:
+    """Rotary positions of a whole sequence x [L, B, H, D], each pair (i, i + R/2) as one complex number."""
+    half = rotary_dim // 2
+    turns = torch.polar(torch.ones(1, dtype=torch.float64), angles(rotary_dim)[..., :half])
+    pairs = torch.complex(x[..., :half], x[..., half:rotary_dim]) * turns
+    return torch.cat((pairs.real, pairs.imag, x[..., rotary_dim:]), -1)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, rotary_dim: int) -> Tensor:
+    """Causal attention of the whole sequence, [L, B, H, D] -> [L, B, H * D]."""
+    if rotary_dim:
+        q, k = rotated(q, rotary_dim), rotated(k, rotary_dim)
+    scores = torch.einsum("tbhd,sbhd->bhts", q, k) / math.sqrt(DIM)
+    later = torch.ones(LENGTH, LENGTH).triu(1).bool()
+    weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+    return torch.einsum("bhts,sbhd->tbhd", weights, v).flatten(2)
+
+
+def drawn() -> list[Tensor]:
+    """q, k, v of two layers and the weights of a loss, [L, B, H, D] each."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(LENGTH, ROWS, HEADS, DIM, generator=generator, dtype=torch.float64) for _ in range(7)]
+
+
+def sliced(plan: Sequence[int], rotary: Any, layers: Sequence[nn.Module]) -> tuple[Tensor, list[Tensor]]:
+    """Outputs of both layers and the gradients of their inputs, forward slice by slice and back in reverse."""
+    *inputs, weights = drawn()
+    args, store, cut = SimpleNamespace(attention_dropout=0.0), SliceStore(), SlicePlan(tuple(plan))
+    ran = []
+    for index in range(cut.num_slices):
+        start, stop = cut.span(index)
+        leaves = [x[start:stop].clone().requires_grad_() for x in inputs]
+        active = ActiveSlice(start, stop, LENGTH, slice_id=index, store=store)
+        with push_slice(active):
+            outs = [
+                helpers.attend(layer, *leaves[3 * n : 3 * n + 3], rotary, args, contextlib.nullcontext)
+                for n, layer in enumerate(layers)
+            ]
+        ran.append((active, leaves, outs))
+    for active, _, outs in reversed(ran):
+        with push_slice(active.replace(mode="recompute")):
+            loss = sum((out * weights[active.start : active.stop].flatten(2) * (n + 1)).sum()
+                       for n, out in enumerate(outs))  # fmt: skip
+            torch.as_tensor(loss).backward()
+    store.release(0, 0)
+    store.assert_drained()
+    output = torch.cat([torch.stack(outs, -1) for _, _, outs in ran])
+    return output, [torch.cat([leaves[i].grad for _, leaves, _ in ran]) for i in range(6)]  # type: ignore[misc]
+
+
+def whole(rotary_dim: int) -> tuple[Tensor, list[Tensor]]:
+    *inputs, weights = drawn()
+    leaves = [x.requires_grad_() for x in inputs]
+    outs = [plain(*leaves[:3], rotary_dim), plain(*leaves[3:], rotary_dim)]
+    loss = sum((out * weights.flatten(2) * (n + 1)).sum() for n, out in enumerate(outs))
+    torch.as_tensor(loss).backward()
+    return torch.stack(outs, -1), [leaf.grad for leaf in leaves]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("rotary_dim", [0, DIM, 4])
+@pytest.mark.parametrize("form", ["angles", "cosines"])
+def test_slices_give_what_the_whole_sequence_gives(plan: tuple[int, ...], rotary_dim: int, form: str) -> None:
+    rotary: Any = None
+    if rotary_dim:
+        table = angles(rotary_dim)
+        rotary = table if form == "angles" else [table.cos(), table.sin()]
+    layers = [Attention(), Attention()]  # upstream numbers its first two layers alike
+    output, gradients = sliced(plan, rotary, layers)
+    expected, expected_gradients = whole(rotary_dim)
+    torch.testing.assert_close(output, expected.detach(), rtol=0, atol=1e-12)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-12)
+
+
+def test_positions_that_begin_again_in_each_slice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = helpers.turn
+    monkeypatch.setattr(helpers, "turn", lambda x, rotary, start: turn(x, rotary, 0))
+    output, _ = sliced((5, 8), angles(DIM), [Attention(), Attention()])
+    assert float((output - whole(DIM)[0]).detach().abs().max()) > 1e-2
+
+
+def test_upstreams_scaling_by_layer_does_not_change_the_scores() -> None:
+    """`apply_query_key_layer_scaling`: divided by the layer number before the softmax, multiplied inside."""
+    layers = [Attention(7), Attention(7)]
+    torch.testing.assert_close(sliced((5, 8), None, layers)[0], whole(0)[0].detach(), rtol=0, atol=1e-12)
+
+
+def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
+    q, k, v = drawn()[:3]
+    forks = []
+
+    @contextlib.contextmanager
+    def fork() -> Iterator[None]:
+        forks.append(torch.get_rng_state())
+        yield
+
+    attention, args = Attention(), SimpleNamespace(attention_dropout=0.5)
+    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
+        dropped = helpers.attend(attention, q, k, v, None, args, fork)
+        kept = helpers.attend(attention.eval(), q, k, v, None, args, fork)
+    assert len(forks) == 1
+    torch.testing.assert_close(kept, plain(q, k, v, 0))
+    assert not torch.allclose(dropped, kept)
+
+
+def test_other_masks_are_refused() -> None:
+    q, k, v = drawn()[:3]
+    args = SimpleNamespace(attention_dropout=0.0)
+    with push_slice(ActiveSlice(0, LENGTH, LENGTH)), pytest.raises(PatchError, match="padding mask"):
+        helpers.attend(Attention(mask="padding"), q, k, v, None, args, contextlib.nullcontext)
+
+
+def test_a_table_that_is_too_short_is_refused() -> None:
+    x = torch.zeros(4, ROWS, HEADS, DIM)
+    with pytest.raises(PatchError, match=r"\[6, 10\).*9 positions"):
+        helpers.turn(x, angles(DIM, length=9), 6)
+
+
+def test_without_a_slice_upstream_goes_on() -> None:
+    assert not helpers.slicing(SimpleNamespace(deepspeed_config_dict={}))
+    assert not helpers.slicing(SimpleNamespace())
+    with push_slice(ActiveSlice(0, 4, 8)):
+        assert helpers.slicing(SimpleNamespace(deepspeed_config_dict={}))
+
+
+def test_half_precision_stays() -> None:
+    x = torch.ones(3, ROWS, HEADS, DIM, dtype=torch.bfloat16)
+    assert helpers.turn(x, angles(DIM), 2).dtype == torch.bfloat16
+
+
+# -- loss ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [*PLANS, (3, 3, 7)], ids=str)
+def test_the_losses_of_slices_add_up_to_upstreams_loss(plan: tuple[int, ...]) -> None:
+    """Sum of the losses of tokens times their mask, over the sum of the mask, from logits [L, B, vocab]."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(LENGTH, ROWS, 11, generator=generator, dtype=torch.float64)
+    labels = torch.randint(11, (ROWS, LENGTH), generator=generator)
+    mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.4).float()
+    mask[:, :3] = 0.0  # (3, 3, 7) has a slice that counts nowhere
+
+    def loss_fn(output: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
+        losses = F.cross_entropy(output.flatten(0, 1), given[0].t().reshape(-1), reduction="none")
+        return (losses * given[1].t().reshape(-1)).sum() / given[1].sum()
+
+    cut = SlicePlan(plan)
+    both = SliceableTensors.of_labels((labels, mask), dim=1)
+    weights = slice_weights(
+        both, cut, loss_reduction="mean_valid", ignore_index=-100, slice_weight=helpers.slice_weight
+    )
+    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    spans = [cut.span(i) for i in range(cut.num_slices)]
+    shares = [
+        weighted_loss(leaf[a:b], both.part(a, b), w, loss_fn) for (a, b), w in zip(spans, weights, strict=True)
+    ]
+    total = torch.as_tensor(sum(shares))
+    expected = loss_fn(other, (labels, mask))
+    torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
+    total.backward()
+    expected.backward()
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=1e-12)
+
+
+def test_the_weight_of_a_slice_counts_its_mask() -> None:
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+    assert helpers.slice_weight((torch.zeros(2, 3), mask)) == 4.0
+
+
+# -- batch, positions, first batch -----------------------------------------------------------------------------------
+
+
+def test_the_mask_leaves_the_batch_where_enabled() -> None:
+    mask = torch.ones(1, 1, 8, 8).bool()
+    assert helpers.batch_mask(mask, SimpleNamespace(deepspeed_config_dict={"terapipe": {"enabled": False}})) is mask
+    terapipe_ds.register()
+    try:
+        assert helpers.batch_mask(mask, SimpleNamespace(deepspeed_config_dict=ENABLED)).shape == (1,)
+    finally:
+        terapipe_ds.unregister()
+
+
+def test_the_rotary_table_is_kept_where_enabled() -> None:
+    args = SimpleNamespace(deepspeed_config_dict={}, rope_theta=500.0)
+
+    def embedding(dim: int, theta: float) -> Any:
+        return lambda length: [dim, theta, length]
+
+    assert not helpers.keep_rotary(args, embedding, 6, 32)
+    args.deepspeed_config_dict = ENABLED
+    terapipe_ds.register()
+    try:
+        assert helpers.keep_rotary(args, embedding, 6, 32)
+    finally:
+        terapipe_ds.unregister()
+    assert args.rotary_pos_emb == [6, 500.0, 32]
+
+
+def test_an_attention_layer_that_no_slice_reached_stops_the_first_step() -> None:
+    ParallelAttention = type("ParallelAttention", (Attention,), {})
+    model = nn.Sequential(ParallelAttention(), ParallelAttention(), nn.Linear(2, 2))
+    q, k, v = drawn()[:3]
+    args = SimpleNamespace(attention_dropout=0.0)
+    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
+        helpers.attend(model[0], q, k, v, None, args, contextlib.nullcontext)
+    with pytest.raises(PatchError, match=r"sliced attention: 1\. .*transformer\.py"):
+        helpers.before_reduce(model, None)
+    with push_slice(ActiveSlice(0, LENGTH, LENGTH)):
+        helpers.attend(model[1], q, k, v, None, args, contextlib.nullcontext)
+    helpers.before_reduce(model, None)

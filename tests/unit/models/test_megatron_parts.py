@@ -1,0 +1,276 @@
+"""The small parts of the Megatron layers: norms, random numbers, specs, marks; each without process groups."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
+
+from terapipe_ds import compat
+from terapipe_ds.models.megatron import cpu, specs
+from terapipe_ds.models.megatron.attention import SlicedCoreAttention
+from terapipe_ds.models.megatron.cpu import CpuRngTracker
+from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
+from terapipe_ds.models.megatron.norms import TorchNorm
+from terapipe_ds.models.megatron.random import initial_weights
+
+SIZES: dict[str, Any] = {
+    "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "use_cpu_initialization": True,
+    "params_dtype": torch.float64,
+}  # fmt: skip
+
+
+def config(**changes: Any) -> TransformerConfig:
+    return TransformerConfig(**{**SIZES, **changes})
+
+
+# -- norms ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norms_are_torch_s(kind: str) -> None:
+    ours = TorchNorm(config(normalization=kind), 16, eps=1e-3)
+    theirs = getattr(nn, kind)(16, eps=1e-3, dtype=torch.float64)
+    assert dict(ours.named_parameters()).keys() == dict(theirs.named_parameters()).keys()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            mine.copy_(torch.randn(16, generator=generator))
+            other.copy_(mine)
+    hidden = torch.randn(5, 2, 16, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(ours(hidden), theirs(hidden), rtol=0, atol=0)
+
+
+def test_zero_centred_weights_start_at_zero_and_scale_by_one() -> None:
+    norm = TorchNorm(config(layernorm_zero_centered_gamma=True), 16)
+    hidden = torch.randn(3, 16, dtype=torch.float64)
+    assert norm.weight.abs().max() == 0
+    torch.testing.assert_close(norm(hidden), nn.functional.layer_norm(hidden, (16,)))
+    with torch.no_grad():
+        norm.weight.fill_(1.0)
+    torch.testing.assert_close(norm(hidden), 2 * nn.functional.layer_norm(hidden, (16,)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_norm_parameters_say_whether_their_gradients_are_partial(sequence_parallel: bool) -> None:
+    shape = config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+    norm = TorchNorm(shape, 16)
+    partial = {name for name, p in norm.named_parameters() if is_partial(name, p, shape)}
+    assert partial == ({"weight", "bias"} if sequence_parallel else set())
+
+
+def test_a_wide_residual_stream_comes_out_in_the_dtype_of_the_parameters() -> None:
+    norm = TorchNorm(config(params_dtype=torch.bfloat16), 16)
+    hidden = torch.randn(3, 16)
+    out = norm(hidden)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, nn.functional.layer_norm(hidden, (16,), eps=1e-5).bfloat16(), rtol=0, atol=0)
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    shape = config()
+    shape.normalization = "L2Norm"
+    with pytest.raises(ValueError, match="LayerNorm or RMSNorm"):
+        TorchNorm(shape, 16)
+
+
+# -- partial gradients ---------------------------------------------------------------------------------------
+
+
+def test_gradients_of_query_and_key_norms_count_the_rank_s_heads_only() -> None:
+    shape = config(tensor_model_parallel_size=2)
+    parameter = nn.Parameter(torch.zeros(4))
+    assert is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
+    assert is_partial("1.layer.self_attention.k_layernorm.weight", parameter, shape)
+    assert not is_partial("1.layer.input_layernorm.weight", parameter, shape)
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    assert not is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
+
+
+def test_a_plain_optimizer_reads_grad_and_nothing_else() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    read = gradient_reader(torch.optim.SGD([parameter], lr=0.1))
+    assert read(parameter) is None
+    parameter.grad_accum = torch.full((2,), 2.0)  # type: ignore[attr-defined]
+    assert read(parameter) is None
+    parameter.grad = torch.ones(2)
+    assert read(parameter) is parameter.grad
+
+
+def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="ZeRO stage 0 or 1"):
+        gradient_reader(object.__new__(DeepSpeedZeroOptimizer_Stage3))
+
+
+# -- random numbers ------------------------------------------------------------------------------------------
+
+
+def test_a_fork_draws_from_its_own_state_and_leaves_the_default_one() -> None:
+    tracker = CpuRngTracker()
+    tracker.add("model-parallel-rng", 7)
+    torch.manual_seed(1)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    with tracker.fork():
+        first = torch.rand(3)
+    with tracker.fork():
+        second = torch.rand(3)
+    assert torch.equal(torch.rand(2), expected)
+    torch.manual_seed(7)
+    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
+
+
+def test_unknown_and_repeated_states_are_errors() -> None:
+    tracker = CpuRngTracker()
+    with pytest.raises(ValueError, match="seed_dropout"), tracker.fork():
+        pass
+    tracker.add("a", 1)
+    with pytest.raises(ValueError, match="exists already"):
+        tracker.add("a", 2)
+
+
+def test_recompute_replays_the_numbers_of_both_states() -> None:
+    cpu.stand_in_for_cuda()
+    tracker = megatron_random.get_cuda_rng_tracker()
+    assert isinstance(tracker, CpuRngTracker)
+    tracker.reset()
+    tracker.add("model-parallel-rng", 3)
+    drawn: list[torch.Tensor] = []
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            inside = torch.rand(4)
+        drawn.append(torch.cat([inside, torch.rand(4)]))
+        return hidden * drawn[-1].sum()
+
+    hidden = torch.ones(1, requires_grad=True)
+    out = megatron_random.checkpoint(layer, False, hidden)
+    torch.rand(5)
+    with tracker.fork():
+        torch.rand(5)
+    out.backward()
+    assert len(drawn) == 2 and torch.equal(drawn[0], drawn[1])
+    assert hidden.grad is not None and hidden.grad.item() == pytest.approx(drawn[0].sum().item())
+
+
+def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
+    cpu.stand_in_for_cuda()
+    tracker = megatron_random.get_cuda_rng_tracker()
+
+    def draw(seed: int, layer: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        with initial_weights(seed, layer, rank):
+            with tracker.fork():
+                split = torch.rand(3)
+            return torch.rand(3), split
+
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    whole, split = draw(1, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(10)
+    again, split_again = draw(1, 2)
+    assert torch.equal(whole, again) and torch.equal(split, split_again)
+    assert not torch.equal(whole, draw(1, 3)[0]) and not torch.equal(whole, draw(2, 2)[0])
+    other_whole, other_split = draw(1, 2, rank=1)
+    assert torch.equal(whole, other_whole) and not torch.equal(split, other_split)
+
+
+# -- specs ---------------------------------------------------------------------------------------------------
+
+
+def test_each_layer_has_our_attention_and_torch_norms() -> None:
+    built = specs.layer_specs(config(normalization="RMSNorm", qk_layernorm=True))
+    assert len(built) == 4
+    for spec in built:
+        attention = spec.submodules.self_attention.submodules
+        assert attention.core_attention is SlicedCoreAttention
+        norms = [spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm,
+                 attention.q_layernorm, attention.k_layernorm]  # fmt: skip
+        assert norms == [TorchNorm] * 4
+
+
+def test_experts_stand_where_the_frequency_says() -> None:
+    shape = config(num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none",
+                   add_bias_linear=False)  # fmt: skip
+    assert [spec.submodules.mlp.module is MoELayer for spec in specs.layer_specs(shape)] == [False, True, False, True]
+
+
+def test_the_given_spec_is_copied_not_changed() -> None:
+    given = get_gpt_layer_local_spec()
+    ours = specs.with_sliced_attention(given, config())
+    assert given.submodules.self_attention.submodules.core_attention is DotProductAttention
+    assert ours.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
+
+
+def test_a_spec_without_self_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="core_attention"):
+        specs.with_sliced_attention(ModuleSpec(module=IdentityOp), config())
+
+
+def test_transformer_engine_and_apex_are_taken_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(compat, "has_apex", lambda: True)
+    assert specs.norm_class(config(transformer_impl="local")) is TorchNorm
+    assert not specs.uses_transformer_engine(config(transformer_impl="transformer_engine"))
+    monkeypatch.setattr(specs, "on_cpu", lambda: False)
+    assert specs.uses_transformer_engine(config(transformer_impl="transformer_engine"))
+    assert not specs.uses_transformer_engine(config(transformer_impl="local"))
+    assert specs.norm_class(config(transformer_impl="local")) is specs.FusedLayerNorm
+    assert specs.norm_class(config(transformer_impl="local", normalization="RMSNorm")) is TorchNorm
+    monkeypatch.setattr(compat, "has_apex", lambda: False)
+    assert specs.norm_class(config(transformer_impl="local")) is TorchNorm
+
+
+# -- attention -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["attention_mask", "attention_bias", "packed_seq_params"])
+def test_masks_biases_and_packing_are_refused(argument: str) -> None:
+    attention = SlicedCoreAttention(config(), layer_number=1)
+    heads = torch.randn(3, 1, 4, 4)
+    with pytest.raises(ValueError, match=argument):
+        attention(heads, heads, heads, **{argument: torch.ones(1)})
+
+
+def test_cross_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="self-attention"):
+        SlicedCoreAttention(config(), layer_number=1, attention_type="cross")
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    attention = SlicedCoreAttention(config(attention_dropout=0.0), layer_number=1, softmax_scale=scale)
+    query = torch.randn(5, 2, 4, 4, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(5, 2, 2, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    out = attention(query, key, value)
+    wanted = torch.empty(5, 2, 16, dtype=torch.float64)
+    for token in range(5):
+        for row in range(2):
+            for head in range(4):
+                scores = key[: token + 1, row, head // 2] @ query[token, row, head] * (scale or 0.5)
+                weighted = scores.softmax(0) @ value[: token + 1, row, head // 2]
+                wanted[token, row, 4 * head : 4 * head + 4] = weighted
+    torch.testing.assert_close(out, wanted)
+
+
+# -- the extra -----------------------------------------------------------------------------------------------
+
+
+def test_without_megatron_core_the_import_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("terapipe_ds.models.megatron")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(compat, "has_megatron", lambda: False)
+    with pytest.raises(ImportError, match=r"terapipe_ds\[megatron\]") as caught:
+        import terapipe_ds.models.megatron  # noqa: F401
+    assert isinstance(caught.value, compat.CompatError)

@@ -1,0 +1,94 @@
+"""How what the ranks have measured becomes one profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terapipe_ds.cost_profile import CostSample, LinkSample, Profile, ProfileKey
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.measuring import StageCosts
+from terapipe_ds.runtime.profile_cache import combine
+from terapipe_ds.runtime.profile_key import profile_key
+
+KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
+NO_MESSAGES = ((16, 0.0), (64, 0.0))
+
+
+def rank(
+    stage_id: int, replica_id: int, forward: tuple[float, float], backward: tuple[float, float] = (1.0, 1.0),
+    send: float = 1.0, messages: Any = NO_MESSAGES, static_bytes: int = 1,
+) -> StageCosts:  # fmt: skip
+    """A rank that has measured slices of 16 and of 64 tokens."""
+    samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
+    links = (LinkSample(16, send, stage_id),) if stage_id == 0 else ()
+    return StageCosts(
+        stage_id, samples, links, messages, PartMemory(static_bytes, 1.0), None, 0.0, replica_id
+    )  # fmt: skip
+
+
+def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:
+    return [(s.forward_s, s.backward_s) for s in profile.parts[part_id].samples]
+
+
+def test_the_slowest_of_tensor_parallel_peers_counts_point_by_point() -> None:
+    costs = [
+        rank(0, 0, (1.0, 5.0), (2.0, 2.0), send=3.0), rank(0, 0, (2.0, 4.0), (1.0, 3.0), send=7.0),
+        rank(1, 0, (1.0, 1.0)), rank(1, 0, (1.0, 9.0)),
+    ]  # fmt: skip
+    measured = combine(KEY, costs)
+    assert times(measured.profile, 0) == [(2.0, 2.0), (5.0, 3.0)]
+    assert times(measured.profile, 1) == [(1.0, 1.0), (9.0, 1.0)]
+    assert [(link.part_id, link.send_s) for link in measured.profile.links] == [(0, 7.0), (1, 7.0)]
+
+
+def test_the_median_of_replicas_is_taken_after_that() -> None:
+    """Three replicas of two peers: the slowest take 4, 3 and 100, of which 4 is the median. The median of all six, 3.5,
+    and the slowest of all, 100, would be other numbers. Ranks may come in any order."""
+    forward = {0: (4.0, 1.0), 1: (3.0, 3.0), 2: (100.0, 99.0)}
+    pairs = [(replica_id, pair[peer]) for peer in (0, 1) for replica_id, pair in forward.items()]
+    costs = [rank(0, replica_id, (f, f)) for replica_id, f in pairs]
+    stage_1 = [rank(1, replica_id, (1.0, 1.0)) for replica_id in (2, 0, 1) for _ in range(2)]
+    measured = combine(dataclasses.replace(KEY, num_stages=2), [*reversed(costs), *stage_1])
+    assert times(measured.profile, 0) == [(4.0, 1.0)] * 2
+    assert statistics.median(f for pair in forward.values() for f in pair) == 3.5
+
+
+def test_what_messages_cost_a_peer_is_part_of_its_time() -> None:
+    costs = [rank(0, 0, (1.0, 1.0)), rank(0, 0, (0.5, 0.5), messages=((16, 2.0), (64, 4.0))), rank(1, 0, (1.0, 1.0))]
+    assert times(combine(KEY, costs).profile, 0) == [(2.5, 3.0), (4.5, 5.0)]
+
+
+def test_memory_is_that_of_the_fullest_rank_of_a_stage() -> None:
+    costs = [rank(0, r, (1.0, 1.0), static_bytes=b) for r, b in ((0, 5), (0, 9), (1, 7), (1, 2))]
+    memory = combine(KEY, [*costs, rank(1, 0, (1.0, 1.0))]).memory
+    assert memory is not None and memory.static_bytes(0) == 9
+
+
+# -- what a profile is valid for -----------------------------------------------------------------------------------
+
+
+def _key(**changes: Any) -> ProfileKey:
+    module = nn.Linear(2, 2)
+    module.activation_checkpoint_interval = 0  # type: ignore[assignment]
+    described = [[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], 0]
+    return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"tensor_parallel": 2}, "tensor_parallel"), ({"slice_length_multiple": 2}, "slices in multiples of 2 tokens")],
+)
+def test_tensor_and_sequence_parallelism_are_in_the_key(changes: dict[str, Any], named: str) -> None:
+    costs = [rank(0, 0, (1.0, 1.0))]
+    profile = combine(_key(), costs).profile
+    (line,) = profile.mismatches(_key(**changes))
+    assert named in line
+    assert profile.mismatches(_key(slice_length_multiple=1)) == []
+
+

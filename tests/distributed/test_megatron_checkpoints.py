@@ -266,6 +266,41 @@ def test_and_back(tmp_path: Path) -> None:
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
 
 
+def test_experts_move_too(tmp_path: Path) -> None:
+    training = Training("fp32_zero1", experts=3)
+    written = rank_pool(4).run(
+        job_write, layout=TENSOR_STAGES, training=training, folder=str(tmp_path), converted=True
+    )
+    read = read_universal(Layout(1, 2), training, tmp_path)
+    assert any("local_experts.2.linear_fc1" in name for name in read[0]["whole"])
+    assert set(errors_of(read, written, "whole").values()) == {0.0}
+    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
+
+
+def job_write_without_patterns(folder: str) -> dict[str, Any]:
+    """The converter is not told of gated and row-parallel weights: it concatenates all along dim 0."""
+    with engine_of(TENSOR_STAGES, Training("fp32_zero1")) as engine:
+        for key in ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"):
+            assert engine.module.universal_checkpoint_info.pop(key)
+        train(engine, data(1))
+        engine.save_checkpoint(folder, tag="two")
+        found = {"whole": whole_state(engine)}
+    if torch_dist.get_rank() == 0:
+        convert(folder, "two")
+    torch_dist.barrier()
+    return found
+
+
+def test_what_the_converter_is_not_told_is_seen(tmp_path: Path) -> None:
+    written = rank_pool(4).run(job_write_without_patterns, folder=str(tmp_path))
+    read = read_universal(Layout(1, 2), Training("fp32_zero1"), tmp_path)
+    ours, expected = (merged([result["whole"] for result in each]) for each in (read, written))
+    wrong = {name for name in expected if not np.array_equal(ours[name]["exp_avg"], expected[name]["exp_avg"])}
+    kinds = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_proj.weight")
+    assert wrong == {name for name in expected if name.endswith(kinds)}
+    assert len(wrong) == 2 * len(kinds)
+
+
 def test_the_converter_as_it_is_called(universal: Any, tmp_path: Path) -> None:
     """The command with its own number of processes writes what the call in this file wrote."""
     training, folder, _ = universal

@@ -35,10 +35,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def draw_losses(path: str | Path, runs: Mapping[str, Entries], title: str) -> Path:
+def draw_losses(path: str | Path, runs: Mapping[str, Entries], title: str, token: str = "byte") -> Path:
     """Write a PNG with the training and validation losses of ``runs`` (name -> entries), whole or not at all.
 
-    Of several runs the first is drawn broad and pale, the others over it: curves that agree are both seen.
+    Of several runs the first is drawn broad and pale, the others over it: curves that agree are both seen. ``token``
+    names what the loss is a mean over.
     """
     import matplotlib
 
@@ -49,10 +50,11 @@ def draw_losses(path: str | Path, runs: Mapping[str, Entries], title: str) -> Pa
     for index, (name, entries) in enumerate(runs.items()):
         under = index == 0 and len(runs) > 1
         look = {"color": f"C{index}", "linewidth": 6.0 if under else 1.5, "alpha": 0.4 if under else 1.0}
+        validation = {**look, "color": f"C{index}" if len(runs) > 1 else "C1"}
         marker = {"marker": "o" if under else "x", "markersize": 11 if under else 7, "linestyle": "--"}
         axes.plot(*_series(entries, "loss"), label=f"{name} training".strip(), **look)
-        axes.plot(*_series(entries, "validation_loss"), label=f"{name} validation".strip(), **look, **marker)
-    axes.set(xlabel="step", ylabel="cross entropy per byte (nats)", title=title)
+        axes.plot(*_series(entries, "validation_loss"), label=f"{name} validation".strip(), **validation, **marker)
+    axes.set(xlabel="step", ylabel=f"cross entropy per {token} (nats)", title=title)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()

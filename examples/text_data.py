@@ -40,7 +40,7 @@ class Corpus:
         Raises:
             ValueError: a path does not exist, or there is no text; the message ends with what to give.
         """
-        files = _given_files(paths) if paths else _standard_library()
+        files = _given_files(paths) if paths else standard_library()
         pieces, size = [], 0
         for file in files:
             if size >= max_bytes:
@@ -124,7 +124,7 @@ def _is_text(file: Path) -> bool:
         return b"\0" not in opened.read(4096)
 
 
-def _standard_library() -> list[Path]:
+def standard_library() -> list[Path]:
     """The library's modules, mixed in an order that depends on their names alone."""
     root = Path(os.__file__).parent
     modules = [p.relative_to(root) for p in root.rglob("*.py")]

@@ -76,9 +76,11 @@ class Training:
     schedule: str = "seq1f1b"
     slices: tuple[int, ...] = SLICES
     universal: bool = False
+    experts: int = 0
 
     def __str__(self) -> str:
-        return "-".join([self.precision, *["tied"] * self.tied, *["gelu"] * (not self.gated), self.positions])
+        words = [self.precision] + ["experts"] * bool(self.experts) + ["tied"] * self.tied
+        return "-".join([*words, *["gelu"] * (not self.gated), self.positions])
 
 
 @contextlib.contextmanager
@@ -114,13 +116,17 @@ def transformer_config(layout: Layout, training: Training) -> Any:
 
     dtype = DTYPES[training.precision.split("_")[0]]
     gated: dict[str, Any] = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    experts: dict[str, Any] = {
+        "num_moe_experts": training.experts, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+        "moe_ffn_hidden_size": 24, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False,
+    }  # fmt: skip
     return TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24,
         tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.sequence_parallel,
-        qk_layernorm=True, normalization="RMSNorm" if training.gated else "LayerNorm", add_bias_linear=True,
+        qk_layernorm=True, normalization="RMSNorm" if training.gated else "LayerNorm",
         hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2, use_cpu_initialization=True,
         params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
-        pipeline_dtype=dtype, **(gated if training.gated else {}),
+        pipeline_dtype=dtype, **(gated if training.gated else {}), **(experts if training.experts else {}),
     )  # fmt: skip
 
 
@@ -167,7 +173,9 @@ def optimizer_state(engine: PipelineEngine, parameter: torch.nn.Parameter) -> di
 def whole(name: str, parts: list[Tensor], gated: bool) -> Tensor:
     """A parameter from the parts of tensor-parallel ranks, by what megatron-core's classes say of it."""
     first = parts[0]
-    if "norm" in name or "position_embeddings" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
+    if any(word in name for word in ("norm", "position_embeddings", "router")):
+        return first
+    if name.endswith(("linear_proj.bias", "linear_fc2.bias")):  # RowParallelLinear adds them after its sum
         return first
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):  # RowParallelLinear: input features
         return torch.cat(parts, dim=1)

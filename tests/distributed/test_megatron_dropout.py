@@ -68,6 +68,24 @@ def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(sequence_p
     assert pool.run(train, **options, **dropout, **SELECTIVE) == plain
 
 
+def train_as_planned() -> tuple[list[float], list[float]]:
+    """Losses with slices planned from measured costs, then with the same slices given."""
+    options: dict[str, Any] = {"sequence_parallel": True, "hidden_dropout": 0.2, "attention_dropout": 0.2}
+    data = engines.batches(2, length=LENGTH)
+    section = engines.section(slices="auto", granularity_tokens=4)
+    with engine_of(model(2, 1, **options), section) as engine:
+        planned = [float(engine.train_batch(iter(batch))) for batch in data]
+        lengths = list(engine.slice_plan(LENGTH).lengths)
+    with engine_of(model(2, 1, **options), engines.section(slices=lengths)) as engine:
+        return planned, [float(engine.train_batch(iter(batch))) for batch in data]
+
+
+def test_measuring_slices_leaves_the_random_states_as_they_were() -> None:
+    """megatron-core's own as well, from which dropout draws under sequence parallelism."""
+    for planned, given in rank_pool(2).run(train_as_planned):
+        assert planned == given
+
+
 def masks_seen(sequence_parallel: bool) -> list[torch.Tensor]:
     """What hidden dropout and attention dropout draw on this rank."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker

@@ -30,12 +30,14 @@ def test_the_folder_has_ready_configs_only() -> None:
 def test_loads(file: Path) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     deepspeed_config = DeepSpeedConfig(config)
-    assert deepspeed_config.train_micro_batch_size_per_gpu == 1
+    assert deepspeed_config.train_micro_batch_size_per_gpu == (4 if "gpt_tp2" in file.name else 1)
     assert deepspeed_config.optimizer_name == "adamw"
     section = TeraPipeConfig.from_deepspeed(config)
     assert section.enabled == ("terapipe" in config)
     if section.enabled and section.slices != "auto":
-        assert section.plan_for(1024).num_slices == section.plan_for(2048).num_slices == 8
+        slices = 4 if "gpt_tp2" in file.name else 8  # the former are for sequences of 512 tokens
+        assert section.plan_for(512 if slices == 4 else 1024).num_slices == slices
+        assert section.plan_for(2048).num_slices == slices
 
 
 @pytest.mark.parametrize(("stock", "sliced"), [("stock", "sliced_8"), ("stock", "auto"), ("demo_stock", "demo_sliced")])
@@ -45,10 +47,18 @@ def test_the_sliced_config_is_the_stock_one_and_a_section(stock: str, sliced: st
     assert config == load(stock)
 
 
+def test_precision_and_zero_are_all_that_the_two_of_megatron_differ_in() -> None:
+    config = load("gpt_tp2_pp2_bf16_zero1")
+    for key in ("bf16", "data_types", "zero_optimization"):
+        config.pop(key)
+    assert config == load("gpt_tp2_pp2")
+
+
 def test_what_the_names_promise() -> None:
-    deepspeed_config = DeepSpeedConfig(load("zero1_bf16"))
-    assert deepspeed_config.zero_optimization_stage == 1
-    assert deepspeed_config.bfloat16_config.enabled
+    for name in ("zero1_bf16", "gpt_tp2_pp2_bf16_zero1"):
+        deepspeed_config = DeepSpeedConfig(load(name))
+        assert deepspeed_config.zero_optimization_stage == 1
+        assert deepspeed_config.bfloat16_config.enabled
     pipeline = DeepSpeedConfig(load("activation_checkpointing")).pipeline
     assert pipeline["activation_checkpoint_interval"] == 1
     assert pipeline["use_reentrant"] is False

@@ -113,12 +113,12 @@ def test_directories_are_read_in_order_without_binaries(text_data: ModuleType, t
     assert corpus.num_files == 3
 
 
-def test_standard_library_is_the_default(text_data: ModuleType) -> None:
+def teststandard_library_is_the_default(text_data: ModuleType) -> None:
     corpus = text_data.Corpus.load(max_bytes=300_000)
     assert len(corpus.train) + len(corpus.validation) == 300_000
     assert torch.equal(corpus.train, text_data.Corpus.load(max_bytes=300_000).train)
     assert "import" in bytes(corpus.train.tolist()).decode(errors="replace")
-    files = text_data._standard_library()
+    files = text_data.standard_library()
     assert len(files) > 100
     assert not any({"site-packages", "test"} & set(file.parts[-4:]) for file in files)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from terapipe_ds.attention import active_slice
@@ -93,6 +94,10 @@ class MegatronGPT(PipelineModule):
         self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         super()._partition_layers(method)
 
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # or autograd would remark on this broadcast of a parameter in the first backward
+            super()._synchronize_tied_weights()
+
     def _build(self) -> None:
         super()._build()
         config = self.blueprint.config
@@ -122,6 +127,11 @@ class MegatronGPT(PipelineModule):
         """What every slice length must divide by: sequence parallelism splits the tokens of a slice over the
         tensor-parallel ranks."""
         return self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
+
+    @property
+    def rng_trackers(self) -> list[Any]:
+        """Random states besides torch's own, which measuring for ``"slices": "auto"`` puts back."""
+        return [get_cuda_rng_tracker()]
 
     def before_reduce(self, engine: Any) -> None:
         """Called by the engine once per batch, after the last backward: sum partial gradients over tensor-parallel
@@ -159,6 +169,11 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
         raise MegatronConfigError(
             f"vocab_size={vocab_size} does not divide by tensor_model_parallel_size={tensor}: pad it to {padded} or "
             "more"
+        )
+    if config.ffn_hidden_size % tensor:
+        raise MegatronConfigError(
+            f"ffn_hidden_size={config.ffn_hidden_size} does not divide by tensor_model_parallel_size={tensor}: give a "
+            "multiple"
         )
     known = ("learned_absolute", "rope", "none")
     if positions not in known:

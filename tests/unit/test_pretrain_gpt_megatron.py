@@ -1,0 +1,190 @@
+"""examples/pretrain_gpt_megatron.py: what its options mean, and what it says where they are wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_examples import EXAMPLES, ROOT, example
+
+pytest.importorskip("megatron.core", reason="needs the extra megatron")
+
+CONFIG = ROOT / "configs" / "gpt_tp2_pp2.json"
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_megatron.py"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    return example("megatron_arguments", monkeypatch)
+
+
+@pytest.fixture
+def pretrain(arguments: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return example("pretrain_gpt_megatron", monkeypatch)
+
+
+def parsed(pretrain: ModuleType, *options: str, config: Path = CONFIG) -> Any:
+    return pretrain.parse_arguments([f"--deepspeed_config={config}", *options])
+
+
+def said(arguments: ModuleType, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        arguments.parse_arguments(options)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+# -- options ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+                                   ("--tensor-parallel", "--pipeline-parallel")])  # fmt: skip
+def test_both_names_of_parallel_sizes(pretrain: ModuleType, names: tuple[str, str]) -> None:
+    config = pretrain.transformer_config(parsed(pretrain, names[0], "2", names[1], "4", "--local_rank=3"))
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 4)
+
+
+def test_every_model_option_reaches_the_config(pretrain: ModuleType) -> None:
+    options = """--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --num-attention-heads 6 --group-query-attention
+        --num-query-groups 2 --kv-channels 24 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --qk-layernorm
+        --disable-bias-linear --init-method-std 0.01 --use-cpu-initialization --hidden-dropout 0.1
+        --attention-dropout 0.2 --transformer-impl local --recompute-granularity selective --recompute-modules mlp
+        --tensor-parallel 2 --sequence-parallel"""
+    config = pretrain.transformer_config(parsed(pretrain, *options.split()))
+    expected = {
+        "num_layers": 6, "hidden_size": 96, "ffn_hidden_size": 200, "num_attention_heads": 6, "num_query_groups": 2,
+        "kv_channels": 24, "normalization": "RMSNorm", "layernorm_epsilon": 1e-6, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "qk_layernorm": True, "add_bias_linear": False,
+        "init_method_std": 0.01, "use_cpu_initialization": True, "hidden_dropout": 0.1, "attention_dropout": 0.2,
+        "transformer_impl": "local", "recompute_granularity": "selective", "recompute_modules": ["mlp"],
+        "sequence_parallel": True, "params_dtype": torch.float32, "bf16": False,
+    }  # fmt: skip
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_full_recomputation_and_the_defaults(pretrain: ModuleType) -> None:
+    full = "--recompute-granularity full --recompute-method block --recompute-num-layers 3"
+    config = pretrain.transformer_config(parsed(pretrain, *full.split()))
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == ("full", "block", 3)
+    config = pretrain.transformer_config(parsed(pretrain))
+    assert config.activation_func is torch.nn.functional.gelu
+    assert config.num_query_groups == config.num_attention_heads == 4
+    assert config.ffn_hidden_size == 512
+    assert config.hidden_dropout == config.attention_dropout == 0
+
+
+def test_the_model_has_what_is_no_part_of_the_config(pretrain: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from terapipe_ds.models import megatron
+
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(megatron, "MegatronGPT", lambda config, **options: built.update(options))
+    options = """--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5 --seed 7 --seq-length 256
+        --max-position-embeddings 300 --tensor-parallel 2 --make-vocab-size-divisible-by 8"""
+    pretrain.build_model(parsed(pretrain, *options.split()), vocab_size=257)
+    assert built == {
+        "vocab_size": 272, "max_sequence_length": 300, "position_embedding_type": "rope", "rotary_base": 500000,
+        "rotary_percent": 0.5, "share_embeddings_and_output_weights": True, "seed": 7,
+    }  # fmt: skip
+    pretrain.build_model(parsed(pretrain, "--untie-embeddings-and-output-weights"), vocab_size=257)
+    assert built["share_embeddings_and_output_weights"] is False
+    assert (built["vocab_size"], built["max_sequence_length"]) == (384, 512)
+
+
+def test_sizes_that_megatron_lm_computes(pretrain: ModuleType) -> None:
+    # GPT-2's 50257 tokens: 50304 on one tensor-parallel rank, 51200 on eight, as Megatron-LM's log says it
+    assert [pretrain.padded(50257, 128 * ranks) for ranks in (1, 8)] == [50304, 51200]
+    assert pretrain.padded(256, 128) == 256
+    assert pretrain.default_ffn_size(4096, swiglu=False) == 16384
+    assert pretrain.default_ffn_size(4096, swiglu=True) == 10880  # 170 * 64, below 4 * 4096 * 2/3 = 10922.7
+
+
+@pytest.mark.parametrize(
+    ("section", "dtype"),
+    [({"bf16": {"enabled": True}}, torch.bfloat16), ({"fp16": {"enabled": True}}, torch.float16),
+     ({"bf16": {"enabled": False}}, torch.float32)],
+)  # fmt: skip
+def test_precision_is_deepspeeds(
+    pretrain: ModuleType, tmp_path: Path, section: dict[str, Any], dtype: torch.dtype
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(section))
+    config = pretrain.transformer_config(parsed(pretrain, "--pipeline-parallel=2", config=file))
+    assert config.params_dtype == config.pipeline_dtype == dtype
+    assert (config.bf16, config.fp16) == (dtype == torch.bfloat16, dtype == torch.float16)
+
+
+def test_data_options(pretrain: ModuleType) -> None:
+    given = "--seq-length 99 --split 8,1,1 --seed 3 --eod-mask-loss --data-cache-path c"
+    options = pretrain.data_options(parsed(pretrain, *given.split()), ["0.5", "a", "0.5", "b"])
+    assert (options.sequence_length, options.split, options.seed, options.cache_path) == (99, "8,1,1", 3, "c")
+    assert (options.eod_mask_loss, options.reset_position_ids) == (True, False)
+    assert options.blend() == (["a", "b"], [0.5, 0.5])
+    with pytest.raises(ValueError, match="reset_attention_mask: attention that ends at document borders"):
+        pretrain.data_options(parsed(pretrain, "--reset-attention-mask"), ["a"])
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--micro-batch-size 4", "set train_micro_batch_size_per_gpu in the file of --deepspeed_config"),
+        ("--lr=1e-3", "--lr is DeepSpeed's matter: set optimizer.params.lr"),
+        ("--bf16", "set bf16.enabled"),
+        ("--num-layer 4", "unknown arguments: --num-layer 4"),
+        ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
+        ("--hidden-size 0", "0 is not a number >= 1"),
+        ("--eval-iters -1", "argument --eval-iters"),
+        ("--seq-length 64 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 64"),
+        ("--seq-length 63 --tensor-parallel 2 --sequence-parallel", "--seq-length 63 does not divide by 2"),
+    ],
+)
+def test_wrong_options(
+    arguments: ModuleType, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    error = said(arguments, capsys, f"--deepspeed_config={CONFIG}", *options.split())
+    assert error.startswith("pretrain_gpt_megatron.py: error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1  # every rank of a machine could say it
+
+
+def test_a_config_that_cannot_be_read(
+    arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "none.json cannot be read" in said(arguments, capsys, "--deepspeed_config=none.json")
+    (tmp_path / "half.json").write_text('{"zero')
+    assert "half.json cannot be read" in said(arguments, capsys, f"--deepspeed_config={tmp_path}/half.json")
+
+
+def test_the_first_rank_speaks_first(
+    arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(arguments.time, "sleep", waits.append)
+    monkeypatch.setattr(arguments.signal, "signal", lambda *given: None)
+    for rank, expected in (("0", []), ("1", [30])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert "unknown arguments: --x" in said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--x")
+        assert waits == expected
+
+
+def test_help_has_groups_and_examples() -> None:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    script = str(EXAMPLES / "pretrain_gpt_megatron.py")
+    done = subprocess.run(
+        [sys.executable, script, "--help"], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for words in ("parallelism:", "model:", "recomputation", "data:", "run:", "examples:", "--tensor-parallel",
+                  "terapipe index books/ --out books"):  # fmt: skip
+        assert words in done.stdout

@@ -203,8 +203,8 @@ def draw_weights(model: torch.nn.Module) -> None:
         drawn = torch.randn(parameter.shape, generator=generator)
         if "norm" in name and name.endswith("weight"):
             drawn = 1.0 + 0.1 * drawn
-        elif drawn.dim() > 1:
-            drawn = drawn / drawn.shape[-1] ** 0.5
+        else:  # no larger: attention that is too sharp makes noise in fp32 grow from layer to layer
+            drawn = 0.7 * drawn / drawn.shape[-1] ** 0.5 if drawn.dim() > 1 else 0.2 * drawn
         with torch.no_grad():
             parameter.copy_(drawn)
 

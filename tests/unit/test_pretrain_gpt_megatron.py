@@ -142,6 +142,7 @@ def test_data_options(pretrain: ModuleType) -> None:
         ("--lr=1e-3", "--lr is DeepSpeed's matter: set optimizer.params.lr"),
         ("--bf16", "set bf16.enabled"),
         ("--num-layer 4", "unknown arguments: --num-layer 4"),
+        ("--tokenizer huggingface:gpt2", "needs --data-path"),
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
         ("--hidden-size 0", "0 is not a number >= 1"),
         ("--eval-iters -1", "argument --eval-iters"),

@@ -212,15 +212,14 @@ def run(args: argparse.Namespace) -> MetricsFile:
         parameters = [p for p in model.parameters() if p.requires_grad]
         engine, *_ = terapipe_ds.initialize(model=model, model_parameters=parameters, config=args.ds_config)
         data = Data(args, options, engine, tokenizer)
+        # a new run begins where there is no checkpoint yet
+        _, state = engine.load_checkpoint(args.load) if args.load else (None, None)
     except (ValueError, AssertionError) as error:  # megatron-core asserts what it is given
         if not str(error):
             raise
         end_with(str(error))
 
-    state = None
     rank = deepspeed.comm.get_rank()
-    if args.load:
-        _, state = engine.load_checkpoint(args.load)  # a new run begins where there is no checkpoint yet
     metrics = MetricsFile(args.metrics if rank == 0 else None, earlier=(state or {}).get("metrics", ()))
     sizes = [engine.grid.topology().get_dim(axis) for axis in ("model", "pipe", "data")]
     layout = "TP {} x PP {} x DP {}".format(*sizes)

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from terapipe_ds.config import TeraPipeConfig
+
 EXAMPLES = """\
 examples:
   four GPUs, or four processes on a CPU (then with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
@@ -79,6 +81,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         args.ds_config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"--deepspeed_config {args.deepspeed_config} cannot be read: {error}")
+    try:
+        section = TeraPipeConfig.from_deepspeed(args.ds_config)
+        if section.enabled and section.slices != "auto":
+            section.plan_for(args.seq_length)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.data_path is None and args.tokenizer != "bytes":
+        parser.error(f"--tokenizer {args.tokenizer} needs --data-path: without one the data are bytes")
     if args.num_query_groups is not None and not args.group_query_attention:
         parser.error("--num-query-groups needs --group-query-attention")
     if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:

@@ -157,7 +157,7 @@ def make_data(tokenizer: Any, max_bytes: int = 4 << 20) -> str:
     """.bin and .idx files of the source of Python's library, once, by rank 0; returns their prefix."""
     from terapipe_ds.models.megatron_data.text_index import write_index
 
-    prefix = Path("out") / f"python-{sys.version_info.major}.{sys.version_info.minor}-library"
+    prefix = Path("out", "python-{}.{}-library".format(*sys.version_info))
     if deepspeed.comm.get_rank() == 0 and not Path(f"{prefix}.idx").exists():
         files, size = [], 0
         for file in standard_library():
@@ -212,12 +212,13 @@ def run(args: argparse.Namespace) -> MetricsFile:
         parameters = [p for p in model.parameters() if p.requires_grad]
         engine, *_ = terapipe_ds.initialize(model=model, model_parameters=parameters, config=args.ds_config)
         data = Data(args, options, engine, tokenizer)
+        # a new run begins where there is no checkpoint yet
+        _, state = engine.load_checkpoint(args.load) if args.load else (None, None)
     except (ValueError, AssertionError) as error:  # megatron-core asserts what it is given
+        if not str(error):
+            raise
         end_with(str(error))
 
-    state = None
-    if args.load:
-        _, state = engine.load_checkpoint(args.load)
     rank = deepspeed.comm.get_rank()
     metrics = MetricsFile(args.metrics if rank == 0 else None, earlier=(state or {}).get("metrics", ()))
     sizes = [engine.grid.topology().get_dim(axis) for axis in ("model", "pipe", "data")]

@@ -123,9 +123,9 @@ def test_precision_is_deepspeeds(
 
 
 def test_data_options(pretrain: ModuleType) -> None:
-    given = "--seq-length 99 --split 8,1,1 --seed 3 --eod-mask-loss --data-cache-path c"
+    given = "--seq-length 299 --split 8,1,1 --seed 3 --eod-mask-loss --data-cache-path c"
     options = pretrain.data_options(parsed(pretrain, *given.split()), ["0.5", "a", "0.5", "b"])
-    assert (options.sequence_length, options.split, options.seed, options.cache_path) == (99, "8,1,1", 3, "c")
+    assert (options.sequence_length, options.split, options.seed, options.cache_path) == (299, "8,1,1", 3, "c")
     assert (options.eod_mask_loss, options.reset_position_ids) == (True, False)
     assert options.blend() == (["a", "b"], [0.5, 0.5])
     with pytest.raises(ValueError, match="reset_attention_mask: attention that ends at document borders"):
@@ -142,11 +142,13 @@ def test_data_options(pretrain: ModuleType) -> None:
         ("--lr=1e-3", "--lr is DeepSpeed's matter: set optimizer.params.lr"),
         ("--bf16", "set bf16.enabled"),
         ("--num-layer 4", "unknown arguments: --num-layer 4"),
+        ("--seq-length 128", "4 slices cut at multiples of 64 tokens do not fit in a sequence of 128 tokens"),
+        ("--tokenizer huggingface:gpt2", "needs --data-path"),
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
         ("--hidden-size 0", "0 is not a number >= 1"),
         ("--eval-iters -1", "argument --eval-iters"),
-        ("--seq-length 64 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 64"),
-        ("--seq-length 63 --tensor-parallel 2 --sequence-parallel", "--seq-length 63 does not divide by 2"),
+        ("--seq-length 256 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 256"),
+        ("--seq-length 263 --tensor-parallel 2 --sequence-parallel", "--seq-length 263 does not divide by 2"),
     ],
 )
 def test_wrong_options(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.utils import log_dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
@@ -24,6 +25,7 @@ from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.random import seed_dropout
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
+from terapipe_ds.models.megatron.specs import kernels
 
 _BLOCK = ("full", "block")
 
@@ -85,6 +87,7 @@ class MegatronGPT(PipelineModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=["MegatronLayer"],
         )
+        log_dist(kernels(config), ranks=[0])
         mark_split_parameters(self)
         self.universal_checkpoint_info = universal_checkpoint_info(self, blueprint, self._grid)
         seed_dropout(seed, self._grid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
@@ -15,8 +14,6 @@ from terapipe_ds import compat
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention
 from terapipe_ds.models.megatron.cpu import on_cpu
 from terapipe_ds.models.megatron.norms import TorchNorm
-
-logger = logging.getLogger("terapipe_ds")
 
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
@@ -36,6 +33,14 @@ def norm_class(config: TransformerConfig) -> type:
     return TorchNorm
 
 
+def kernels(config: TransformerConfig) -> str:
+    """For the log: what the layers are made of, which the config alone does not decide."""
+    layers = "Transformer Engine's" if uses_transformer_engine(config) else "megatron-core's own"
+    wanted = config.transformer_impl == "transformer_engine" and not uses_transformer_engine(config)
+    why = " (Transformer Engine needs a GPU)" if on_cpu() else " (Transformer Engine is not installed)"
+    return f"decoder layers: {layers}{why if wanted else ''}, norms: {norm_class(config).__name__}"
+
+
 def layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
     """One spec for each of the ``config.num_layers`` decoder layers, dense or mixture of experts by
     ``config.moe_layer_freq``."""
@@ -43,7 +48,6 @@ def layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
     specs = get_gpt_decoder_layer_specs(
         config, use_transformer_engine=engine, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
     )
-    logger.debug("decoder layers: %s, norms: %s", "Transformer Engine" if engine else "local", norm_class(config))
     return [with_sliced_attention(spec, config) for spec in specs]
 
 

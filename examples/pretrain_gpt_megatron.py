@@ -134,7 +134,7 @@ class Data:
         """From the first sample on that no step has used yet."""
         from terapipe_ds.models.megatron_data.micro_batches import training_batches
 
-        consumed = self.engine.global_steps * self.engine.train_batch_size()
+        consumed = self.engine.global_samples  # kept in checkpoints: batches may have had another size before
         return self.sets.train and training_batches(self.sets.train, consumed_samples=consumed, **self._share())
 
     def validation(self) -> Batches:

@@ -59,7 +59,6 @@ class Case:
     tied: bool = False
     positions: str = "rope"  # rope | rope_part (of a head, interleaved) | learned | learned_given (in the inputs)
     labels: str = "plain"  # plain | ignored (-100) | mask (a tuple with float weights)
-    fp32_residual: bool = False
 
     @property
     def data_parallel(self) -> int:
@@ -99,7 +98,6 @@ class Case:
         words = [self.layout, self.schedule, self.plan, f"m{self.accumulation}", self.precision]
         words += [self.block, self.heads, self.positions, self.labels]
         words += ["clip"] * self.clipping + ["tied"] * self.tied + ["qknorm"] * self.qk_norm
-        words += ["fp32res"] * self.fp32_residual
         words += [f"re_{self.recompute}"] * (self.recompute != "off")
         return "-".join(words)
 

@@ -80,7 +80,6 @@ def transformer_config(case: Case, **layout: Any) -> TransformerConfig:
         ffn_hidden_size=48,
         qk_layernorm=case.qk_norm,
         rotary_interleaved=case.positions == "rope_part",
-        fp32_residual_connection=case.fp32_residual,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype_of(case),

@@ -102,15 +102,17 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
         sum_over_tensor_ranks([gradient for gradient in gradients.values() if gradient is not None], group)
 
 
-def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> None:
+def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> bool:
     """Compare the gradients of replicated parameters over tensor-parallel ranks; a collective over ``group``.
+
+    False where nothing could be compared because some gradient is not finite, as in the first batches of fp16.
 
     Raises:
         ReplicatedGradientError: on all of these ranks, with the parameters that differ.
     """
     replicated = {n: p for n, p in module.named_parameters() if p.requires_grad and not is_split(p)}
     if not replicated:
-        return
+        return True
     gradients = list(map(gradient_reader(optimizer), replicated.values()))
     device = next(iter(replicated.values())).device
     zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -119,6 +121,8 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> Non
     mine = torch.stack(rows)
     everyone = [torch.empty_like(mine) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(everyone, mine, group=group)
+    if not all(torch.isfinite(row).all() for row in everyone):
+        return False
     norms, sums = torch.stack(everyone).unflatten(1, (2, -1)).unbind(1)  # [ranks, parameters]
     scale = norms.amax(dim=0).clamp_min(1e-30)
     apart = ((norms - norms[0]).abs() + (sums - sums[0]).abs()) / scale
@@ -135,3 +139,4 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> Non
             "set parameter.sequence_parallel = True, so that it is summed; otherwise the ranks were given different "
             "samples or different random numbers for dropout (terapipe_ds.models.megatron.random.seed_dropout)"
         )
+    return True

@@ -104,8 +104,7 @@ def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
         if tied
         else LayerSpec(MegatronEmbedding, blueprint)
     ]
-    specs = blueprint.transformer_layer_spec or layer_specs(config)
-    specs = [specs] * config.num_layers if isinstance(specs, ModuleSpec) else specs
+    specs = layer_specs(config, blueprint.transformer_layer_spec)
     layers.extend(LayerSpec(MegatronLayer, blueprint, index, spec) for index, spec in enumerate(specs))
     layers.append(LayerSpec(MegatronFinalNorm, blueprint))
     if tied:

@@ -77,8 +77,8 @@ class MegatronGPT(PipelineModule):
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
-        if isinstance(loss_fn, VocabParallelLoss) and blueprint.parallel_output:
-            loss_fn.use_group(lambda: blueprint.groups.tp)
+        if isinstance(loss_fn, VocabParallelLoss):
+            _take_logits(loss_fn, blueprint)
         super().__init__(
             layers=gpt_layers(blueprint),
             topology=topology or _topology(config),
@@ -138,14 +138,24 @@ class MegatronGPT(PipelineModule):
 
     def before_reduce(self, engine: Any) -> None:
         """Called by the engine once per batch, after the last backward: sum partial gradients over tensor-parallel
-        ranks. After the first batch compare what must be equal on them."""
+        ranks. After the first batch whose gradients are finite compare what must be equal on them."""
         group = self.blueprint.groups.tp
         if group.size() == 1:
             return
         sum_partial_gradients(self, self.blueprint.config, engine.optimizer, group)
         if not self._replicas_compared:
-            require_equal_replicas(self, engine.optimizer, group)
-            self._replicas_compared = True
+            self._replicas_compared = require_equal_replicas(self, engine.optimizer, group)
+
+
+def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
+    """Tell the loss whether it gets shares of the vocabulary or all of it."""
+    if blueprint.parallel_output:
+        loss_fn.use_group(lambda: blueprint.groups.tp)
+    elif loss_fn.cross_entropy == "megatron" and blueprint.config.tensor_model_parallel_size > 1:
+        raise MegatronConfigError(
+            'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
+            'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
+        )
 
 
 def _topology(config: TransformerConfig) -> ProcessTopology:

@@ -119,7 +119,27 @@ _REFUSED: tuple[tuple[Callable[[TransformerConfig], Any], str], ...] = (
      "recompute_num_layers to 1, or use DeepSpeed's pipeline.activation_checkpoint_interval instead"),
     (lambda c: c.init_model_with_meta_device, "init_model_with_meta_device: DeepSpeed's pipeline builds layers where "
      "they train. Set it to False"),
-    (lambda c: c.transformer_impl == "inference_optimized", "transformer_impl='inference_optimized': for inference"),
+    (lambda c: c.num_layers_in_first_pipeline_stage is not None or c.num_layers_in_last_pipeline_stage is not None
+     or c.account_for_embedding_in_pipeline_split or c.account_for_loss_in_pipeline_split,
+     "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage, account_for_embedding_in_pipeline_split, "
+     "account_for_loss_in_pipeline_split: DeepSpeed cuts the layers into stages, by partition_method. Leave them out"),
+    (lambda c: c.heterogeneous_block_specs, "heterogeneous_block_specs: each layer would need a config of its own, "
+     "which TransformerBlock gives and DeepSpeed's pipeline does not. Set it to False"),
+    (lambda c: c.enable_autocast, "enable_autocast: Megatron's own schedule switches it on. Set it to False and use "
+     "bf16, or DeepSpeed's torch_autocast section"),
+    (lambda c: c.finalize_model_grads_func is not None or c.grad_scale_func is not None
+     or c.no_sync_func is not None or c.grad_sync_func is not None or c.param_sync_func is not None,
+     "finalize_model_grads_func, grad_scale_func, no_sync_func, grad_sync_func, param_sync_func: Megatron's own "
+     "schedule calls them, and nobody would here. Leave them out"),
+    (lambda c: c.num_microbatches_with_partial_activation_checkpoints is not None,
+     "num_microbatches_with_partial_activation_checkpoints: Megatron's own schedule counts them. Set it to None"),
+    (lambda c: c.moe_enable_routing_replay, "moe_enable_routing_replay: it counts forward passes, which slices "
+     "multiply. Set it to False"),
+    (lambda c: c.inference_rng_tracker or c.use_inference_optimized_layers or c.inference_fuse_tp_communication
+     or c.flash_decode or c.transformer_impl == "inference_optimized",
+     "inference_rng_tracker, use_inference_optimized_layers, inference_fuse_tp_communication, flash_decode, "
+     "transformer_impl='inference_optimized': they are for inference, not for training. Leave them out"),
+    (lambda c: c.mtp_standalone, "mtp_standalone: there is no multi-token prediction. Set it to False"),
     (lambda c: c.use_kitchen or c.quant_recipe is not None, "use_kitchen, quant_recipe: quantized layers are not "
      "supported. Leave both out"),
 )  # fmt: skip

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+pytest.importorskip("megatron.core")
+
 from terapipe_ds.models.megatron import VocabParallelLoss
 from terapipe_ds.models.megatron.loss import vocab_parallel_cross_entropy
 from tests.distributed.harness import rank_pool

@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("megatron.core")
+
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import CrossAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from terapipe_ds import compat
-from terapipe_ds.models.megatron import cpu, specs
+from terapipe_ds.models.megatron import MegatronConfigError, cpu, specs
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention
 from terapipe_ds.models.megatron.cpu import CpuRngTracker
 from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
@@ -212,9 +216,33 @@ def test_the_given_spec_is_copied_not_changed() -> None:
     assert ours.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
 
 
-def test_a_spec_without_self_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="core_attention"):
-        specs.with_sliced_attention(ModuleSpec(module=IdentityOp), config())
+def changed(**submodules: Any) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec()
+    for name, value in submodules.items():
+        setattr(spec.submodules, name, value)
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        (ModuleSpec(module=IdentityOp), "is of IdentityOp"),
+        (changed(self_attention=IdentityOp), "has the self_attention IdentityOp"),
+        (get_gpt_layer_local_spec(multi_latent_attention=True), "has the self_attention MLASelfAttention"),
+        (changed(cross_attention=ModuleSpec(module=CrossAttention)), "has cross_attention"),
+    ],
+)
+def test_specs_whose_attention_cannot_be_replaced_are_refused(spec: ModuleSpec, what: str) -> None:
+    with pytest.raises(MegatronConfigError, match=f"transformer_layer_spec {what}"):
+        specs.layer_specs(config(), spec)
+
+
+def test_given_specs_get_our_attention_too_and_there_is_one_for_each_layer() -> None:
+    given = [get_gpt_layer_local_spec() for _ in range(4)]
+    for built in (specs.layer_specs(config(), given), specs.layer_specs(config(), given[0])):
+        assert [spec.submodules.self_attention.submodules.core_attention for spec in built] == [SlicedCoreAttention] * 4
+    with pytest.raises(MegatronConfigError, match="3 specs for num_layers=4"):
+        specs.layer_specs(config(), given[:3])
 
 
 def test_transformer_engine_and_apex_are_taken_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("megatron.core")
+
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from terapipe_ds.models.megatron import MegatronConfigError

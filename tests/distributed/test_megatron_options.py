@@ -1,4 +1,4 @@
-"""Dropout under tensor parallelism and recomputation, and engines that MegatronGPT cannot be trained by."""
+"""What a user may choose with MegatronGPT: dropout, layer specs, whole logits, the engine. Right, or refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import terapipe_ds
-from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss
+from terapipe_ds.models.megatron import attention as megatron_attention
+from terapipe_ds.models.megatron.gradients import ReplicatedGradientError, require_equal_replicas
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
 
@@ -21,7 +28,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
 
 
-def model(tensor: int, stages: int, **changes: Any) -> MegatronGPT:
+def model(tensor: int, stages: int, options: dict[str, Any] | None = None, **changes: Any) -> MegatronGPT:
+    """`changes` go into the TransformerConfig, `options` to MegatronGPT."""
     fields: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24, "hidden_dropout": 0.0,
         "attention_dropout": 0.0, "use_cpu_initialization": True, "params_dtype": torch.float32,
@@ -29,7 +37,9 @@ def model(tensor: int, stages: int, **changes: Any) -> MegatronGPT:
         "tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages,
     }  # fmt: skip
     config = TransformerConfig(**{**fields, **changes})
-    return MegatronGPT(config, vocab_size=32, max_sequence_length=LENGTH, position_embedding_type="rope", seed=5)
+    return MegatronGPT(
+        config, vocab_size=32, max_sequence_length=LENGTH, position_embedding_type="rope", seed=5, **(options or {})
+    )
 
 
 @contextlib.contextmanager
@@ -86,20 +96,37 @@ def test_measuring_slices_leaves_the_random_states_as_they_were() -> None:
         assert planned == given
 
 
-def masks_seen(sequence_parallel: bool) -> list[torch.Tensor]:
-    """What hidden dropout and attention dropout draw on this rank."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+def states_drawn_from(sequence_parallel: bool) -> dict[str, list[bytes]]:
+    """The random state at each call of dropout in a step: by it the masks of two ranks are the same or not."""
+    seen: dict[str, list[bytes]] = {"hidden": [], "attention": []}
 
-    module = model(2, 1, sequence_parallel=sequence_parallel)
-    assert module.slice_length_multiple == (2 if sequence_parallel else 1)
-    with get_cuda_rng_tracker().fork():
-        heads = torch.rand(4)
-    return [torch.rand(4), heads]
+    def watched(what: str, function: Any, is_on: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_on(args, kwargs):
+                seen[what].append(bytes(torch.get_rng_state().numpy()))
+            return function(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        hidden = watched("hidden", F.dropout, lambda args, kwargs: kwargs.get("training", True))
+        patch.setattr(F, "dropout", hidden)
+        attend = watched("attention", megatron_attention.sliced_attention, lambda args, kwargs: kwargs["dropout_p"] > 0)
+        patch.setattr(megatron_attention, "sliced_attention", attend)
+        train(
+            engines.section(slices=[8, 10, 6]), tensor=2, sequence_parallel=sequence_parallel, hidden_dropout=0.2,
+            attention_dropout=0.2,
+        )  # fmt: skip
+    return seen
 
 
-def test_tensor_parallel_ranks_share_the_default_state_and_not_the_other() -> None:
-    (default_0, heads_0), (default_1, heads_1) = rank_pool(2).run(masks_seen, sequence_parallel=True)
-    assert torch.equal(default_0, default_1) and not torch.equal(heads_0, heads_1)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_masks_differ_between_ranks_exactly_where_tokens_or_heads_do(sequence_parallel: bool) -> None:
+    left, right = rank_pool(2).run(states_drawn_from, sequence_parallel=sequence_parallel)
+    for what, own in (("hidden", sequence_parallel), ("attention", True)):
+        assert len(left[what]) == len(right[what]) >= 3 * 2 * 3  # steps, micro-batches, slices
+        for mine, theirs in zip(left[what], right[what], strict=True):
+            assert (mine != theirs) == own, what
 
 
 def test_the_stock_engine_trains_it_without_tensor_parallelism_to_the_same_losses() -> None:
@@ -125,3 +152,43 @@ def test_logits_of_an_evaluation_are_shares_of_the_vocabulary() -> None:
     whole_loss, whole = rank_pool(2).run(evaluate, tensor=1)[1]
     assert loss == other_loss == pytest.approx(whole_loss, rel=1e-6)
     torch.testing.assert_close(torch.cat([left, right], dim=-1), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_spec_of_the_user_gets_sliced_attention_as_well() -> None:
+    """With Megatron's own attention in it each slice would see its own tokens alone."""
+    usual, given = (
+        rank_pool(2).run(train, terapipe=engines.section(slices=[8, 10, 6]), stages=2, options=options)
+        for options in ({}, {"transformer_layer_spec": get_gpt_layer_local_spec()})
+    )
+    assert usual == given
+
+
+def train_whole_logits(cross_entropy: str) -> list[float]:
+    options = {"parallel_output": False, "loss_fn": VocabParallelLoss(cross_entropy)}
+    return train(engines.section(slices=[8, 10, 6]), tensor=2, options=options)
+
+
+def test_logits_of_the_whole_vocabulary_on_each_rank() -> None:
+    split = rank_pool(2).run(train, terapipe=engines.section(slices=[8, 10, 6]), tensor=2)
+    whole = rank_pool(2).run(train_whole_logits, cross_entropy="exact")
+    assert whole[0] == whole[1] == pytest.approx(split[0], rel=1e-5)
+    with pytest.raises(RankFailure, match="takes logits whose vocabulary is split"):
+        rank_pool(2).run(train_whole_logits, cross_entropy="megatron")
+
+
+def compare_copies(values: list[float]) -> bool | str:
+    """A parameter of which each rank keeps a copy, with a gradient for each rank."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    module.weight.grad = torch.full((2, 2), values[torch.distributed.get_rank()])
+    try:
+        return require_equal_replicas(module, torch.optim.SGD(module.parameters()), torch.distributed.group.WORLD)
+    except ReplicatedGradientError as error:
+        return str(error)
+
+
+def test_copies_are_compared_once_their_gradients_are_finite() -> None:
+    pool = rank_pool(2)
+    assert pool.run(compare_copies, values=[1.0, 1.0]) == [True, True]
+    assert pool.run(compare_copies, values=[float("inf"), float("inf")]) == [False, False]
+    assert pool.run(compare_copies, values=[1.0, float("nan")]) == [False, False]
+    assert all("weight" in str(text) for text in pool.run(compare_copies, values=[1.0, 2.0]))

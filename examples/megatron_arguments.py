@@ -87,6 +87,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             section.plan_for(args.seq_length)
     except ValueError as error:
         parser.error(str(error))
+    per_replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    ranks = int(os.environ.get("WORLD_SIZE", per_replica))  # the launcher sets it
+    if ranks % per_replica:
+        parser.error(
+            f"{ranks} ranks do not divide by --tensor-parallel {args.tensor_model_parallel_size} x --pipeline-parallel "
+            f"{args.pipeline_model_parallel_size} = {per_replica}"
+        )
     if args.data_path is None and args.tokenizer != "bytes":
         parser.error(f"--tokenizer {args.tokenizer} needs --data-path: without one the data are bytes")
     if args.num_query_groups is not None and not args.group_query_attention:
@@ -199,6 +206,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     add("--save", metavar="DIR", help="where checkpoints go, at the end and at every --save-interval")
     add("--save-interval", type=_positive, metavar="N", help="steps between checkpoints")
     add("--load", metavar="DIR", help="go on from the newest checkpoint there; a new run where there is none")
+    add("--finetune", action="store_true", help="with --load: its parameters alone, from step 0")
     add("--metrics", metavar="FILE.jsonl", help="one line per step: loss and seconds")
     add("--plot", default="out/pretrain_megatron_loss.png", metavar="FILE.png", help="loss curves, drawn at the end")
 

@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,16 @@ def train(args: argparse.Namespace, engine: deepspeed.PipelineEngine, data: Data
     progress.close()
 
 
+def load(args: argparse.Namespace, engine: deepspeed.PipelineEngine) -> dict[str, Any] | None:
+    """What was saved beside the newest checkpoint of ``--load``, which is loaded; None where a new run begins."""
+    if not args.load:
+        return None
+    path, state = engine.load_checkpoint(args.load, load_module_only=args.finetune)
+    if path is None and deepspeed.comm.get_rank() == 0:
+        print(f"there is no checkpoint in {args.load}: a new run begins")
+    return None if args.finetune else state
+
+
 def run(args: argparse.Namespace) -> MetricsFile:
     """All of a training, between the start and the end of torch.distributed."""
     from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
@@ -212,8 +223,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
         parameters = [p for p in model.parameters() if p.requires_grad]
         engine, *_ = terapipe_ds.initialize(model=model, model_parameters=parameters, config=args.ds_config)
         data = Data(args, options, engine, tokenizer)
-        # a new run begins where there is no checkpoint yet
-        _, state = engine.load_checkpoint(args.load) if args.load else (None, None)
+        state = load(args, engine)
     except (ValueError, AssertionError) as error:  # megatron-core asserts what it is given
         if not str(error):
             raise
@@ -235,6 +245,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
 
 def main() -> None:
     args = parse_arguments()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="megatron")  # of torch, about its collectives
     try:
         compat.require_megatron("examples/pretrain_gpt_megatron.py")
     except compat.MissingExtraError as error:

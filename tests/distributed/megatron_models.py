@@ -55,7 +55,7 @@ _FEED_FORWARD: dict[str, dict[str, Any]] = {
     "moe": {
         "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
         "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.0,
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp64",
     },
 }  # fmt: skip
 _RECOMPUTE: dict[str, dict[str, Any]] = {

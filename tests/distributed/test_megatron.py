@@ -53,8 +53,8 @@ def test_training_equals_megatrons_own_model(case: Case) -> None:
 
 FURTHER_CASES = [
     Case(layout="one", plan="uneven", accumulation=4, tied=True),
-    Case(layout="tp2_pp2_sp", block="moe", heads="gqa", precision="fp32"),  # its router's softmax is in fp32
-    Case(layout="pp2_dp2", block="moe", tied=True, precision="fp32"),
+    Case(layout="tp2_pp2_sp", block="moe", heads="gqa"),
+    Case(layout="pp2_dp2", block="moe", tied=True),
 ]
 
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,3 +190,33 @@ def test_help_has_groups_and_examples() -> None:
     for words in ("parallelism:", "model:", "recomputation", "data:", "run:", "examples:", "--tensor-parallel",
                   "terapipe index books/ --out books"):  # fmt: skip
         assert words in done.stdout
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------
+
+
+def test_a_loaded_run_goes_on_at_the_first_sample_that_no_step_has_used(
+    pretrain: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of its batches was before: 3 steps of 8 samples, and now batches have 4."""
+    from terapipe_ds.models.megatron_data import micro_batches
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(micro_batches, "training_batches", lambda dataset, **options: asked.update(options) or "them")
+    grid = SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)
+    data = object.__new__(pretrain.Data)
+    data.num_workers, data.sets = 0, SimpleNamespace(train=["a sample"])
+    data.engine = SimpleNamespace(
+        global_samples=24, global_steps=3, grid=grid,
+        train_batch_size=lambda: 4, train_micro_batch_size_per_gpu=lambda: 4,
+    )
+    assert data.training() == "them"
+    assert asked["consumed_samples"] == 24
+
+
+def test_ranks_that_do_not_divide_are_told_before_anything_else(
+    arguments: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    text = said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--tensor-parallel", "3")
+    assert "4 ranks do not divide by --tensor-parallel 3 x --pipeline-parallel 1 = 3" in text

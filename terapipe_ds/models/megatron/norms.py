@@ -35,12 +35,8 @@ class TorchNorm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same, in the dtype of the parameters (the residual stream may be wider)."""
+        """[..., hidden_size] -> the same."""
         weight = self.weight + 1 if self.zero_centered else self.weight
-        bias: Tensor | None = self.bias
-        dtype = weight.dtype
-        if hidden.dtype != dtype:  # fp32 residual connections
-            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        if bias is None:
-            return F.rms_norm(hidden, (self.hidden_size,), weight, self.eps).to(dtype)
-        return F.layer_norm(hidden, (self.hidden_size,), weight, bias, self.eps).to(dtype)
+        if self.bias is None:
+            return F.rms_norm(hidden, (self.hidden_size,), weight, self.eps)
+        return F.layer_norm(hidden, (self.hidden_size,), weight, self.bias, self.eps)

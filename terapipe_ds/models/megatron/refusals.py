@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig
 
 from terapipe_ds.models.megatron.cpu import on_cpu
@@ -117,6 +118,9 @@ _REFUSED: tuple[tuple[Callable[[TransformerConfig], Any], str], ...] = (
     (lambda c: c.recompute_granularity == "full" and c.recompute_method == "uniform" and c.recompute_num_layers != 1,
      "recompute_method='uniform' with recompute_num_layers > 1: layers are recomputed one by one. Set "
      "recompute_num_layers to 1, or use DeepSpeed's pipeline.activation_checkpoint_interval instead"),
+    (lambda c: c.fp32_residual_connection and c.params_dtype in (torch.bfloat16, torch.float16),
+     "fp32_residual_connection with parameters in half precision: megatron-core 0.16.1 rounds the residual stream at "
+     "the first sum all the same, and its norms take one dtype. Set it to False"),
     (lambda c: c.init_model_with_meta_device, "init_model_with_meta_device: DeepSpeed's pipeline builds layers where "
      "they train. Set it to False"),
     (lambda c: c.num_layers_in_first_pipeline_stage is not None or c.num_layers_in_last_pipeline_stage is not None

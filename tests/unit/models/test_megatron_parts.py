@@ -73,14 +73,6 @@ def test_norm_parameters_say_whether_their_gradients_are_partial(sequence_parall
     assert partial == ({"weight", "bias"} if sequence_parallel else set())
 
 
-def test_a_wide_residual_stream_comes_out_in_the_dtype_of_the_parameters() -> None:
-    norm = TorchNorm(config(params_dtype=torch.bfloat16), 16)
-    hidden = torch.randn(3, 16)
-    out = norm(hidden)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out, nn.functional.layer_norm(hidden, (16,), eps=1e-5).bfloat16(), rtol=0, atol=0)
-
-
 def test_an_unknown_norm_is_refused() -> None:
     shape = config()
     shape.normalization = "L2Norm"

@@ -1,0 +1,40 @@
+"""Where megatron-core is not installed, all the rest works, and what needs it says which extra to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import os, sys
+sys.modules["megatron"] = None  # an import of it fails, as where there is none
+
+import terapipe_ds
+from tests.distributed import engines, worker
+
+os.environ.update(worker.rank_environment(0, 1))
+worker._join(0, 1, sys.argv[1])
+whole, sliced = engines.both(lambda engine: engines.train(engine, engines.batches(2)), stages=1)
+assert not engines.violations([engines.differences(sliced, whole)])
+
+try:
+    import terapipe_ds.models.megatron
+except ImportError as error:
+    print(error)
+from terapipe_ds.cli import main
+print("exit code", main(["index", "README.md", "--out", sys.argv[1] + "-index"]))
+sys.stdout.flush()
+os._exit(0)  # gloo's threads may outlive the interpreter's teardown
+"""
+
+
+def test_everything_else_trains_and_the_extra_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert "terapipe_ds.models.megatron needs megatron-core" in said, said
+    assert said.count("pip install 'terapipe_ds[megatron]'") == 2, said
+    assert "exit code 2" in said, said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.bench.report_data import SYSTEMS, Group, Run
 from terapipe_ds.bench.report_svg import BAND, INK, LINE, MUTED, SYSTEM_COLOURS
@@ -17,7 +17,7 @@ LABEL_SIZE = 8.5
 MARKERS = {"deepspeed": "s", "terapipe": "o", "torch": "^"}
 """A system has its own marker beside its colour."""
 _LETTER, _MOST_LETTERS = 0.073, 40  # inches of a letter at LABEL_SIZE; longer row labels are cut
-_TITLE, _AXIS, _LEGEND_ROW = 0.5, 0.42, 0.2
+_TITLE, _AXIS, _LEGEND_ROW = 0.5, 0.3, 0.22
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _short(label: str) -> str:
     return label if len(label) <= _MOST_LETTERS else label[: _MOST_LETTERS - 1] + "…"
 
 
-def quiet(ax: Axes, grid: str) -> None:
+def quiet(ax: Axes, grid: Literal["x", "y", "both"]) -> None:
     """Only what is needed to read values: a pale grid, no frame."""
     for side in ("left", "right", "top", "bottom"):
         ax.spines[side].set_visible(side == "bottom")
@@ -78,10 +78,18 @@ def title_of(ax: Axes, text: str) -> None:
     ax.annotate(text, (0, 1), (0, 7), fontsize=10, fontweight="bold", color=INK, **style)
 
 
-def legend_items(names: Iterable[str]) -> list[tuple[Any, str]]:
-    """Handles and words of systems (in their order) and of the marks that plots share (in the order given)."""
+def legend_items(names: Iterable[str], *, bars: bool = False) -> list[tuple[Any, str]]:
+    """Handles and words of systems (in their order) and of the marks that plots share (in the order given).
+
+    ``bars``: the systems are drawn as bars, not as markers.
+    """
+    from matplotlib.patches import Patch
+
     given = list(names)
-    return [_item(name) for name in SYSTEMS if name in given] + [_item(name) for name in given if name not in SYSTEMS]
+    systems = [name for name in SYSTEMS if name in given]
+    if bars:
+        return [(Patch(facecolor=SYSTEM_COLOURS[name], alpha=0.55, linewidth=0), name) for name in systems]
+    return [_item(name) for name in systems] + [_item(name) for name in given if name not in SYSTEMS]
 
 
 def _item(name: str) -> tuple[Any, str]:

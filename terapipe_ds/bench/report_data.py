@@ -173,7 +173,7 @@ _COUNT = _Kind("a whole number of at least 1", _is_count)
 _NUMBER = _Kind("a number", _is_number)
 _AMOUNT = _Kind("a finite number of at least 0", lambda v: _is_number(v) and math.isfinite(v) and v >= 0)
 _SECONDS = _Kind("seconds above 0", _is_seconds)
-_STEPS = _Kind("a list of one or more times in seconds", lambda v: isinstance(v, list) and v and all(map(_is_seconds, v)))
+_STEPS = _Kind("a list of times in seconds", lambda v: isinstance(v, list) and v != [] and all(map(_is_seconds, v)))
 _LENGTHS = _list_of(_is_count, "a list of slice lengths in tokens")
 _BYTES = _list_of(lambda v: v is None or _AMOUNT.fits(v), "a list of bytes, one per stage")
 
@@ -187,7 +187,8 @@ _FIGURES = {
 
 def _need(data: dict[str, Any], key: str, where: str, kind: _Kind) -> Any:
     if key not in data:
-        raise ReportError(f"{where} has no {key!r}: it must hold {kind.words} (keys there: {', '.join(data) or 'none'})")
+        keys = ", ".join(map(str, data)) or "none"
+        raise ReportError(f"{where} has no {key!r}: it must hold {kind.words} (keys there: {keys})")
     return _take(data, key, where, kind)
 
 
@@ -209,7 +210,7 @@ def _read_run(data: object, where: str) -> Run:
     same: dict[str, Any] = {key: _need(data, key, where, _COUNT) for key in ("accumulation", "stages")}
     same |= {key: bool(_take(data, key, where, _or_null(_FLAG))) for key in ("planned", "replayed")}
     if data.get("error") is not None:
-        lengths = data.get("slices")  # a run that failed may not have got as far as its plan
+        lengths: Any = data.get("slices")  # a run that failed may not have got as far as its plan
         slices = tuple(lengths) if _LENGTHS.fits(lengths) else ()
         return Run(system, schedule, slices, error=_need(data, "error", where, _TEXT), **same)
     slices = tuple(_need(data, "slices", where, _LENGTHS))

@@ -1,5 +1,6 @@
 """The plots of the report, as matplotlib figures: one colour per system, legends outside the data."""
 
+# ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
 from __future__ import annotations
 
 import math
@@ -17,7 +18,7 @@ from terapipe_ds.bench.report_axes import (
     title_of,
 )
 from terapipe_ds.bench.report_data import Group, Result, Run
-from terapipe_ds.bench.report_svg import BAND, INK, LINE, MUTED, SYSTEM_COLOURS
+from terapipe_ds.bench.report_svg import BAND, INK, LINE, MUTED, PAPER, SYSTEM_COLOURS
 from terapipe_ds.bench.report_text import bytes_unit, digits, time_unit
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ _SCHEDULE_STYLES = (("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", "-")
 
 
 def step_times(result: Result) -> Figure | None:
-    """A panel per group, a bar per run: every step a dot (first step on top), the median, the bound, stock as a line."""
-    panels = [Panel(f"step time, {result.title(group)}", tuple(run for run in group.runs if run.ok), group)
-              for group in result.groups if any(run.ok for run in group.runs)]  # fmt: skip
+    """A panel per group, a bar per run: every step a dot (the first on top), median, bound, and stock as a line."""
+    chosen = [(group, tuple(run for run in group.runs if run.ok)) for group in result.groups]
+    panels = [Panel(f"step time in {_unit_of_steps(runs)[0]}, {result.title(group)}", runs, group)
+              for group, runs in chosen if runs]  # fmt: skip
     if not panels:
         return None
     figure, axes = stack(panels, right=0.75)
@@ -45,8 +47,12 @@ def step_times(result: Result) -> Figure | None:
     return figure
 
 
+def _unit_of_steps(runs: Sequence[Run]) -> tuple[str, float]:
+    return time_unit([max(run.step_s_all) for run in runs])
+
+
 def _draw_steps(ax: Axes, panel: Panel) -> None:
-    unit, scale = time_unit([max(run.step_s_all) for run in panel.runs])
+    _, scale = _unit_of_steps(panel.runs)
     ends = [value for run in panel.runs for value in (*run.step_s_all, run.step_s, run.bound_s or 0.0)]
     for row, run in enumerate(panel.runs):
         colour = SYSTEM_COLOURS[run.system]
@@ -64,16 +70,16 @@ def _draw_steps(ax: Axes, panel: Panel) -> None:
     _beside(ax, -1, len(panel.runs), "× stock")
     stock = panel.group.stock(replayed=False) or panel.group.stock(replayed=True)
     if stock is not None:
-        ax.axvline(stock.step_s * scale, color=SYSTEM_COLOURS["deepspeed"], linewidth=1.0, linestyle=(0, (1, 2)), zorder=0)
+        style: dict[str, Any] = {"linewidth": 1.0, "linestyle": (0, (1, 2)), "zorder": 0}
+        ax.axvline(stock.step_s * scale, color=SYSTEM_COLOURS["deepspeed"], **style)
     ax.set_xlim(0, 1.03 * max(ends) * scale)
-    ax.set_xlabel(unit, fontsize=LABEL_SIZE, color=MUTED, labelpad=1)
 
 
 def _beside(ax: Axes, row: int, num_rows: int, text: str, *, bold: bool = False) -> None:
     """A figure in the column right of the rows; row -1 is its head."""
     at = (1, 1 - (row + 0.5) / num_rows if row >= 0 else 1)
-    style: dict[str, Any] = {"ha": "right", "fontsize": LABEL_SIZE, "annotation_clip": False,
-                             "fontweight": "bold" if bold else "normal", "color": INK if row >= 0 else MUTED}  # fmt: skip
+    style: dict[str, Any] = {"ha": "right", "fontsize": LABEL_SIZE, "annotation_clip": False}
+    style |= {"fontweight": "bold" if bold else "normal", "color": INK if row >= 0 else MUTED}
     ax.annotate(text, at, (50, -3 if row >= 0 else 5), xycoords="axes fraction", textcoords="offset points", **style)
 
 
@@ -119,9 +125,10 @@ def _draw_slices(ax: Axes, group: Group, styles: dict[str, tuple[str, str]]) -> 
             ax.plot(len(run.slices), run.step_s * scale, "*", color=colour, markersize=11, markeredgewidth=0)
         if run.bound_s is not None:
             ax.plot(len(run.slices), run.bound_s * scale, "_", color=INK, markersize=9, markeredgewidth=1.3)
-    for other, line in ((group.stock(False) or group.stock(True), (0, (1, 2))), (group.fastest("torch"), (0, (5, 2)))):
+    for other, dashes in ((group.stock(False) or group.stock(True), (1, 2)), (group.fastest("torch"), (5, 2))):
         if other is not None:
-            ax.axhline(other.step_s * scale, color=SYSTEM_COLOURS[other.system], linewidth=1.1, linestyle=line, zorder=0)
+            style: dict[str, Any] = {"linewidth": 1.1, "linestyle": (0, dashes), "zorder": 0}
+            ax.axhline(other.step_s * scale, color=SYSTEM_COLOURS[other.system], **style)
     counts = sorted({len(run.slices) for run in runs})
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_locator(FixedLocator(_apart(counts)))
@@ -171,9 +178,10 @@ def predictions(result: Result) -> Figure | None:
                     color=BAND, linewidth=0, zorder=0)  # fmt: skip
     ax.plot([low, high], [low, high], color=MUTED, linewidth=0.8, zorder=1)
     for run in runs:
-        face = "none" if run.replayed else SYSTEM_COLOURS[run.system]
-        ax.plot(run.step_s * scale, (run.predicted_s or 0.0) * scale, MARKERS[run.system], markersize=5.5,
-                markerfacecolor=face, markeredgecolor=SYSTEM_COLOURS[run.system], markeredgewidth=0.9)  # fmt: skip
+        colour = SYSTEM_COLOURS[run.system]
+        face, edge = ("none", colour) if run.replayed else (colour, PAPER)
+        ax.plot(run.step_s * scale, (run.predicted_s or 0.0) * scale, MARKERS[run.system], markersize=6.5,
+                markerfacecolor=face, markeredgecolor=edge, markeredgewidth=0.8)  # fmt: skip
     ax.set_xscale("log")
     ax.set_yscale("log")
     for axis, limit in ((ax.xaxis, ax.set_xlim), (ax.yaxis, ax.set_ylim)):
@@ -232,14 +240,13 @@ def _draw_error(ax: Axes, row: int, run: Run, num_rows: int) -> None:
 def memory(result: Result) -> Figure | None:
     """Peak bytes of every stage, a thin bar each from stage 0 down, with the predicted peak as a tick."""
     known: Callable[[Run], bool] = lambda run: run.largest_peak_bytes is not None  # noqa: E731
-    panels = [Panel(f"peak memory per stage, {result.title(group)}", tuple(filter(known, group.runs)), group)
+    unit, scale = bytes_unit([peak for run in result.runs for peak in run.peak_bytes or ()])
+    panels = [Panel(f"peak {unit} per stage, {result.title(group)}", tuple(filter(known, group.runs)), group)
               for group in result.groups if any(map(known, group.runs))]  # fmt: skip
     if not panels:
         return None
     stages = max(panel.group.stages for panel in panels)
     figure, axes = stack(panels, right=0.75, row_height=0.14 + 0.115 * stages)
-    everything = [peak for panel in panels for run in panel.runs for peak in run.peak_bytes or ()]
-    unit, scale = bytes_unit(everything)
     for ax, panel in zip(axes, panels, strict=True):
         for row, run in enumerate(panel.runs):
             _draw_peaks(ax, row, run, scale)
@@ -247,8 +254,7 @@ def memory(result: Result) -> Figure | None:
         _beside(ax, -1, len(panel.runs), "largest")
         ends = [peak for run in panel.runs for peak in (*(run.peak_bytes or ()), *(run.predicted_peak_bytes or ()))]
         ax.set_xlim(0, 1.03 * max(peak for peak in ends if peak is not None) * scale or 1.0)
-        ax.set_xlabel(unit, fontsize=LABEL_SIZE, color=MUTED, labelpad=1)
-    items = legend_items({run.system for panel in panels for run in panel.runs})
+    items = legend_items({run.system for panel in panels for run in panel.runs}, bars=True)
     if any(run.predicted_peak_bytes for panel in panels for run in panel.runs):
         items += legend_items(("predicted peak",))
     bottom_legend(figure, items)

@@ -31,7 +31,7 @@ _ROOT = re.compile(r'<svg [^>]*?viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>')
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Settings for drawing and for ``inline_svg``: text stays text, a ``$`` is a dollar, equal input gives equal output."""
+    """Settings for drawing and for ``inline_svg``: text stays text, a ``$`` is a dollar, equal input, equal output."""
     import matplotlib
 
     settings: dict[str, Any] = {

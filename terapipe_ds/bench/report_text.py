@@ -1,5 +1,6 @@
 """The words of the report: its headline, notes, definitions, and numbers with their units."""
 
+# ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
 from __future__ import annotations
 
 import math
@@ -18,8 +19,8 @@ DEFINITIONS = (
     ("fastest – slowest", "step_s_all", "The shortest and the longest of the single steps."),
     ("× stock", "", "The median step of DeepSpeed's stock engine (1F1B) at the same accumulation over this one: 2 is "
      "twice as fast. Replayed rows are compared with a replayed stock row only."),
-    ("of bound", "bound_s", "bound_s over step_s. bound_s is the largest over stages of m × (unsliced forward + backward "
-     "seconds measured in this run) / (1 − the schedule's ideal bubble), plus measured reduce and optimizer seconds."),
+    ("of bound", "bound_s", "bound_s over step_s. bound_s is the largest over stages of m × (unsliced forward + "
+     "backward seconds measured in this run) / (1 − the schedule's ideal bubble), plus measured reduce and optimizer seconds."),
     ("predicted", "predicted_s", "The step time that the planner's costs and the simulator give, measured reduce and "
      "optimizer included; in brackets its difference to the measured median."),
     ("tokens/s", "tokens_per_s", "Tokens of one step over its median time."),
@@ -27,9 +28,8 @@ DEFINITIONS = (
      "excluded. K is the number of stages."),
     ("peak memory", "peak_bytes", "Of the stage that needs most: resident set on a CPU, allocated memory on a CUDA "
      "device. All stages stand in the plot."),
-    ("exposed comm.", "exposed_comm_s", "Seconds of a step in which a stage waited for a transfer, not hidden behind "
-     "computation."),
-    ("loss", "loss", "Of the last compared step. All systems train the same model on the same data, so it must agree."),
+    ("exposed comm.", "exposed_comm_s", "Seconds of a step spent on transfers that computation does not hide."),
+    ("loss", "loss", "All systems train the same model on the same data, so it must agree."),
 )  # fmt: skip
 """Column, key in the JSON, meaning."""
 
@@ -122,8 +122,8 @@ def notes(result: Result) -> list[str]:
     found = []
     if any(run.replayed for run in result.runs):
         found.append(
-            "Rows marked “replayed” were not timed by the wall clock: there are fewer cores than stages. The real engine "
-            "ran, each action’s CPU time was taken, and the simulator replayed the schedule with these and measured "
+            "Rows marked “replayed” were not timed by the wall clock: there are fewer cores than stages. The real "
+            "engine ran, each action’s CPU time was taken, and the simulator replayed the schedule with these and measured "
             "link times."
         )
     failed = [run for run in result.runs if not run.ok]

@@ -3,7 +3,7 @@
 From the top: what came out, the tables, the plots, how it was measured, and all data.
 """
 
-# ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
+# ruff: noqa: RUF001 - signs for times, minus and dashes are meant
 from __future__ import annotations
 
 import base64
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["ReportError", "load_result", "write_report"]
 
 _MOST_BOXES = 1500  # of a timeline as SVG, about 250 bytes each; one with more becomes a PNG
-_MOST_DATA_BYTES = 600_000  # of the compressed result in the page; beyond it goes without timelines
+_MOST_PICTURE_BYTES = 500_000  # of all timelines together; what does not fit is left out, and the page says so
+_MOST_DATA_BYTES = 400_000  # of the compressed result in the page; beyond it goes without timelines
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # browsers then load nothing else
 
 
@@ -161,12 +162,15 @@ def _timelines(result: Result) -> Iterator[str]:
     if pairs:
         yield "<h2>Where the time goes</h2>\n<p>A row per stage, measured in the step of median length; light is "
         yield "forward, dark is backward, the colour tells the micro-batch, the pale ground shows waiting.</p>\n"
+    left = _MOST_PICTURE_BYTES
     for index, (group, runs) in enumerate(pairs):
         shown = " open" * (index == 0)
         name = escape(f"{result.title(group).capitalize()}: {' and '.join(run.label for run in runs)}")
-        yield f'<details{shown}><summary>{name}</summary>\n<div class="scroll">'
-        yield _timeline_picture(f"timeline{index}", runs)
-        yield "</div></details>\n"
+        picture = _timeline_picture(f"timeline{index}", runs)
+        if len(picture) > left:
+            picture = '<p class="note">This timeline has too many boxes for the page.</p>'
+        left -= len(picture)
+        yield f'<details{shown}><summary>{name}</summary>\n<div class="scroll">{picture}</div></details>\n'
 
 
 def timeline_pair(group: Group) -> list[Run]:

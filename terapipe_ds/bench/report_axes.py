@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LABEL_SIZE = 8.5
 MARKERS = {"deepspeed": "s", "terapipe": "o", "torch": "^"}
 """A system has its own marker beside its colour."""
-_LETTER, _MOST_LETTERS = 0.073, 40  # inches of a letter at LABEL_SIZE; longer row labels are cut
+_LETTER, _MOST_LETTERS = 0.073, 46  # inches of a letter at LABEL_SIZE; longer row labels are cut
 _TITLE, _AXIS, _LEGEND_ROW = 0.5, 0.3, 0.22
 
 

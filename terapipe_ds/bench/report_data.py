@@ -154,7 +154,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_seconds(value: object) -> bool:
-    return _is_number(value) and math.isfinite(value) and value > 0  # type: ignore[arg-type]
+    return isinstance(value, (int, float)) and _is_number(value) and math.isfinite(value) and value > 0
 
 
 def _or_null(kind: _Kind) -> _Kind:

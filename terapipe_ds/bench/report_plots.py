@@ -1,6 +1,6 @@
 """The plots of the report, as matplotlib figures: one colour per system, legends outside the data."""
 
-# ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
+# ruff: noqa: RUF001 - signs for times, minus and dashes are meant
 from __future__ import annotations
 
 import math
@@ -246,7 +246,7 @@ def memory(result: Result) -> Figure | None:
     if not panels:
         return None
     stages = max(panel.group.stages for panel in panels)
-    figure, axes = stack(panels, right=0.75, row_height=0.14 + 0.115 * stages)
+    figure, axes = stack(panels, right=0.75, row_height=0.14 + min(0.115 * stages, 0.55))
     for ax, panel in zip(axes, panels, strict=True):
         for row, run in enumerate(panel.runs):
             _draw_peaks(ax, row, run, scale)

@@ -70,7 +70,7 @@ def inline_svg(figure: Figure, key: str, description: str, *, scale_down: bool =
 def inline_png(figure: Figure, description: str) -> str:
     """The figure as an ``<img>`` on white, for pictures of so many boxes that an SVG would be larger."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=80, metadata={"Software": None})
     data = base64.b64encode(buffer.getvalue()).decode()
     width = figure.get_figwidth() * 96
     return f'<img alt="{escape(description)}" style="width:{width:.0f}px" src="data:image/png;base64,{data}">'

@@ -1,6 +1,6 @@
 """The tables of the report as HTML. Every text that came with the result is escaped here."""
 
-# ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
+# ruff: noqa: RUF001 - signs for times, minus and dashes are meant
 from __future__ import annotations
 
 from collections.abc import Iterable

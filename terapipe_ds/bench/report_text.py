@@ -19,8 +19,9 @@ DEFINITIONS = (
     ("fastest – slowest", "step_s_all", "The shortest and the longest of the single steps."),
     ("× stock", "", "The median step of DeepSpeed's stock engine (1F1B) at the same accumulation over this one: 2 is "
      "twice as fast. Replayed rows are compared with a replayed stock row only."),
-    ("of bound", "bound_s", "bound_s over step_s. bound_s is the largest over stages of m × (unsliced forward + "
-     "backward seconds measured in this run) / (1 − the schedule's ideal bubble), plus measured reduce and optimizer seconds."),
+    ("of bound", "bound_s", "bound_s over step_s. bound_s is the largest over stages of m × (unsliced forward "
+     "+ backward seconds measured in this run) / (1 − the schedule's ideal bubble), plus measured reduce and optimizer "
+     "seconds."),
     ("predicted", "predicted_s", "The step time that the planner's costs and the simulator give, measured reduce and "
      "optimizer included; in brackets its difference to the measured median."),
     ("tokens/s", "tokens_per_s", "Tokens of one step over its median time."),
@@ -123,8 +124,8 @@ def notes(result: Result) -> list[str]:
     if any(run.replayed for run in result.runs):
         found.append(
             "Rows marked “replayed” were not timed by the wall clock: there are fewer cores than stages. The real "
-            "engine ran, each action’s CPU time was taken, and the simulator replayed the schedule with these and measured "
-            "link times."
+            "engine ran, each action’s CPU time was taken, and the simulator replayed the schedule with these and "
+            "measured link times."
         )
     failed = [run for run in result.runs if not run.ok]
     if failed:

@@ -48,11 +48,11 @@ def result(*runs: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {"machine": MACHINE, "preset": "cpu-2stage", "runs": list(runs), **changes}
 
 
-def failed(system: str, schedule: str, accumulation: int, why: str) -> dict[str, Any]:
+def failed(system: str, schedule: str, accumulation: int, why: str, stages: int = 2) -> dict[str, Any]:
     """A run that could not be made."""
     return {
-        "system": system, "schedule": schedule, "slices": [LENGTH], "accumulation": accumulation, "stages": 2,
-        "error": why,
+        "system": system, "schedule": schedule, "slices": [LENGTH], "accumulation": accumulation,
+        "stages": stages, "error": why,
     }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def synthetic(stages: int = 2, accumulations: tuple[int, ...] = (1, 4, 8), *, re
         ]
         if m < 2 * stages:
             why = f"DualPipeV needs accumulation >= {2 * stages}, this is {m}"
-            runs.append(failed("deepspeed", "dualpipev", m, why))
+            runs.append(failed("deepspeed", "dualpipev", m, why, stages))
     command = "terapipe bench --preset cpu-2stage --full --json result.json"
     return result(*runs, command=command, date="2026-11-21T12:00:00Z", sequence_length=LENGTH)
 

@@ -1,5 +1,6 @@
 """The HTML report: what it says is worked out by hand, and the page needs nothing but itself."""
 
+# ruff: noqa: RUF001 - the signs are those of the report
 from __future__ import annotations
 
 import base64
@@ -83,8 +84,8 @@ def test_the_headline_is_worked_out_per_accumulation() -> None:
     slower = row(accumulation=4, step_s=4.0, step_s_all=[3.9, 4.0, 4.1])
     stock_4 = row("deepspeed", accumulation=4, step_s=3.8, step_s_all=[3.7, 3.8, 3.85])
     assert headline(read_result(result(STOCK, SLICED, stock_4, slower))) == (
-        "Per training step against DeepSpeed’s stock 1F1B, terapipe is 1.60× as fast at accumulation 1 (1.25 s instead of "
-        "2.00 s); and 0.95× as fast (slower) at accumulation 4 (4.00 s instead of 3.80 s)."
+        "Per training step against DeepSpeed’s stock 1F1B, terapipe is 1.60× as fast at accumulation 1 (1.25 s instead "
+        "of 2.00 s); and 0.95× as fast (slower) at accumulation 4 (4.00 s instead of 3.80 s)."
     )
 
 
@@ -92,11 +93,11 @@ def test_the_headline_is_worked_out_per_accumulation() -> None:
     ("runs", "expected"),
     [
         ([SLICED], "at 1.25 s a step at accumulation 1, without a stock run"),
-        ([STOCK, failed("terapipe", "seq1f1b", 1, "no")], "not measured at accumulation 1 (none of its runs succeeded)"),
+        ([STOCK, failed("terapipe", "seq1f1b", 1, "no")], "not measured at accumulation 1 (none of its runs"),
         ([STOCK, row(step_s=2.005)], "as fast (1.00×)"),
-        ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "1.03× as fast at accumulation 1 (1.95 s instead of 2.00 s, single steps"),
+        ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "(1.95 s instead of 2.00 s, single steps overlap)"),
         ([STOCK, SLICED | {"replayed": True}], "1.25 s a step at accumulation 1, without a stock run"),
-        ([STOCK | {"replayed": True}, SLICED | {"replayed": True}], "1.60× as fast at accumulation 1 (1.25 s instead of 2.00 s, replayed)"),
+        ([run | {"replayed": True} for run in (STOCK, SLICED)], "(1.25 s instead of 2.00 s, replayed)"),
         ([STOCK | {"schedule": "dualpipev"}, SLICED], "without a stock run"),
         ([STOCK, row("torch", step_s=0.5)], "not measured"),
     ],
@@ -138,7 +139,7 @@ def test_small_times_and_bytes_have_small_units() -> None:
 
 
 def test_planned_and_replayed_rows_are_labelled() -> None:
-    runs = [row(slices=[1000, 600, 448], planned=True, replayed=True), row("deepspeed", replayed=True)]
+    runs = [row(slices=[1000, 600, 448], planned=True, replayed=True, step_s=1.9), row("deepspeed", replayed=True)]
     page = page_of(result(*runs))
     assert page.row("terapipe")[:2] == ["terapipe 1f1bplannedfastestreplayed", "3: 1000, 600, 448"]
     text = " ".join(page.data)
@@ -276,14 +277,15 @@ def test_wrong_values_are_named(change: dict[str, Any], expected: str) -> None:
         read_result(result(row(**change)))
 
 
-@pytest.mark.parametrize("data", [[], None, {"machine": {}, "preset": "x", "runs": []}, result("run")])  # type: ignore[arg-type]
+@pytest.mark.parametrize("data", [[], None, {"machine": {}, "preset": "x", "runs": []}, result() | {"runs": ["run"]}])
 def test_what_is_no_result_is_refused(data: object) -> None:
     with pytest.raises(ReportError):
         read_result(data)
 
 
 def test_nothing_but_failures_makes_a_report_too() -> None:
-    bare = {"system": "terapipe", "schedule": "seq1f1b", "accumulation": 1, "stages": 2, "error": "no plan", "planned": True}
+    bare = {"system": "terapipe", "schedule": "seq1f1b", "accumulation": 1, "stages": 2, "error": "no plan"}
+    bare |= {"planned": True}
     page = page_of(result(bare))
     assert page.row("terapipe seq1f1b") == ["terapipe seq1f1bplannedfailed", "–", "no plan"]
     assert not any(tag == "svg" for tag, _ in page.tags)

@@ -345,3 +345,39 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         main(["report", "--help"])
     assert stop.value.code == 0
     assert "examples:\n  terapipe report " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stages", "replayed"), [(2, False), (8, True)])
+def test_no_text_of_a_plot_runs_into_another_or_out_of_the_picture(stages: int, replayed: bool) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from terapipe_ds.bench import report_plots
+    from terapipe_ds.bench.report_svg import drawing
+
+    found = read_result(synthetic(stages, (1, 4), replayed=replayed))
+    plots = ("step_times", "slice_counts", "predictions", "prediction_errors", "memory")
+    with drawing():
+        for name in plots:
+            figure = getattr(report_plots, name)(found)
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            texts = [text for text in _drawn(figure) if text.get_text()]
+            shown = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
+            for index, (text, box) in enumerate(shown):
+                assert box.x0 >= 0 and box.y0 >= 0, (name, text)
+                assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, (name, text)
+                for other, another in shown[index + 1 :]:
+                    assert not box.overlaps(another), (name, text, other)
+
+
+def _drawn(figure: Any) -> list[Any]:
+    """All texts, but no labels of ticks outside the limits: matplotlib keeps these and does not draw them."""
+    found = [text for legend in figure.legends for text in legend.get_texts()]
+    for ax in figure.axes:
+        found += [*ax.texts, ax.xaxis.label, ax.yaxis.label]
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            found += [label for place, label in ticks if low <= place <= high]
+    return found

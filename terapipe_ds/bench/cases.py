@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.bench.ranks import Workload
-from terapipe_ds.commands import CommandError
+
+
+class BenchError(ValueError):
+    """A benchmark that cannot be made as it was asked for; the text says why and what to do."""
+
 
 PLAN = "plan"
 """In the place of a number of slices: what the planner makes of the costs that this run has measured."""
@@ -133,7 +137,7 @@ def choose(
     """The competitors that the options leave or add. The stock engine stays where its system does: ratios need it.
 
     Raises:
-        CommandError: names that nobody knows, or nothing left.
+        BenchError: names that nobody knows, or nothing left.
     """
     _check_names("--systems", systems, tuple(SCHEDULES))
     _check_names("--schedules", schedules, tuple(dict.fromkeys(name for all_ in SCHEDULES.values() for name in all_)))
@@ -148,11 +152,11 @@ def choose(
         found = [case for case in found if case.system != "terapipe" or case.slices in (1, *slices)]
     found = [case for case in found if systems is None or case.system in systems]
     if not found:
-        raise CommandError("--systems, --schedules and --slices leave nothing to run: widen one of them")
+        raise BenchError("--systems, --schedules and --slices leave nothing to run: widen one of them")
     return tuple(dict.fromkeys(found))
 
 
 def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
     for name in given or ():
         if name not in known:
-            raise CommandError(f"{option} {name!r}: known are {', '.join(known)}")
+            raise BenchError(f"{option} {name!r}: known are {', '.join(known)}")

@@ -17,7 +17,7 @@ from terapipe_ds.schedule.action import Action, Kind
 class Recorded(NamedTuple):
     """One computation or closing action of a rank; times of a clock that all processes of a machine share.
 
-    ``cpu_s`` is the CPU time of the thread that ran it: it does not grow while another process has the core.
+    ``cpu_s`` is the CPU time of the process meanwhile: it does not grow while another process has the core.
     """
 
     kind: str
@@ -54,23 +54,23 @@ class Recorder:
         self.restart()
         yield
         _synchronize()
-        cpu_s, end_s = time.thread_time() - self._start_cpu_s, time.perf_counter()
+        cpu_s, end_s = time.process_time() - self._start_cpu_s, time.perf_counter()
         self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
 
     def restart(self) -> None:
         """The computation of the open span begins now."""
         _synchronize()
-        self._start_s, self._start_cpu_s = time.perf_counter(), time.thread_time()
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     @contextmanager
     def last_goes_on(self) -> Iterator[None]:
         """What runs inside belongs to the event that ended last (a loss, to the forward before it)."""
-        start_cpu_s = time.thread_time()
+        start_cpu_s = time.process_time()
         yield
         if self.on and self.events:
             _synchronize()
             last = self.events[-1]
-            cpu_s = last.cpu_s + time.thread_time() - start_cpu_s
+            cpu_s = last.cpu_s + time.process_time() - start_cpu_s
             self.events[-1] = last._replace(end_s=time.perf_counter(), cpu_s=cpu_s)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.cases import Job
+from terapipe_ds.bench.cases import BenchError, Job
 from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
 from terapipe_ds.bench.orders import from_json
 from terapipe_ds.bench.ranks import finish_rank, keep_memory, machine, prepare_rank, spawn_ranks
@@ -27,12 +27,19 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 
 
 def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
-    """Measure; returns what ``--json`` writes."""
+    """Measure; returns what ``--json`` writes.
+
+    Raises:
+        BenchError: a rank failed.
+    """
     before = machine()
     if job.device == "cpu":
         keep_memory()
     with tempfile.TemporaryDirectory() as folder:
-        spawn_ranks(_rank_main, job.work.stages, job, folder)
+        try:
+            spawn_ranks(_rank_main, job.work.stages, job, folder)
+        except RuntimeError as error:
+            raise BenchError(f"{error}; what the rank said stands there") from None
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(job.work.stages)]
     return result_of(job, preset, before, ranks)
 

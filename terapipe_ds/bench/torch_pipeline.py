@@ -34,7 +34,7 @@ class TorchDriver(Driver):
 
         self._kind = getattr(pipelining, _CLASSES[case.schedule])
         self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
-        self._device = torch.device(job.device, self._rank if job.device != "cpu" else None)
+        self._device = torch.device("cpu") if job.device == "cpu" else torch.device(job.device, self._rank)
         self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
         chunks = 2 if case.schedule in TWO_PARTS else 1
         self._placement = v_placement(stages) if case.schedule == "zbv" else looped_placement(stages, chunks)
@@ -102,7 +102,7 @@ class TorchDriver(Driver):
         return float(sum(loss.detach() for loss in losses)) if has_last else None
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
-        if self._case.schedule not in TWO_PARTS:  # those orders are ours; what torch prints of its 1F1B is not what runs
+        if self._case.schedule not in TWO_PARTS:  # as ours; what torch prints of its 1F1B is not what it runs
             return build(self._case.schedule, self._work.stages, accumulation, 1)
         return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
 

@@ -98,7 +98,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     """What the preset and the options ask for.
 
     Raises:
-        CommandError: options that contradict each other or the model.
+        ValueError: options that contradict each other or the model.
     """
     from terapipe_ds.bench.cases import PRESETS as ALL
     from terapipe_ds.bench.cases import Job, choose
@@ -136,9 +136,9 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
 
     job = job_of(arguments)
     if arguments.check_replay and job.replayed:
+        cores = len(os.sched_getaffinity(0))
         raise CommandError(
-            f"--check-replay: {job.work.stages} stages on {len(os.sched_getaffinity(0))} cores have no measured times to "
-            "compare with; give fewer --stages"
+            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
         )
     if job.device == "cuda":
         _require_devices(job.work.stages)
@@ -199,7 +199,7 @@ def _require_devices(stages: int) -> None:
 
     if not torch.cuda.is_available() or torch.cuda.device_count() < stages:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise CommandError(f"--device cuda: {stages} stages need as many CUDA devices, here are {count}; use --device cpu")
+        raise CommandError(f"--device cuda: {stages} stages need {stages} CUDA devices, here are {count}; use the cpu")
 
 
 def _check_replay(result: dict[str, Any]) -> None:

@@ -113,12 +113,12 @@ def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
 _SMALL = Workload(stages=2, accumulation=1, sequence_length=2048, micro_batch=1, hidden=512, layers=8, heads=8)
 _USUAL = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1))
 PRESETS = {
-    # torch's 1F1B refuses fewer micro-batches than stages, where GPipe has the same order. Two parts per stage fill
-    # torch's bubble only with several micro-batches.
+    # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
+    # stages); with several, two parts per stage have the smaller bubbles.
     "cpu-2stage": Preset(
         _SMALL, (1, 4), 5,
         (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", PLAN),
-         Case("torch", "gpipe", accumulations=(1,)), Case("torch", "1f1b", accumulations=(4,)),
+         Case("torch", "gpipe", accumulations=(1,)), Case("torch", "interleaved1f1b", accumulations=(4,)),
          Case("torch", "zbv", accumulations=(4,))),
     ),
     "cpu-8stage": Preset(

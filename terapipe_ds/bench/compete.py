@@ -67,7 +67,7 @@ def _build_all(job: Job) -> tuple[dict[int, Driver], dict[int, str]]:
         try:
             drivers[index] = build_driver(case, job)
         except Exception as error:  # a case that cannot be had is a row that says why
-            problem = f"{type(error).__name__}: {error}".split("\n")[0]
+            problem = str(error).split("\n")[0] or type(error).__name__
         problem = next((said for said in _from_everyone(job, problem) if said), None)
         if problem:
             drivers.pop(index, None)
@@ -102,6 +102,8 @@ def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SliceP
         if case.slices == PLAN:
             return planned.plan(case.schedule, accumulation), None
         if isinstance(case.slices, tuple):
+            if sum(case.slices) != length:
+                raise ValueError(f"their lengths sum to {sum(case.slices)}")
             return SlicePlan(case.slices), None
         assert isinstance(case.slices, int)
         return SlicePlan.equal(length, case.slices, min(job.granularity, length // case.slices)), None

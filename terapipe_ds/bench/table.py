@@ -36,7 +36,7 @@ def _line(row: Mapping[str, Any]) -> str:
     label = row["label"] + (" (replayed)" if row["replayed"] else "")
     head = f"{row['accumulation']:>3}  {label:<36}"
     if "error" in row:
-        return f"{head} not run: {row['error']}"
+        return f"{head} error: {row['error']}"
     low, high = row["spread_s"]
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in _few(row["peak_bytes"]))
     return (

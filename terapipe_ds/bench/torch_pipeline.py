@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from terapipe_ds.bench.cases import TWO_PARTS, Case, Job
+from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
 from terapipe_ds.bench.drivers import Driver, MicroBatches
 from terapipe_ds.bench.orders import looped_placement, of_torch, v_placement
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
@@ -24,6 +24,27 @@ _CLASSES = {
     "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B",
     "zbv": "ScheduleZBVZeroBubble",
 }  # fmt: skip
+
+
+def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``torch.optim.AdamW`` that do what a DeepSpeed config asks for.
+
+    Raises:
+        BenchError: it asks for what a plain optimizer in the precision of the weights does not do.
+    """
+    optimizer = ds_config.get("optimizer") or {}
+    kind, given = str(optimizer.get("type", "none")).lower(), dict(optimizer.get("params") or {})
+    if kind not in ("adam", "adamw") or given.get("adam_w_mode") is False:
+        raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
+    for key in ("bf16", "fp16", "torch_autocast", "scheduler"):
+        if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
+            raise BenchError(f"torch runs here without what {key} in the config stands for")
+    if (ds_config.get("zero_optimization") or {}).get("stage", 0):
+        raise BenchError("torch runs here without ZeRO, which the config asks for")
+    if ds_config.get("gradient_clipping", 1.0) > 0:
+        raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
+    known = {key: given[key] for key in ("lr", "betas", "eps") if key in given}
+    return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
 
 
 class TorchDriver(Driver):
@@ -49,8 +70,7 @@ class TorchDriver(Driver):
             with self._device:
                 self._modules[part_id] = nn.Sequential(*(spec.build() for spec in specs))
         self.recorder = Recorder()
-        lr = USUAL_SETTINGS["optimizer"]["params"]["lr"]
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters(), **adam_options(job.ds_config or USUAL_SETTINGS))
         self._accumulation = 0
         self._pipeline: Any = None
 

@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
         path = getattr(arguments, option)
         if path is not None and not Path(path).absolute().parent.is_dir():  # before minutes of measuring
             raise CommandError(f"--{option} {path}: there is no such folder; give a path in one that exists")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if arguments.preset.startswith("gpu-"):
         from terapipe_ds.bench.gpu import run_on_gpu
 
@@ -117,6 +118,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
         preset, full=arguments.full, systems=arguments.systems, schedules=arguments.schedules,
         slices=_slices(arguments.slices, work.sequence_length),
     )  # fmt: skip
+    if ds_config is not None and arguments.slices is None and arguments.schedules is None:
+        cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, arguments.systems))))
     # a preset's competitor for some accumulations stands for all others as well
     known = set(preset.accumulations)
     cases = tuple(
@@ -162,6 +165,21 @@ def _own_model(
         micro_batch=_number(ds_config or {}, "train_micro_batch_size_per_gpu"),
     )  # fmt: skip
     return ds_config, gpt, work
+
+
+def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[Any]:
+    """What the config's own section says, as a competitor."""
+    from terapipe_ds.bench.cases import PLAN, TERAPIPE, Case
+    from terapipe_ds.config import TeraPipeConfig
+
+    section = TeraPipeConfig.from_deepspeed(ds_config)
+    if not section.enabled or (systems is not None and "terapipe" not in systems):
+        return []
+    slices = section.slices
+    schedule = section.schedule if section.schedule in TERAPIPE else "seq1f1b"
+    if not isinstance(slices, int):
+        slices = PLAN if slices == "auto" else tuple(slices)
+    return [Case("terapipe", schedule, slices)]
 
 
 def _pairs(arguments: argparse.Namespace, preset: Any) -> int:

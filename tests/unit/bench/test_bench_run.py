@@ -185,11 +185,29 @@ def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
-    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}}))
+    section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24]}
+    settings = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}, "terapipe": section}
+    config.write_text(json.dumps(settings))
     job = command.job_of(arguments("--config", str(config), "--model", "tiny", "--sequence-length", "64"))
     assert job.gpt is not None and job.gpt["hidden_size"] == job.work.hidden
     assert (job.work.micro_batch, job.work.sequence_length) == (3, 64)
-    assert job.ds_config == {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}}
+    assert job.ds_config == settings and job.cases[-1] == Case("terapipe", "terapipe", (40, 24))
+    assert job.cases[:4] == PRESETS["cpu-2stage"].cases[:4]
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"bf16": {"enabled": True}}, "bf16"), ({"zero_optimization": {"stage": 1}}, "ZeRO"),
+    ({"optimizer": {"type": "Lamb"}}, "Lamb"), ({"gradient_clipping": 1.0}, "clipping"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+])  # fmt: skip
+def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, Any], told: str) -> None:
+    from terapipe_ds.bench.torch_pipeline import adam_options
+
+    params = {"lr": 0.5, "betas": [0.8, 0.9], "torch_adam": True, "weight_decay": 0.1}
+    plain = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": 0.0, "bf16": {"enabled": False}}
+    assert adam_options(plain) == {"lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "fused": True}
+    with pytest.raises(BenchError, match=told):
+        adam_options({**plain, **changes})
 
 
 @pytest.mark.parametrize(("words", "told"), [

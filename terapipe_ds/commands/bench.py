@@ -175,7 +175,7 @@ def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[An
     section = TeraPipeConfig.from_deepspeed(ds_config)
     if not section.enabled or (systems is not None and "terapipe" not in systems):
         return []
-    slices = section.slices
+    slices: Any = section.slices
     schedule = section.schedule if section.schedule in TERAPIPE else "seq1f1b"
     if not isinstance(slices, int):
         slices = PLAN if slices == "auto" else tuple(slices)

@@ -124,7 +124,8 @@ PRESETS = {
     "cpu-8stage": Preset(
         dataclasses.replace(_SMALL, stages=8, layers=16, hidden=256, heads=4), (1, 8), 2,
         (*_USUAL, Case("terapipe", "seq1f1b", 8), Case("terapipe", "seq1f1b", 16, (1,)),
-         Case("terapipe", "seq1f1b", PLAN), Case("torch", "1f1b")),
+         Case("terapipe", "seq1f1b", PLAN), Case("torch", "gpipe", accumulations=(1,)),
+         Case("torch", "1f1b", accumulations=(8,))),
         (1, 8, 16),
     ),
 }  # fmt: skip

@@ -108,7 +108,8 @@ def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SliceP
         assert isinstance(case.slices, int)
         return SlicePlan.equal(length, case.slices, min(job.granularity, length // case.slices)), None
     except (ValueError, ZeroDivisionError) as error:
-        return None, f"{case.slices} slices of {length} tokens: {error}"
+        what = "no plan" if case.planned else f"{case.slices} slices of {length} tokens"
+        return None, f"{what}: {error}"
 
 
 def _measure_runs(

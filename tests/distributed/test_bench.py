@@ -11,7 +11,7 @@ import pytest
 from terapipe_ds.bench.cases import PLAN, Case, Job, all_cases
 from terapipe_ds.bench.ranks import Workload
 from terapipe_ds.bench.run import result_of, run_benchmark
-from tests.distributed.harness import rank_pool
+from tests.distributed.harness import RankPool
 from tests.unit.bench.test_bench_run import RunForm
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=64, micro_batch=1, hidden=16, layers=4, heads=2)
@@ -30,7 +30,11 @@ def competition(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    ranks = rank_pool(2).run(competition, folder=str(tmp_path_factory.mktemp("bench")))
+    pool = RankPool(2)  # of its own: what so many engines leave behind would change what other jobs measure
+    try:
+        ranks = pool.run(competition, folder=str(tmp_path_factory.mktemp("bench")))
+    finally:
+        pool.close()
     ranks = [json.loads(json.dumps(found)) for found in ranks]
     runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(JOB, "test", {}, ranks)))["runs"]
     return runs

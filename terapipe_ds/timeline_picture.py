@@ -20,6 +20,7 @@ _HUES = (
     *("#128a96", "#b3477d", "#8a6d1d", "#4f5b93", "#5f7f2b"),
 )
 _INK, _GREY, _PALE, _WAIT = "#1f2933", "#66727f", "#b8c1ca", "#f1f3f5"
+_ON_LIGHT = "#1f2932"  # the ink on a light box: a page with a dark ground swaps _INK, and this must stay
 _CLOSING_KINDS = ("RT", "RD", "ST")
 _UPRIGHT = 0.077  # what an upright label needs across, so that nine boxes of ten have room for theirs
 _LEFT, _RIGHT, _TOP, _AXIS, _LEGEND = 0.85, 0.65, 0.62, 0.45, 0.4
@@ -34,10 +35,7 @@ def draw_many(titled: Sequence[tuple[str, Timeline]], path: str | os.PathLike[st
     suffix = Path(path).suffix.lower()
     if suffix not in (".png", ".svg", ".pdf"):
         raise TimelineError(f"cannot draw to {os.fspath(path)!r}: end the name in .png, .svg or .pdf")
-    if not titled or not any(
-        event.kind in COMPUTE_KINDS for _, timeline in titled for event in timeline.events
-    ):
-        raise TimelineError("there is nothing to draw: the timelines hold no F, B or W")
+    _check_drawable(titled)
     try:
         import matplotlib
     except ImportError as error:
@@ -50,6 +48,20 @@ def draw_many(titled: Sequence[tuple[str, Timeline]], path: str | os.PathLike[st
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
         options: dict[str, Any] = {"format": suffix[1:], "dpi": 160, "metadata": metadata}
         write_atomically(path, lambda temporary: figure.savefig(temporary, **options))
+
+
+def build_figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
+    """The picture of ``draw_many`` as a matplotlib figure, for programs that put it in a page of their own.
+
+    Draw and save it under ``font.family: DejaVu Sans``, by which the labels are measured.
+    """
+    _check_drawable(titled)
+    return _figure(titled)
+
+
+def _check_drawable(titled: Sequence[tuple[str, Timeline]]) -> None:
+    if not any(event.kind in COMPUTE_KINDS for _, timeline in titled for event in timeline.events):
+        raise TimelineError("there is nothing to draw: the timelines hold no F, B or W")
 
 
 def _figure(titled: Sequence[tuple[str, Timeline]]) -> Figure:
@@ -146,7 +158,7 @@ class _LabelSizes:
             need_across, need_along = need_along, need_across
         if need_across > 0.95 * across or need_along > 0.95 * along:
             return
-        colour = "white" if event.kind == "B" else _INK
+        colour = "white" if event.kind == "B" else _ON_LIGHT
         style: dict[str, Any] = {"fontsize": self.size, "color": colour, "ha": "center", "zorder": 3}
         turn: dict[str, Any] = {"rotation": 90} if self.upright else {}
         axes.text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import os
 import sys
@@ -23,6 +24,12 @@ _ARGUMENTS = {
     "hidden": (512, "hidden size"),
     "layers": (8, "decoder layers"),
     "heads": (8, "attention heads"),
+}
+
+USUAL_SETTINGS: dict[str, Any] = {
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
+    # DeepSpeed clips at 1.0 by default, and its stock norm counts the first stage only: the losses would differ
+    "gradient_clipping": 0.0,
 }
 
 
@@ -91,14 +98,17 @@ def keep_memory() -> None:
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
 
-def prepare_rank(rank: int, stages: int, rendezvous: str) -> None:
-    """Pin this process to its core, with one thread, and meet the others. Before torch is imported."""
+def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu") -> None:
+    """Pin this process to its core or device, with one thread, and meet the others. Before torch is imported."""
     os.environ.update(
-        DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(stages),
-        LOCAL_SIZE=str(stages), LOCAL_WORLD_SIZE=str(stages), DEEPSPEED_LOG_LEVEL="error",
+        OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(stages), LOCAL_SIZE=str(stages),
+        LOCAL_WORLD_SIZE=str(stages), DEEPSPEED_LOG_LEVEL="error", TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    logging.getLogger("terapipe_ds").setLevel(logging.WARNING)  # plans are in the table
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process; the parent prints
     import deepspeed
     import torch
@@ -108,8 +118,11 @@ def prepare_rank(rank: int, stages: int, rendezvous: str) -> None:
     tqdm.set_lock(threading.RLock())  # its own is shared between processes and would outlive this one
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at start, for a minute
-    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=stages)
-    deepspeed.init_distributed("gloo")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    torch_dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=stages)
+    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
 
 
 def progress_bar(rank: int, total: int, what: str) -> Any:
@@ -129,40 +142,68 @@ def finish_rank(engines: Sequence[Any]) -> None:
     os._exit(0)  # gloo's threads may outlive the interpreter's teardown
 
 
-def build_engine(section: dict[str, Any] | None, work: Workload) -> Any:
-    """DeepSpeed's stock engine (``section`` None) or ours with a ``terapipe`` section."""
+def gpt_config(work: Workload, gpt: dict[str, Any] | None = None) -> Any:
+    """The model of a workload; ``gpt``: fields of ``GPTConfig`` that say more than the workload does."""
+    from terapipe_ds.models.gpt import GPTConfig
+
+    fields = {
+        "vocab_size": 256, "hidden_size": work.hidden, "num_layers": work.layers, "num_heads": work.heads,
+        "max_sequence_length": work.sequence_length,
+    }  # fmt: skip
+    return GPTConfig(**{**fields, **(gpt or {})})
+
+
+def build_engine(
+    section: dict[str, Any] | None, work: Workload, *, ds_config: dict[str, Any] | None = None,
+    gpt: dict[str, Any] | None = None, dualpipe: bool = False,
+) -> Any:  # fmt: skip
+    """DeepSpeed's own engine (``section`` None) or ours with a ``terapipe`` section.
+
+    Args:
+        ds_config: in the place of the usual settings; batch sizes and the section are those of the arguments.
+        gpt: fields of ``GPTConfig`` besides the workload's.
+        dualpipe: DeepSpeed's DualPipeV, two parts per stage; ``work.accumulation`` must be at least twice the stages.
+    """
+    import deepspeed
     from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 
     import terapipe_ds
-    from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+    from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 
-    config = GPTConfig(
-        vocab_size=256, hidden_size=work.hidden, num_layers=work.layers, num_heads=work.heads,
-        max_sequence_length=work.sequence_length,
-    )  # fmt: skip
-    module = PipelineModule(gpt_layers(config), num_stages=work.stages, loss_fn=gpt_loss, partition_method="parameters")
-    ds_config: dict[str, Any] = {
+    layers = gpt_layers(gpt_config(work, gpt))
+    kind = DualPipeVModule if dualpipe else PipelineModule
+    module = kind(layers, num_stages=work.stages, loss_fn=gpt_loss, partition_method="parameters")
+    settings = {**(USUAL_SETTINGS if ds_config is None else ds_config)}
+    for key in ("train_batch_size", "terapipe"):
+        settings.pop(key, None)
+    settings |= {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulation,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
-        # DeepSpeed clips at 1.0 by default, and its stock norm counts the first stage only: the losses would differ
-        "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
     }
     if section is not None:
-        ds_config["terapipe"] = section
-    engine, *_ = terapipe_ds.initialize(model=module, model_parameters=list(module.parameters()), config=ds_config)
+        settings["terapipe"] = section
+    initialize = deepspeed.initialize if section is None else terapipe_ds.initialize
+    engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=settings)
     return engine
 
 
 def batches(work: Workload) -> Iterator[Any]:
     """The same random tokens again and again."""
+    (micro_batch,) = micro_batches(work, 1)
+    while True:
+        yield micro_batch
+
+
+def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tuple[Any, Any]]:
+    """Different random tokens, and the tokens that follow them: what every system trains in every step."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 256, (work.micro_batch, work.sequence_length + 1), generator=generator)
-    while True:
-        yield tokens[:, :-1], tokens[:, 1:]
+    shape = (work.micro_batch, work.sequence_length + 1)
+    drawn = [torch.randint(0, vocab_size, shape, generator=generator) for _ in range(count)]
+    return [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in drawn]
 
 
 def machine() -> dict[str, Any]:

@@ -60,6 +60,7 @@ from terapipe_ds.runtime.stock_faults import (
 )
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.watchdog import Watchdog
+from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
 
 logger = logging.getLogger("terapipe_ds")
@@ -116,6 +117,7 @@ class TeraPipeEngine(PipelineEngine):
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
         self._is_last_part = self.stage_id == self.num_stages - 1
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
+        accumulate_in_products(self.module, self.optimizer)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
         warn_of_checkpoints(self)

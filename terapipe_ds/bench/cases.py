@@ -1,0 +1,163 @@
+"""Who competes: the systems of ``terapipe bench``, its presets, and what cannot run with which sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.bench.ranks import Workload
+
+
+class BenchError(ValueError):
+    """A benchmark that cannot be made as it was asked for; the text says why and what to do."""
+
+
+PLAN = "plan"
+"""In the place of a number of slices: what the planner makes of the costs that this run has measured."""
+
+DEEPSPEED = ("1f1b", "dualpipev")
+TERAPIPE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
+TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
+SCHEDULES = {"deepspeed": DEEPSPEED, "terapipe": TERAPIPE, "torch": TORCH}
+"""What each system can run, by the names used here. interleaved1f1b and zbv hold two parts per stage, as dualpipev."""
+TWO_PARTS = ("dualpipev", "interleaved1f1b", "zbv")
+
+Slices = int | str | tuple[int, ...]
+"""A number of equal slices, ``PLAN``, or lengths in tokens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One competitor, at every accumulation in ``accumulations`` (empty: at all of the run)."""
+
+    system: str
+    schedule: str
+    slices: Slices = 1
+    accumulations: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What tables and plots call it."""
+        if self.system != "terapipe":
+            return f"{self.system} {self.schedule}"
+        slices = self.slices
+        if isinstance(slices, tuple):
+            return f"terapipe {self.schedule}, {len(slices)} given slices"
+        if slices == PLAN:
+            return f"terapipe {self.schedule}, planned"
+        return f"terapipe {self.schedule}, {slices} slice{'' if slices == 1 else 's'}"
+
+    @property
+    def planned(self) -> bool:
+        """Whether the planner cuts its slices."""
+        return self.slices == PLAN
+
+    def runs_at(self, accumulation: int) -> bool:
+        """Whether it competes with that many micro-batches."""
+        return not self.accumulations or accumulation in self.accumulations
+
+    def problem(self, work: Workload, accumulation: int) -> str | None:
+        """Why it cannot run with these sizes, or None."""
+        if self.schedule == "dualpipev" and accumulation < 2 * work.stages:
+            return f"DualPipeV needs accumulation >= {2 * work.stages} (two per stage), this is {accumulation}"
+        if (self.system, self.schedule) == ("torch", "1f1b") and accumulation < work.stages:
+            return f"torch's 1F1B needs accumulation >= {work.stages} (the stages), this is {accumulation}"
+        rounds = max(1, accumulation // work.stages)
+        if self.schedule == "interleaved1f1b" and accumulation % rounds:
+            return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
+        layers = work.layers + 3  # embedding, final norm and head
+        if self.schedule in TWO_PARTS and 2 * work.stages > layers:
+            return f"{self.schedule} cuts the model in {2 * work.stages} parts, it has {layers} layers"
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A whole run, as every rank gets it.
+
+    ``ds_config`` and ``gpt`` (fields of ``GPTConfig``) stand in for the usual ones; ``replayed``: fewer cores than
+    stages, so that the wall clock means nothing.
+    """
+
+    work: Workload
+    cases: tuple[Case, ...]
+    accumulations: tuple[int, ...]
+    pairs: int
+    granularity: int = 64
+    device: str = "cpu"
+    replayed: bool = False
+    ds_config: dict[str, Any] | None = None
+    gpt: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A workload with its accumulations and competitors; ``full`` ones with ``--full``."""
+
+    work: Workload
+    accumulations: tuple[int, ...]
+    pairs: int
+    cases: tuple[Case, ...]
+    full_accumulations: tuple[int, ...] = (1, 4, 8)
+
+
+def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
+    """Every schedule of every system; ours with one slice in 1F1B, and with each of ``slices``."""
+    stock = [Case("deepspeed", name) for name in DEEPSPEED]
+    ours = [Case("terapipe", name, given) for name in TERAPIPE for given in slices]
+    return (*stock, Case("terapipe", "1f1b", 1), *ours, *(Case("torch", name) for name in TORCH))
+
+
+_SMALL = Workload(stages=2, accumulation=1, sequence_length=2048, micro_batch=1, hidden=512, layers=8, heads=8)
+_USUAL = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1))
+PRESETS = {
+    # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
+    # stages); with several, two parts per stage have the smaller bubbles.
+    "cpu-2stage": Preset(
+        _SMALL, (1, 4), 5,
+        (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", PLAN),
+         Case("torch", "gpipe", accumulations=(1,)), Case("torch", "interleaved1f1b", accumulations=(4,)),
+         Case("torch", "zbv", accumulations=(4,))),
+    ),
+    "cpu-8stage": Preset(
+        dataclasses.replace(_SMALL, stages=8, layers=16, hidden=256, heads=4), (1, 8), 2,
+        (*_USUAL, Case("terapipe", "seq1f1b", 8), Case("terapipe", "seq1f1b", 16, (1,)),
+         Case("terapipe", "seq1f1b", PLAN), Case("torch", "gpipe", accumulations=(1,)),
+         Case("torch", "1f1b", accumulations=(8,))),
+        (1, 8, 16),
+    ),
+}  # fmt: skip
+
+
+def choose(
+    preset: Preset, *, full: bool, systems: Sequence[str] | None, schedules: Sequence[str] | None,
+    slices: Sequence[Slices] | None,
+) -> tuple[Case, ...]:  # fmt: skip
+    """The competitors that the options leave or add. The stock engine stays where its system does: ratios need it.
+
+    Raises:
+        BenchError: names that nobody knows, or nothing left.
+    """
+    _check_names("--systems", systems, tuple(SCHEDULES))
+    _check_names("--schedules", schedules, tuple(dict.fromkeys(name for all_ in SCHEDULES.values() for name in all_)))
+    asked = full or schedules or slices
+    found = list(all_cases(slices or (8, PLAN)) if asked else preset.cases)
+    if asked and not (full or schedules):  # other slices, for what the preset slices
+        found = [case for case in found if case.system != "terapipe" or case.schedule == "seq1f1b" or case.slices == 1]
+        found = [case for case in found if case.schedule in ("1f1b", "seq1f1b")]
+    if schedules:
+        found = [case for case in found if case.schedule in schedules or case == Case("deepspeed", "1f1b")]
+    if slices:
+        found = [case for case in found if case.system != "terapipe" or case.slices in (1, *slices)]
+    found = [case for case in found if systems is None or case.system in systems]
+    if not found:
+        raise BenchError("--systems, --schedules and --slices leave nothing to run: widen one of them")
+    return tuple(dict.fromkeys(found))
+
+
+def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
+    for name in given or ():
+        if name not in known:
+            raise BenchError(f"{option} {name!r}: known are {', '.join(known)}")

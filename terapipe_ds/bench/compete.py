@@ -1,0 +1,203 @@
+"""In each rank: every system trains the same data from the same weights, in turns (A B C A B C ...).
+
+All systems live in the same processes, one per stage. So they share the cores, the allocator (which keeps what is
+freed, see ``ranks.keep_memory``) and whatever else the machine does; processes of their own would each have an
+allocator with a past of its own, and the idle ones would still take memory and, at each turn, a wake-up.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.bench.cases import PLAN, Case, Job
+from terapipe_ds.bench.drivers import Driver, build_driver
+from terapipe_ds.bench.orders import to_json
+from terapipe_ds.bench.ranks import gpt_config, micro_batches, progress_bar
+from terapipe_ds.plan import SlicePlan
+
+_PINGS = 5
+
+
+def compete(job: Job, folder: Path) -> tuple[dict[str, Any], list[Driver]]:
+    """What this rank has measured: ``{"runs": [...], "measured": {...}}``, and the drivers, to be closed. A collective.
+
+    Each run has ``case`` (its index), ``accumulation``, and either ``error`` or times, losses, events and bytes.
+    """
+    from terapipe_ds.bench.planned import Planned
+
+    planned = Planned.measure(job, folder)
+    drivers, errors = _build_all(job)
+    data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
+    bar = _bar(job, drivers)
+    for index, driver in drivers.items():  # what is made at the first step, in whatever it allocates and compiles
+        _say(bar, job.cases[index], "warm-up")
+        driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
+        driver.step(data[: driver.fewest])
+        bar.update()
+    runs: list[dict[str, Any]] = []
+    lengths: set[int] = set()
+    for accumulation in job.accumulations:
+        here = _open_runs(job, accumulation, drivers, errors, planned)
+        _measure_runs(job, accumulation, here, drivers, data, bar)
+        runs += here
+        lengths |= {n for run in here for n in run.get("slices", ())}
+    bar.close()
+    return {"runs": runs, "links": measure_links(job, sorted(lengths)), **planned.found()}, list(drivers.values())
+
+
+def _vocabulary(job: Job) -> int:
+    return int(gpt_config(job.work, job.gpt).vocab_size)
+
+
+def _build_all(job: Job) -> tuple[dict[int, Driver], dict[int, str]]:
+    """The drivers by the index of their case, and what those said that no rank can build."""
+    drivers: dict[int, Driver] = {}
+    errors: dict[int, str] = {}
+    for index, case in enumerate(job.cases):
+        problems = [case.problem(job.work, m) for m in job.accumulations if case.runs_at(m)]
+        if problems and all(problems):
+            continue
+        problem = None
+        try:
+            drivers[index] = build_driver(case, job)
+        except Exception as error:  # a case that cannot be had is a row that says why
+            problem = str(error).split("\n")[0] or type(error).__name__
+        problem = next((said for said in _from_everyone(job, problem) if said), None)
+        if problem:
+            drivers.pop(index, None)
+            errors[index] = problem
+    return drivers, errors
+
+
+def _open_runs(
+    job: Job, accumulation: int, drivers: dict[int, Driver], errors: dict[int, str], planned: Any
+) -> list[dict[str, Any]]:
+    """A record per case of this accumulation; those that will run get ready."""
+    runs: list[dict[str, Any]] = []
+    for index, case in enumerate(job.cases):
+        if not case.runs_at(accumulation):
+            continue
+        run: dict[str, Any] = {"case": index, "accumulation": accumulation}
+        runs.append(run)
+        plan, problem = _plan(job, case, accumulation, planned)
+        problem = case.problem(job.work, accumulation) or errors.get(index) or problem
+        if problem or plan is None:
+            run["error"] = problem
+            continue
+        run |= {"slices": plan.lengths, "seconds": [], "losses": [], "events": []}
+        drivers[index].restart()
+    return runs
+
+
+def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SlicePlan | None, str | None]:
+    """The slices of a case, or why there are none."""
+    length = job.work.sequence_length
+    try:
+        if case.slices == PLAN:
+            return planned.plan(case.schedule, accumulation), None
+        if isinstance(case.slices, tuple):
+            if sum(case.slices) != length:
+                raise ValueError(f"their lengths sum to {sum(case.slices)}")
+            return SlicePlan(case.slices), None
+        assert isinstance(case.slices, int)
+        return SlicePlan.equal(length, case.slices, min(job.granularity, length // case.slices)), None
+    except (ValueError, ZeroDivisionError) as error:
+        what = "no plan" if case.planned else f"{case.slices} slices of {length} tokens"
+        return None, f"{what}: {error}"
+
+
+def _measure_runs(
+    job: Job, accumulation: int, runs: list[dict[str, Any]], drivers: dict[int, Driver], data: Any, bar: Any
+) -> None:
+    """First a step of each, in which its memory is counted, then the timed ones in turns."""
+    going = [(run, drivers[run["case"]]) for run in runs if "error" not in run]
+    batch = data[:accumulation]
+    for turn in range(1 + job.pairs):
+        for run, driver in going:
+            _say(bar, job.cases[run["case"]], f"m={accumulation}, {'memory' if turn == 0 else f'turn {turn}'}")
+            if turn == 0:
+                plan = SlicePlan(tuple(run["slices"]))
+                driver.prepare(accumulation, plan)
+                run["schedule"] = to_json(driver.schedule(accumulation, plan))
+                _memory_step(run, driver, batch)
+            else:
+                _timed_step(run, driver, batch)
+            bar.update()
+
+
+def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
+    """The exact peak of tensor bytes of this system alone: what it holds before, and what the step adds at most."""
+    from deepspeed.accelerator import get_accelerator
+
+    from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
+
+    driver.forget()
+    gc.collect()  # what earlier systems left in cycles would go within this step, and count as freed by it
+    held = driver.held_bytes()
+    driver.recorder.on = False
+    with TensorPeak() if get_accelerator().is_synchronized_device() else AcceleratorPeak() as peak:
+        run["losses"].append(driver.step(batch))
+    driver.recorder.on = True
+    run["peak_bytes"] = held + peak.grown_bytes
+    parameters = sum(p.numel() * p.element_size() for p in driver.parameters())
+    run["static_bytes"] = held + parameters  # with the gradients, which are there for a part of the step
+
+
+def _timed_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
+    driver.recorder.clear()
+    torch_dist.barrier()
+    begin_s = time.perf_counter()
+    loss = driver.step(batch)
+    run["seconds"].append(time.perf_counter() - begin_s)
+    run["losses"].append(loss)
+    run["events"].append(driver.recorder.events)
+
+
+def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
+    """Seconds that a message of so many tokens is on a link: half the median round trip between stages 0 and 1."""
+    if job.work.stages == 1:
+        return {}
+    config = gpt_config(job.work, job.gpt)
+    rank, found = torch_dist.get_rank(), {}
+    device = "cpu" if job.device == "cpu" else f"cuda:{rank}"
+    for tokens in lengths:
+        message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype, device=device)
+        torch_dist.barrier()
+        trips = [_round_trip(rank, message) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
+        found[tokens] = statistics.median(trips[1:]) / 2
+    torch_dist.barrier()
+    return found
+
+
+def _round_trip(rank: int, message: torch.Tensor) -> float:
+    begin_s = time.perf_counter()
+    if rank == 0:
+        torch_dist.send(message, 1)
+        torch_dist.recv(message, 1)
+    else:
+        torch_dist.recv(message, 0)
+        torch_dist.send(message, 0)
+    return time.perf_counter() - begin_s
+
+
+def _from_everyone(job: Job, mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * job.work.stages
+    torch_dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _bar(job: Job, drivers: dict[int, Driver]) -> Any:
+    pairs = [(i, m) for i in drivers for m in job.accumulations if job.cases[i].runs_at(m)]
+    runs = sum(not job.cases[i].problem(job.work, m) for i, m in pairs)
+    return progress_bar(torch_dist.get_rank(), len(drivers) + runs * (1 + job.pairs), "bench")
+
+
+def _say(bar: Any, case: Case, what: str) -> None:
+    bar.set_description(f"{case.label}, {what}")

@@ -1,0 +1,156 @@
+"""What trains, behind one face: DeepSpeed's engines, ours, and torch's pipelines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.bench.cases import Case, Job
+from terapipe_ds.bench.orders import of_dualpipev
+from terapipe_ds.bench.ranks import build_engine
+from terapipe_ds.bench.recorder import EngineRecorder, InstructionRecorder, Recorder
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import Schedule, build
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+
+
+class Driver:
+    """One competitor on one rank. Every rank calls the same methods in the same order."""
+
+    recorder: Recorder
+    optimizer: Any
+    fewest = 1  # micro-batches of a step
+
+    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+        """The next steps have this many micro-batches, cut like this."""
+        raise NotImplementedError
+
+    def step(self, micro_batches: MicroBatches) -> float | None:
+        """One optimizer step; the mean loss of its micro-batches, on ranks that know it."""
+        raise NotImplementedError
+
+    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+        """The order in which it runs, as one of our schedules."""
+        raise NotImplementedError
+
+    def parameters(self) -> list[Tensor]:
+        """Of this rank."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop what earlier steps have left for the next one, except for parameters and optimizer states."""
+
+    def destroy(self) -> None:
+        """Give back what is held."""
+
+    # -- what all have in common
+
+    def remember_start(self) -> None:
+        """Keep the parameters as they are now, for ``restart``."""
+        self._start = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters()]
+
+    def restart(self) -> None:
+        """Parameters and optimizer states as they were at the start, so that all systems compute the same losses."""
+        with torch.no_grad():
+            for parameter, start in zip(self.parameters(), self._start, strict=True):
+                parameter.copy_(start)
+            for state in self.states():
+                state.zero_()
+        refresh = getattr(self.optimizer, "refresh_fp32_params", None)
+        if refresh is not None:  # the optimizers of DeepSpeed that keep weights of their own
+            refresh()
+
+    def states(self) -> list[Tensor]:
+        """The tensors of the optimizer."""
+        return [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+
+    def held_bytes(self) -> int:
+        """Parameters, gradients that are there, and optimizer states."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return _bytes([*self.parameters(), *gradients, *self.states()])
+
+
+class StockDriver(Driver):
+    """DeepSpeed's ``PipelineEngine``, or its DualPipeV."""
+
+    def __init__(self, case: Case, job: Job) -> None:
+        self._dualpipe = case.schedule == "dualpipev"
+        self.fewest = 2 * job.work.stages if self._dualpipe else 1
+        work = dataclasses.replace(job.work, accumulation=self.fewest)
+        self._engine = build_engine(None, work, ds_config=job.ds_config, gpt=job.gpt, dualpipe=self._dualpipe)
+        self._work = work
+        self.recorder: Recorder = InstructionRecorder(self._engine)
+        self.optimizer = self._engine.optimizer
+
+    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+        self._engine.set_train_batch_size(self._work.micro_batch * accumulation)
+
+    def step(self, micro_batches: MicroBatches) -> float | None:
+        return float(self._engine.train_batch(iter(micro_batches)))
+
+    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+        if self._dualpipe:
+            return of_dualpipev(self._work.stages, accumulation)
+        return build("1f1b", self._work.stages, accumulation, 1)
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._engine.module.parameters())
+
+    def forget(self) -> None:
+        self._engine.reset_activation_shape()
+        for buffers in self._engine.pipe_buffers.values():
+            buffers[:] = [None] * len(buffers)
+
+    def destroy(self) -> None:
+        self._engine.destroy()
+
+
+class TeraPipeDriver(Driver):
+    """Our engine."""
+
+    def __init__(self, case: Case, job: Job) -> None:
+        section = {"enabled": True, "schedule": case.schedule, "slices": 1, "granularity_tokens": 1}
+        if job.ds_config is not None:
+            section = {**job.ds_config.get("terapipe", {}), **section}
+        self._engine = build_engine(section, job.work, ds_config=job.ds_config, gpt=job.gpt)
+        self._work, self._case = job.work, case
+        self.recorder = self._engine._tracer = EngineRecorder()
+        self.optimizer = self._engine.optimizer
+
+    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+        self._engine.set_train_batch_size(self._work.micro_batch * accumulation)
+        self._engine.use_slice_plan(plan, self._case.schedule)
+
+    def step(self, micro_batches: MicroBatches) -> float | None:
+        return float(self._engine.train_batch(iter(micro_batches)))
+
+    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+        return build(self._case.schedule, self._work.stages, accumulation, plan.num_slices)
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._engine.module.parameters())
+
+    def forget(self) -> None:
+        self._engine.slice_store.drop_free()
+
+    def destroy(self) -> None:
+        self._engine.destroy()
+
+
+def build_driver(case: Case, job: Job) -> Driver:
+    """The driver of a case, with its parameters at their start. A collective."""
+    from terapipe_ds.bench.torch_pipeline import TorchDriver
+
+    kinds = {"deepspeed": StockDriver, "terapipe": TeraPipeDriver, "torch": TorchDriver}
+    driver: Driver = kinds[case.system](case, job)
+    driver.remember_start()
+    return driver
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,121 @@
+"""The presets for one accelerator: sliced attention, and one layer of large models, against the unsliced call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from terapipe_ds.bench.cases import BenchError
+from terapipe_ds.bench.ranks import machine
+from terapipe_ds.plan import SlicePlan
+
+ATTENTION_LENGTHS, ATTENTION_SLICES = (8192, 16384, 32768, 65536), (256, 512, 1024, 2048, 4096, 8192)
+HEADS = ((16, 16, 64), (16, 16, 128), (32, 8, 128))
+"""(query heads, key/value heads, head dim)."""
+
+LAYERS = {  # one layer on one of 8 tensor-parallel ranks: hidden, heads, key/value heads, head dim, ffn, gated
+    "gpt3-13b/8": (5120, 5, 5, 128, 2560, False),
+    "gpt3-175b/8": (12288, 12, 12, 128, 6144, False),
+    "llama-3-8b": (4096, 32, 8, 128, 14336, True),
+    "llama-3-70b/8": (8192, 8, 1, 128, 3584, True),
+}
+LAYER_LENGTH = 8192
+
+
+def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
+    """The result of a preset, in the form of all benchmarks: a row per measurement, ``bound_s`` is the unsliced call.
+
+    Raises:
+        BenchError: no CUDA device.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
+    before = {**machine(), "device": torch.cuda.get_device_name()}
+    rows = list((attention_rows if preset == "gpu-attention" else layer_rows)(full))
+    work = {"stages": 1, "layers": 1, "hidden": 0, "sequence_length": 0, "pairs": 7, "device": "cuda"}
+    return {"machine": before, "preset": preset, "workload": work, "runs": rows}
+
+
+def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
+    """Forward and backward of all slices against one unsliced fused call, bf16."""
+    from terapipe_ds.bench.attention import Shape, measure
+
+    for heads, kv_heads, head_dim in HEADS if full else HEADS[1:2]:
+        for length in ATTENTION_LENGTHS if full else ATTENTION_LENGTHS[:2]:
+            shape = Shape(1, heads, kv_heads, head_dim, length, "bfloat16")
+            for tokens in ATTENTION_SLICES:
+                row = measure(shape, length // tokens, repeats=7, device="cuda")
+                label = f"attention {heads}/{kv_heads} heads of {head_dim}, {length} in slices of {tokens}"
+                yield _row(label, "attention", [tokens] * row.num_slices, row.sliced_s, row.unsliced_s, row.store_bytes)
+
+
+def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
+    """t(tokens, prefix) of one layer, as the planner would have it, summed over equal slices."""
+    from terapipe_ds.cost_model import CostModel
+
+    for name in LAYERS if full else list(LAYERS)[:2]:
+        profile = layer_profile(name)
+        (costs,) = CostModel.from_profile(profile)
+        unsliced_s = costs.forward_s(LAYER_LENGTH, 0) + costs.backward_s(LAYER_LENGTH, 0)
+        for num_slices in (2, 4, 8, 16, 32):
+            plan = SlicePlan.equal(LAYER_LENGTH, num_slices)
+            spans = [(b - a, a) for a, b in map(plan.span, range(num_slices))]
+            sliced_s = sum(costs.forward_s(*span) + costs.backward_s(*span) for span in spans)
+            row = _row(f"layer {name}, {num_slices} slices", "layer", list(plan.lengths), sliced_s, unsliced_s, 0)
+            yield {**row, "profile": profile.to_json()} if num_slices == 2 else row
+
+
+def layer_profile(name: str, device: str = "cuda") -> Any:
+    """The measured profile of one layer of ``LAYERS`` in bf16."""
+    import torch
+    from deepspeed.pipe import LayerSpec
+
+    from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
+    from terapipe_ds.runtime.offline import OfflineJob, profile_model
+
+    hidden, heads, kv_heads, head_dim, ffn, gated = LAYERS[name]
+    config = GPTConfig(
+        hidden_size=hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=ffn,
+        gated_mlp=gated, max_sequence_length=LAYER_LENGTH, dtype="bfloat16",
+    )  # fmt: skip
+    shape = (1, LAYER_LENGTH, hidden)
+    inputs = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    layers = [LayerSpec(_start(), hidden), LayerSpec(DecoderLayer, config, 0)]
+    job = OfflineJob(layers, _mean_square, inputs, torch.zeros(1, LAYER_LENGTH), 1)
+    return profile_model(job, lambda part_id, share: None, lambda text: None)
+
+
+def _start() -> Any:
+    """Something to learn before the layer, next to free: with it the layer's input has a gradient, as in a model."""
+    import torch
+    from torch import nn
+
+    class Start(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.zeros(hidden, dtype=torch.bfloat16))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs + self.offset
+
+    return Start
+
+
+def _mean_square(outputs: Any, labels: Any) -> Any:
+    """A loss that costs next to nothing beside the layer."""
+    return outputs.float().square().mean() + 0.0 * labels.sum()
+
+
+def _row(
+    label: str, schedule: str, lengths: Sequence[int], step_s: float, unsliced_s: float, store_bytes: int
+) -> dict[str, Any]:  # fmt: skip
+    """A measurement in the form of a run; there is no pipeline, so nothing is predicted, idle or sent."""
+    return {
+        "system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths), "accumulation": 1,
+        "stages": 1, "planned": False, "replayed": False, "step_s": step_s, "step_s_all": [step_s],
+        "spread_s": [step_s, step_s], "tokens_per_s": sum(lengths) / step_s, "bound_s": unsliced_s,
+        "predicted_s": None, "ratio_to_stock": unsliced_s / step_s, "ratio_to_bound": unsliced_s / step_s,
+        "bubble": 0.0, "peak_bytes": [store_bytes], "exposed_comm_s": 0.0, "loss": None,
+    }  # fmt: skip

@@ -1,0 +1,217 @@
+"""A whole benchmark: start the ranks, make rows of what they measured, check that all learned the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from terapipe_ds.bench.cases import BenchError, Job
+from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
+from terapipe_ds.bench.orders import from_json
+from terapipe_ds.bench.ranks import finish_rank, keep_memory, machine, prepare_rank, spawn_ranks
+from terapipe_ds.cost_model import CostModel
+from terapipe_ds.cost_profile import Profile
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
+from terapipe_ds.schedule import Schedule
+from terapipe_ds.simulator import Replay, simulate
+
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
+"""How far the losses after some steps may be apart, relatively: rounding grows with Adam's first steps."""
+
+
+def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
+    """Measure; returns what ``--json`` writes.
+
+    Raises:
+        BenchError: a rank failed.
+    """
+    before = machine()
+    if job.device == "cpu":
+        keep_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn_ranks(_rank_main, job.work.stages, job, folder)
+        except RuntimeError as error:
+            raise BenchError(f"{error}; what the rank said stands there") from None
+        ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(job.work.stages)]
+    return result_of(job, preset, before, ranks)
+
+
+def _rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
+    """In each rank; leaves ``rank<r>.json`` in ``folder``."""
+    prepare_rank(rank, job.work.stages, rendezvous, job.device)
+    from terapipe_ds.bench.compete import compete  # imports torch
+
+    found, drivers = compete(job, Path(folder))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    finish_rank(drivers)
+
+
+def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON from what every rank has found."""
+    measured = Measured.of(ranks)
+    runs = [Run(job, mine, measured) for mine in zip(*(rank["runs"] for rank in ranks), strict=True)]
+    rows = []
+    for accumulation in job.accumulations:
+        rows += _rows([run for run in runs if run.accumulation == accumulation])
+    workload = {**dataclasses.asdict(job.work), "model": job.gpt, "pairs": job.pairs, "device": job.device}
+    del workload["accumulation"]
+    return {"machine": machine_, "preset": preset, "workload": workload, "runs": rows}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a run has measured besides steps: costs and memory of slices, and links, by tokens."""
+
+    costs: list[CostModel] | None
+    memory: MemoryModel | None
+    links: dict[int, float]
+
+    @classmethod
+    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Measured:
+        """From the records; what rank 0 has, all have."""
+        first = ranks[0]
+        costs = None if first["profile"] is None else CostModel.from_profile(Profile.from_json(first["profile"]))
+        parts = first["memory"]
+        memory = MemoryModel.measured(PartMemory(**part) for part in parts) if parts else None
+        return cls(costs, memory, {int(tokens): seconds for tokens, seconds in first["links"].items()})
+
+
+class Run:
+    """One case at one accumulation, as all ranks saw it; ``mine`` has one record per rank."""
+
+    def __init__(self, job: Job, mine: Sequence[dict[str, Any]], measured: Measured) -> None:
+        self.job, self.measured = job, measured
+        self.case = job.cases[mine[0]["case"]]
+        self.accumulation: int = mine[0]["accumulation"]
+        self.error: str | None = next((rank["error"] for rank in mine if rank.get("error")), None)
+        if self.error is not None:
+            return
+        self.plan = SlicePlan(tuple(mine[0]["slices"]))
+        self.schedule: Schedule = from_json(mine[0]["schedule"])
+        self.traces = [StepTrace.of(stages) for stages in zip(*(rank["events"] for rank in mine), strict=True)]
+        self.losses = [_known(of_ranks) for of_ranks in zip(*(rank["losses"] for rank in mine), strict=True)]
+        self.peak_bytes = [rank["peak_bytes"] for rank in mine]
+        self.static_bytes = [rank["static_bytes"] for rank in mine]
+        self.replays = [
+            replay_s(trace, self.schedule, self.plan, measured.links, blocking=self.is_stock) for trace in self.traces
+        ]
+        self.wall_s = [max(of_ranks) for of_ranks in zip(*(rank["seconds"] for rank in mine), strict=True)]
+
+    @property
+    def is_stock(self) -> bool:
+        """DeepSpeed's own 1F1B, to which all are compared."""
+        return (self.case.system, self.case.schedule) == ("deepspeed", "1f1b")
+
+    @property
+    def is_unsliced(self) -> bool:
+        """Whether its F and B are those of whole micro-batches through a whole stage."""
+        return self.plan.num_slices == 1 and self.schedule.chunks_per_stage == 1
+
+    @property
+    def step_s_all(self) -> list[float]:
+        """Wall time of every step, or its replay where the machine has fewer cores than stages."""
+        return [seconds for seconds, _ in self.replays] if self.job.replayed else self.wall_s
+
+    @property
+    def closing_s(self) -> float:
+        """Reduce and optimizer, of the slowest stage."""
+        clock = "cpu" if self.job.replayed else "wall"
+        return statistics.median(max(trace.closing_s(clock)) for trace in self.traces)
+
+    def busy_traces(self) -> list[StepTrace]:
+        """Traces whose durations are seconds of computation: with too few cores, the replayed ones."""
+        return [_as_trace(timeline) for _, timeline in self.replays] if self.job.replayed else self.traces
+
+    def identity(self) -> dict[str, Any]:
+        """What it is, whatever came of it."""
+        slices = list(self.plan.lengths) if self.error is None else []
+        return {
+            "system": self.case.system, "schedule": self.case.schedule, "label": self.case.label, "slices": slices,
+            "accumulation": self.accumulation, "stages": self.job.work.stages, "planned": self.case.planned,
+            "replayed": self.job.replayed,
+        }  # fmt: skip
+
+    def predicted_s(self) -> float | None:
+        """From the costs measured before: the simulated makespan, then the measured reduce and optimizer."""
+        if self.measured.costs is None or self.case.system != "terapipe":
+            return None
+        makespan_s: float = simulate(self.schedule, self.plan, self.measured.costs).makespan_s
+        return makespan_s + self.closing_s
+
+    def predicted_peak_bytes(self) -> list[int] | None:
+        """What the schedule needs by the memory model of this engine's slices; for the stock engine, its order."""
+        if self.measured.memory is None or self.case.system == "torch" or self.schedule.chunks_per_stage > 1:
+            return None
+        return list(Replay.of(self.schedule).peak_bytes(self.plan, self.measured.memory))
+
+    def figures(self, stock: Run | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
+        """All figures of its row."""
+        steps, work, traces = self.step_s_all, self.job.work, self.busy_traces()
+        step_s = statistics.median(steps)
+        bound = None
+        if unsliced is not None:
+            bound = bound_s(unsliced, self.accumulation, ideal_bubble(self.schedule), self.closing_s)
+        timeline = traces[median_index(steps)].timeline(self.case.label)
+        exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]
+        replayed = statistics.median(seconds for seconds, _ in self.replays)
+        return {
+            "step_s": step_s, "step_s_all": steps, "spread_s": [min(steps), max(steps)],
+            "tokens_per_s": self.accumulation * work.micro_batch * work.sequence_length / step_s,
+            "bound_s": bound, "predicted_s": self.predicted_s(), "replayed_s": replayed, "closing_s": self.closing_s,
+            "ratio_to_stock": None if stock is None else ratio(stock.step_s_all, steps),
+            "ratio_to_bound": None if bound is None else bound / step_s,
+            "bubble": statistics.median(trace.bubble() for trace in traces),
+            "ideal_bubble": ideal_bubble(self.schedule),
+            "peak_bytes": self.peak_bytes, "static_bytes": self.static_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes(),
+            "exposed_comm_s": statistics.median(max(of_stages) for of_stages in exposed),
+            "loss": self.losses[-1], "timeline": json.loads(timeline.to_json()),
+        }  # fmt: skip
+
+
+def _known(of_ranks: Sequence[float | None]) -> float:
+    return next(loss for loss in reversed(of_ranks) if loss is not None)
+
+
+def _as_trace(timeline: Any) -> StepTrace:
+    """A simulated timeline in the form of a recorded one."""
+    stages: list[list[Any]] = [[] for _ in range(timeline.num_stages)]
+    for e in timeline.events:
+        if e.kind in "FBW":
+            stages[e.stage_id].append((e.kind, e.micro_batch_id, e.slice_id, e.chunk_id, e.start_s, e.end_s, 0.0))
+    return StepTrace.of(stages)
+
+
+def _rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The rows of one accumulation, which share a baseline and the seconds of an unsliced micro-batch."""
+    going = [run for run in runs if run.error is None]
+    stock = next((run for run in going if run.is_stock), None)
+    whole = [run.busy_traces() for run in going if run.is_unsliced]
+    unsliced = unsliced_s(whole, runs[0].accumulation) if whole else None
+    reference = (stock or going[0]) if going else None
+    rows = []
+    for run in runs:
+        problem = run.error or disagreement(run, reference)
+        found = {"error": problem} if problem else run.figures(stock, unsliced)
+        rows.append({**run.identity(), **found})
+    return rows
+
+
+def disagreement(run: Run, reference: Run | None) -> str | None:
+    """That a system did not learn what the others did, or None."""
+    if reference is None:
+        return None
+    tolerance = _TOLERANCE[(run.job.gpt or {}).get("dtype", "float32")]
+    for step, (mine, other) in enumerate(zip(run.losses, reference.losses, strict=True)):
+        if not math.isclose(mine, other, rel_tol=tolerance):  # NaN is close to nothing
+            label = reference.case.label
+            return f"its loss in step {step + 1} is {mine:.6f}, that of {label} {other:.6f}: they must agree"
+    return None

@@ -1,0 +1,56 @@
+"""The rows of a benchmark as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_HEAD = (
+    f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"
+    f"{'predicted':>11}{'bubble':>8}{'exposed':>9}{'peak MB':>16}{'loss':>10}"
+)
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """One line per run: median step, its spread, how many times as long the stock engine and the bound take."""
+    lines = [_head(result), _HEAD]
+    lines += [_line(row) for row in result["runs"]]
+    if any(row["replayed"] for row in result["runs"]):
+        lines.append(
+            "replayed: fewer cores than stages, so steps ran for their losses and memory; times are those of the "
+            "schedule with each action's own CPU time and measured links"
+        )
+    return "\n".join(lines)
+
+
+def _head(result: Mapping[str, Any]) -> str:
+    work, machine = result["workload"], result["machine"]
+    return (
+        f"{result['preset']}: {work['stages']} stages, {work['layers']} layers, hidden {work['hidden']}, "
+        f"{work['sequence_length']} tokens, {work['pairs']} turns; {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['date']}"
+    )
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    label = row["label"] + (" (replayed)" if row["replayed"] else "")
+    head = f"{row['accumulation']:>3}  {label:<36}"
+    if "error" in row:
+        return f"{head} error: {row['error']}"
+    low, high = row["spread_s"]
+    peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in _few(row["peak_bytes"]))
+    return (
+        f"{head}{len(row['slices']):>7}{row['step_s']:>8.3f} s{f'{low:.3f}-{high:.3f} s':>17}"
+        f"{row['tokens_per_s']:>10.0f}{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
+        f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
+        f"{peaks:>16}{row['loss']:>10.5f}"
+    )
+
+
+def _few(peaks: list[int]) -> list[int]:
+    """All of up to four stages; of more, the first and the last."""
+    return peaks if len(peaks) <= 4 else [peaks[0], peaks[-1]]
+
+
+def _or_dash(number: float | None, unit: str = "") -> str:
+    return "-" if number is None else f"{number:.3f}{unit}"

@@ -1,0 +1,134 @@
+"""``torch.distributed.pipelining`` on the very layers that DeepSpeed's ``PipelineModule`` gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
+from terapipe_ds.bench.drivers import Driver, MicroBatches
+from terapipe_ds.bench.orders import looped_placement, of_torch, v_placement
+from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
+from terapipe_ds.bench.recorder import Recorder
+from terapipe_ds.models.gpt import gpt_layers, gpt_loss
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.offline import partition
+from terapipe_ds.schedule import Schedule, build
+
+_CLASSES = {
+    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}  # fmt: skip
+
+
+def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``torch.optim.AdamW`` that do what a DeepSpeed config asks for.
+
+    Raises:
+        BenchError: it asks for what a plain optimizer in the precision of the weights does not do.
+    """
+    optimizer = ds_config.get("optimizer") or {}
+    kind, given = str(optimizer.get("type", "none")).lower(), dict(optimizer.get("params") or {})
+    if kind not in ("adam", "adamw") or given.get("adam_w_mode") is False:
+        raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
+    for key in ("bf16", "fp16", "torch_autocast", "scheduler"):
+        if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
+            raise BenchError(f"torch runs here without what {key} in the config stands for")
+    if (ds_config.get("zero_optimization") or {}).get("stage", 0):
+        raise BenchError("torch runs here without ZeRO, which the config asks for")
+    if ds_config.get("gradient_clipping", 1.0) > 0:
+        raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
+    known = {key: given[key] for key in ("lr", "betas", "eps") if key in given}
+    return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
+
+
+class TorchDriver(Driver):
+    """A schedule of torch with AdamW. The loss of a micro-batch is divided by their number before its backward."""
+
+    def __init__(self, case: Case, job: Job) -> None:
+        from torch.distributed import pipelining
+
+        self._kind = getattr(pipelining, _CLASSES[case.schedule])
+        self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
+        self._device = torch.device("cpu") if job.device == "cpu" else torch.device(job.device, self._rank)
+        self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
+        chunks = 2 if case.schedule in TWO_PARTS else 1
+        self._placement = v_placement(stages) if case.schedule == "zbv" else looped_placement(stages, chunks)
+        self._num_parts = chunks * stages
+        self.fewest = 1 if case.schedule == "gpipe" else stages
+        layers = gpt_layers(self._config)
+        bounds = partition(layers, self._num_parts, "parameters")
+        self._modules = {}
+        for chunk_id in range(chunks):
+            part_id = self._placement[self._rank, chunk_id]
+            specs = layers[bounds[part_id] : bounds[part_id + 1]]
+            with self._device:
+                self._modules[part_id] = nn.Sequential(*(spec.build() for spec in specs))
+        self.recorder = Recorder()
+        self.optimizer = torch.optim.AdamW(self.parameters(), **adam_options(job.ds_config or USUAL_SETTINGS))
+        self._accumulation = 0
+        self._pipeline: Any = None
+
+    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+        self._pipeline = None  # with its receive buffers, before there are new ones
+        stages = [self._stage(chunk_id, part_id) for chunk_id, part_id in enumerate(self._modules)]
+        given = stages if self._case.schedule in TWO_PARTS else stages[0]
+        # dividing here rather than all gradients at the end of a step is torch's faster way
+        loss_fn = partial(self._loss, accumulation)
+        self._pipeline = self._kind(given, n_microbatches=accumulation, loss_fn=loss_fn, scale_grads=False)
+        self._accumulation = accumulation
+
+    def _loss(self, accumulation: int, logits: Tensor, labels: Tensor) -> Tensor:
+        with self.recorder.last_goes_on():
+            return gpt_loss(logits, labels) / accumulation
+
+    def _stage(self, chunk_id: int, part_id: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        rows, length = self._work.micro_batch, self._work.sequence_length
+        hidden = partial(torch.empty, rows, length, self._config.hidden_size, dtype=self._config.torch_dtype)
+        first, last = part_id == 0, part_id == self._num_parts - 1
+        inputs = torch.empty(rows, length, dtype=torch.int64, device="meta") if first else _leaf(hidden)
+        outputs = _leaf(partial(hidden.func, rows, length, self._config.vocab_size, **hidden.keywords))
+        stage = PipelineStage(
+            self._modules[part_id], part_id, self._num_parts, self._device, input_args=inputs,
+            output_args=outputs if last else _leaf(hidden),
+        )  # fmt: skip
+        for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
+            setattr(stage, name, self._recorded(kind, chunk_id, getattr(stage, name)))
+        return stage
+
+    def _recorded(self, kind: str, chunk_id: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(micro_batch_id: int, *args: Any, **kwargs: Any) -> Any:
+            with self.recorder.span(kind, micro_batch_id, 0, chunk_id):
+                return run(micro_batch_id, *args, **kwargs)
+
+        return recorded
+
+    def step(self, micro_batches: MicroBatches) -> float | None:
+        losses: list[Tensor] = []
+        inputs, labels = (torch.cat(tensors).to(self._device) for tensors in zip(*micro_batches, strict=True))
+        has_last = self._num_parts - 1 in self._modules
+        keywords: dict[str, Any] = {"target": labels, "losses": losses} if has_last else {}
+        self._pipeline.step(*((inputs,) if 0 in self._modules else ()), return_outputs=False, **keywords)
+        with self.recorder.span("ST"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(sum(loss.detach() for loss in losses)) if has_last else None
+
+    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+        if self._case.schedule not in TWO_PARTS:  # as ours; what torch prints of its 1F1B is not what it runs
+            return build(self._case.schedule, self._work.stages, accumulation, 1)
+        return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
+
+    def parameters(self) -> list[Tensor]:
+        return [parameter for module in self._modules.values() for parameter in module.parameters()]
+
+
+def _leaf(make: Callable[..., Tensor]) -> Tensor:
+    return make(device="meta", requires_grad=True)

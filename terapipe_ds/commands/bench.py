@@ -1,0 +1,232 @@
+"""``terapipe bench``: what token slices give against stock schedules, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terapipe_ds.commands import CommandError
+
+if TYPE_CHECKING:
+    from terapipe_ds.bench.cases import Job
+
+HELP = "train side by side: DeepSpeed's stock engine, token slices, torch's pipelines"
+DESCRIPTION = (
+    "Train the same model on the same data from the same weights with DeepSpeed's own engines, token slices and "
+    "torch.distributed.pipelining: in one run, in turns, one process per stage, each pinned to its core. Ends with a "
+    "table of step times, their bounds and predictions, bubbles, peaks of memory and losses, which must agree."
+)
+EXAMPLES = """\
+  terapipe bench                                              two stages on two cores, at most 12 minutes
+  terapipe bench --json bench.json --html bench.html          with all figures, and a report for a browser
+  terapipe bench cpu-2stage --full --accumulation 8           every system, eight micro-batches
+  terapipe bench --accumulation 1 --slices 4,8,16,plan        step time against slices
+  terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200    (lengths in tokens)
+  terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
+  terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
+  terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
+
+Presets: cpu-2stage, cpu-8stage, gpu-attention, gpu-layer. What a system is allowed to be: deepspeed (1f1b, dualpipev),
+terapipe (gpipe, 1f1b, terapipe, seq1f1b), torch (gpipe, 1f1b, interleaved1f1b, zbv).
+"""
+
+PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
+REPLAY_TOLERANCE = 0.05
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command. None stands for what the preset says."""
+    parser.add_argument("preset", nargs="?", default="cpu-2stage", metavar="PRESET", help=f"{', '.join(PRESETS)}")
+    parser.add_argument("--full", action="store_true", help="every system that can run, and more accumulations")
+    narrow = parser.add_argument_group("what runs")
+    narrow.add_argument("--systems", type=_names, metavar="NAME[,...]", help="deepspeed, terapipe, torch")
+    narrow.add_argument("--schedules", type=_names, metavar="NAME[,...]", help="of any system; see below")
+    narrow.add_argument(
+        "--slices", type=_names, metavar="N[,...]",
+        help="numbers of equal slices, and 'plan'; or, where they sum to the sequence length, one plan in tokens",
+    )  # fmt: skip
+    narrow.add_argument("--accumulation", type=_numbers, metavar="M[,...]", help="micro-batches per step")
+    narrow.add_argument("--pairs", "--steps", type=int, metavar="N", help="timed turns (cpu-2stage: 5)")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--config", metavar="DS.json", help="a DeepSpeed config in the place of the usual one")
+    sizes.add_argument("--model", metavar="NAME_OR_JSON", help="as `terapipe profile` takes it")
+    for name in ("stages", "sequence-length", "hidden", "layers", "heads"):
+        sizes.add_argument(f"--{name}", type=int, metavar="N", help="in the place of the preset's")
+    sizes.add_argument("--granularity", type=int, default=64, metavar="N", help="plans cut at multiples (default 64)")
+    sizes.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
+    output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
+    output.add_argument(
+        "--check-replay", action="store_true",
+        help="fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure, print, write."""
+    if arguments.preset not in PRESETS:
+        raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
+    for option in ("json", "html"):
+        path = getattr(arguments, option)
+        if path is not None and not Path(path).absolute().parent.is_dir():  # before minutes of measuring
+            raise CommandError(f"--{option} {path}: there is no such folder; give a path in one that exists")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    if arguments.preset.startswith("gpu-"):
+        from terapipe_ds.bench.gpu import run_on_gpu
+
+        result = run_on_gpu(arguments.preset, full=arguments.full)
+    else:
+        result = _train(arguments)
+    from terapipe_ds.bench.table import render
+
+    print(render(result))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
+    if arguments.html:
+        from terapipe_ds.bench.report import write_report
+
+        write_report(result, arguments.html)
+    if arguments.check_replay:
+        _check_replay(result)
+
+
+def job_of(arguments: argparse.Namespace) -> Job:
+    """What the preset and the options ask for.
+
+    Raises:
+        ValueError: options that contradict each other or the model.
+    """
+    from terapipe_ds.bench.cases import PRESETS as ALL
+    from terapipe_ds.bench.cases import Job, choose
+
+    preset = ALL[arguments.preset]
+    given = {name: getattr(arguments, name) for name in ("stages", "sequence_length", "hidden", "layers", "heads")}
+    work = dataclasses.replace(preset.work, **{name: value for name, value in given.items() if value is not None})
+    ds_config, gpt = None, None
+    if arguments.config or arguments.model:
+        ds_config, gpt, work = _own_model(arguments, work, given)
+    for name, value in [*dataclasses.asdict(work).items(), ("pairs", _pairs(arguments, preset))]:
+        if value < 1:
+            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
+    accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
+    cases = choose(
+        preset, full=arguments.full, systems=arguments.systems, schedules=arguments.schedules,
+        slices=_slices(arguments.slices, work.sequence_length),
+    )  # fmt: skip
+    if ds_config is not None and arguments.slices is None and arguments.schedules is None:
+        cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, arguments.systems))))
+    # a preset's competitor for some accumulations stands for all others as well
+    known = set(preset.accumulations)
+    cases = tuple(
+        dataclasses.replace(c, accumulations=(*c.accumulations, *(m for m in accumulations if m not in known)))
+        if c.accumulations and max(known) in c.accumulations else c
+        for c in cases
+    )  # fmt: skip
+    replayed = arguments.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
+    return Job(
+        work, cases, tuple(accumulations), _pairs(arguments, preset), min(arguments.granularity, work.sequence_length),
+        arguments.device, replayed, ds_config, gpt,
+    )  # fmt: skip
+
+
+def _train(arguments: argparse.Namespace) -> dict[str, Any]:
+    from terapipe_ds.bench.run import run_benchmark
+
+    job = job_of(arguments)
+    if arguments.check_replay and job.replayed:
+        cores = len(os.sched_getaffinity(0))
+        raise CommandError(
+            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
+        )
+    if job.device == "cuda":
+        _require_devices(job.work.stages)
+    return run_benchmark(job, "config" if arguments.config or arguments.model else arguments.preset)
+
+
+def _own_model(
+    arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
+) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
+    """The config, the fields of the model, and the workload with its sizes."""
+    from terapipe_ds.commands.profile import _dtype, _model, _number, _read_json
+
+    ds_config = _read_json(arguments.config, "--config") if arguments.config else None
+    if arguments.model is None:
+        raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
+    config, _, _ = _model(arguments.model, _dtype(ds_config or {}))
+    length = given["sequence_length"] or config.max_sequence_length
+    gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
+    work = dataclasses.replace(
+        work, hidden=config.hidden_size, layers=config.num_layers, heads=config.num_heads, sequence_length=length,
+        micro_batch=_number(ds_config or {}, "train_micro_batch_size_per_gpu"),
+    )  # fmt: skip
+    return ds_config, gpt, work
+
+
+def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[Any]:
+    """What the config's own section says, as a competitor."""
+    from terapipe_ds.bench.cases import PLAN, TERAPIPE, Case
+    from terapipe_ds.config import TeraPipeConfig
+
+    section = TeraPipeConfig.from_deepspeed(ds_config)
+    if not section.enabled or (systems is not None and "terapipe" not in systems):
+        return []
+    slices: Any = section.slices
+    schedule = section.schedule if section.schedule in TERAPIPE else "seq1f1b"
+    if not isinstance(slices, int):
+        slices = PLAN if slices == "auto" else tuple(slices)
+    return [Case("terapipe", schedule, slices)]
+
+
+def _pairs(arguments: argparse.Namespace, preset: Any) -> int:
+    return preset.pairs if arguments.pairs is None else int(arguments.pairs)
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give numbers >= 1")
+    return numbers
+
+
+def _slices(given: list[str] | None, length: int) -> list[Any] | None:
+    """Numbers of slices and "plan"; several numbers that sum to the sequence length are one plan."""
+    if given is None:
+        return None
+    found: list[Any] = []
+    for text in given:
+        if text != "plan" and not (text.isascii() and text.isdigit() and int(text) > 0):
+            raise CommandError(f"--slices {text!r}: give numbers >= 1, 'plan', or lengths that sum to {length} tokens")
+        found.append(text if text == "plan" else int(text))
+    numbers = [n for n in found if n != "plan"]
+    if len(numbers) > 1 and sum(numbers) == length:
+        return [tuple(numbers), *(["plan"] if "plan" in found else [])]
+    return found
+
+
+def _require_devices(stages: int) -> None:
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.device_count() < stages:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise CommandError(f"--device cuda: {stages} stages need {stages} CUDA devices, here are {count}; use the cpu")
+
+
+def _check_replay(result: dict[str, Any]) -> None:
+    """Replayed against measured, row by row."""
+    worst = 0.0
+    for row in result["runs"]:
+        if "error" not in row:
+            error = row["replayed_s"] / row["step_s"] - 1
+            worst = max(worst, abs(error))
+            print(f"replay: m={row['accumulation']} {row['label']:<36}{row['replayed_s']:>9.3f} s{error:>+8.1%}")
+    if worst > REPLAY_TOLERANCE:
+        raise CommandError(f"--check-replay: a replayed step is {worst:.1%} off the measured one, more than 5%")

@@ -1,0 +1,75 @@
+"""The benchmark of whole steps, on two ranks: every system runs, all learn the same, every figure is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.bench.cases import PLAN, Case, Job, all_cases
+from terapipe_ds.bench.ranks import Workload
+from terapipe_ds.bench.run import result_of, run_benchmark
+from tests.distributed.harness import RankPool
+from tests.unit.bench.test_bench_run import RunForm
+
+WORK = Workload(stages=2, accumulation=1, sequence_length=64, micro_batch=1, hidden=16, layers=4, heads=2)
+JOB = Job(WORK, all_cases((3, PLAN)), (4,), 1, granularity=16)
+
+
+def competition(folder: str) -> dict[str, Any]:
+    """In each rank."""
+    from terapipe_ds.bench.compete import compete
+
+    found, drivers = compete(JOB, Path(folder))
+    for driver in drivers:
+        driver.destroy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pool = RankPool(2)  # of its own: what so many engines leave behind would change what other jobs measure
+    try:
+        ranks = pool.run(competition, folder=str(tmp_path_factory.mktemp("bench")))
+    finally:
+        pool.close()
+    ranks = [json.loads(json.dumps(found)) for found in ranks]
+    runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(JOB, "test", {}, ranks)))["runs"]
+    return runs
+
+
+def test_all_systems_run_and_agree_on_the_loss(rows: list[dict[str, Any]]) -> None:
+    assert [row.get("error") for row in rows] == [None] * len(all_cases((3, PLAN)))
+    assert {row["system"] for row in rows} == {"deepspeed", "terapipe", "torch"}
+    losses = [row["loss"] for row in rows]
+    assert max(losses) - min(losses) < 1e-5 * losses[0]
+
+
+def test_every_row_has_every_figure(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        RunForm.model_validate(row)
+        assert sum(row["slices"]) == 64 and len(row["peak_bytes"]) == 2
+        assert row["step_s"] > 0 and row["bound_s"] > 0 and 0 < row["bubble"] < 1
+        assert all(peak > static / 2 for peak, static in zip(row["peak_bytes"], row["static_bytes"], strict=True))
+        assert (row["predicted_s"] is not None) == (row["system"] == "terapipe")
+        kinds = [event["kind"] for event in row["timeline"]["events"]]
+        units = 4 * len(row["slices"]) * (2 if row["schedule"] in ("dualpipev", "interleaved1f1b", "zbv") else 1)
+        assert kinds.count("F") == kinds.count("B") == 2 * units
+    assert [row["planned"] for row in rows].count(True) == 4
+
+
+def test_fewer_slices_in_flight_need_less_memory(rows: list[dict[str, Any]]) -> None:
+    peaks = {row["label"]: row["peak_bytes"][0] for row in rows}
+    assert peaks["terapipe seq1f1b, 3 slices"] < peaks["terapipe terapipe, 3 slices"]
+    assert peaks["torch 1f1b"] < peaks["torch gpipe"]
+
+
+def test_a_benchmark_in_processes_of_its_own() -> None:
+    cases = (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 2), Case("terapipe", "seq1f1b", PLAN))
+    result = run_benchmark(Job(WORK, cases, (1,), 1, granularity=16, replayed=True), "test")
+    stock, sliced, planned = result["runs"]
+    assert stock["replayed"] and stock["loss"] == pytest.approx(sliced["loss"], rel=1e-5)
+    assert sliced["step_s"] == sliced["replayed_s"] > 0
+    assert "a core for each stage" in planned["error"]

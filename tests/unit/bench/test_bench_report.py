@@ -1,0 +1,383 @@
+"""The HTML report: what it says is worked out by hand, and the page needs nothing but itself."""
+
+# ruff: noqa: RUF001 - the signs are those of the report
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_results import LENGTH, Maker, as_written, failed, result, row, synthetic
+
+from terapipe_ds.bench.report import ReportError, load_result, render_page, timeline_pair, write_report
+from terapipe_ds.bench.report_data import read_result
+from terapipe_ds.bench.report_table import NUM_FIGURES
+from terapipe_ds.bench.report_text import digits, headline, notes, seconds
+from terapipe_ds.cli import main
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order; keeps attributes, ids and the texts of table rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.data: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert len(attrs) == len(dict(attrs)), f"an attribute twice in {tag}"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+    def row(self, start: str) -> list[str]:
+        found = [cells for cells in self.rows if cells[0].startswith(start)]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def page_of(data: dict[str, Any]) -> Page:
+    return Page(render_page(read_result(data)))
+
+
+@pytest.fixture(scope="module")
+def large() -> str:
+    return render_page(read_result(as_written(synthetic())))
+
+
+STOCK = row("deepspeed", step_s=2.0, step_s_all=[1.9, 2.0, 2.2])
+SLICED = row(
+    schedule="seq1f1b", slices=[512] * 4, step_s=1.25, step_s_all=[1.2, 1.25, 1.3], bound_s=1.2, predicted_s=1.3,
+    tokens_per_s=1638.4, bubble=0.125, peak_bytes=[1.5 * 2**30, 2**30],
+)  # fmt: skip
+
+
+def test_the_headline_is_worked_out_per_accumulation() -> None:
+    slower = row(accumulation=4, step_s=4.0, step_s_all=[3.9, 4.0, 4.1])
+    stock_4 = row("deepspeed", accumulation=4, step_s=3.8, step_s_all=[3.7, 3.8, 3.85])
+    assert headline(read_result(result(STOCK, SLICED, stock_4, slower))) == (
+        "Per training step against DeepSpeed’s stock 1F1B, terapipe is 1.60× as fast at accumulation 1 (1.25 s instead "
+        "of 2.00 s); and 0.95× as fast (slower) at accumulation 4 (4.00 s instead of 3.80 s)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([SLICED], "at 1.25 s a step at accumulation 1, without a stock run"),
+        ([STOCK, failed("terapipe", "seq1f1b", 1, "no")], "not measured at accumulation 1 (none of its runs"),
+        ([STOCK, row(step_s=2.005)], "as fast (1.00×)"),
+        ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "(1.95 s instead of 2.00 s, single steps overlap)"),
+        ([STOCK, SLICED | {"replayed": True}], "1.25 s a step at accumulation 1, without a stock run"),
+        ([run | {"replayed": True} for run in (STOCK, SLICED)], "(1.25 s instead of 2.00 s, replayed)"),
+        ([STOCK | {"schedule": "dualpipev"}, SLICED], "without a stock run"),
+        ([STOCK, row("torch", step_s=0.5)], "not measured"),
+    ],
+)  # fmt: skip
+def test_the_headline_does_not_flatter(runs: list[dict[str, Any]], expected: str) -> None:
+    assert expected in headline(read_result(result(*runs)))
+
+
+def test_a_measured_run_goes_before_a_faster_replayed_one() -> None:
+    (group,) = read_result(result(STOCK, SLICED, SLICED | {"step_s": 0.1, "replayed": True})).groups
+    best = group.fastest("terapipe")
+    assert best is not None and best.step_s == 1.25
+
+
+def test_the_table_has_the_figures() -> None:
+    page = page_of(result(STOCK, SLICED, failed("torch", "zbv", 1, "too few layers")))
+    assert page.row("terapipe seq1f1b") == [
+        "terapipe seq1f1bfastest", "4 × 512", "1.250", "1.200 – 1.300", "1.60", "96.0 %", "1.300 (+4.0 %)",
+        "1,638.4", "12.5 %", "1.50", "0.0100", "10.5",
+    ]  # fmt: skip
+    assert page.row("deepspeed 1f1b")[4] == "1.00"
+    assert page.row("torch zbv") == ["torch zbvfailed", f"1 × {LENGTH}", "too few layers"]
+    heads = page.row("run")
+    assert len(heads) == NUM_FIGURES + 1
+    (span,) = [attributes["colspan"] for tag, attributes in page.tags if tag == "td" and "colspan" in attributes]
+    assert 2 + int(span or 0) == len(heads)
+
+
+def test_the_best_row_alone_is_marked() -> None:
+    page = page_of(result(STOCK, SLICED, row("torch", step_s=1.1)))
+    assert sum(attributes.get("class") == "best" for tag, attributes in page.tags if tag == "tr") == 1
+    assert page.row("torch 1f1b")[0].endswith("fastest")
+
+
+def test_small_times_and_bytes_have_small_units() -> None:
+    page = page_of(result(row(step_s=0.01234, step_s_all=[0.01234], peak_bytes=[5 * 2**20, 2**20])))
+    assert page.row("run")[2] == "stepms" and page.row("run")[9] == "peakMiB"
+    assert page.row("terapipe")[2] == "12.34" and page.row("terapipe")[9] == "5.00"
+
+
+def test_planned_and_replayed_rows_are_labelled() -> None:
+    runs = [row(slices=[1000, 600, 448], planned=True, replayed=True, step_s=1.9), row("deepspeed", replayed=True)]
+    page = page_of(result(*runs))
+    assert page.row("terapipe")[:2] == ["terapipe 1f1bplannedfastestreplayed", "3: 1000, 600, 448"]
+    text = " ".join(page.data)
+    assert "not timed by the wall clock" in text
+    assert "terapipe 1f1b, 3 slices, planned (replayed)" in text  # the axis of the plot
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    unknown = dict.fromkeys(
+        ("tokens_per_s", "bound_s", "predicted_s", "bubble", "peak_bytes", "exposed_comm_s", "loss")
+    )
+    assert page_of(result(row("torch", **unknown))).row("torch")[4:] == ["–"] * 8
+
+
+def test_losses_that_differ_are_told() -> None:
+    assert notes(read_result(result(STOCK, SLICED))) == []
+    assert "do not agree (from 10.5 to 10.7)" in notes(read_result(result(STOCK, SLICED | {"loss": 10.7})))[0]
+    assert "not all finite" in notes(read_result(result(STOCK, SLICED | {"loss": float("nan")})))[0]
+
+
+def test_the_page_is_whole_and_needs_nothing_else(large: str) -> None:
+    page = Page(large)
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "iframe", "object", "base")
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name.endswith("href") or name in ("src", "action", "data"):
+                assert (value or "").startswith(("#", "data:"))
+                assert not (value or "").startswith("#") or (value or "")[1:] in ids
+    for inner in re.findall(r"url\(([^)]*)\)", large):
+        assert inner.startswith("#") and inner[1:] in ids
+    assert "http" not in re.sub(r'http-equiv|href="data:[^"]*"', "", large) and "@import" not in large
+    assert len(large.encode()) < 1_500_000
+
+
+def test_every_plot_is_there_with_words_for_it(large: str) -> None:
+    page = Page(large)
+    pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(pictures) == 5 + 3  # a timeline per accumulation
+    assert all(attributes.get("aria-label") and attributes.get("role") == "img" for attributes in pictures)
+    assert sum(tag == "details" and "open" in attributes for tag, attributes in page.tags) == 1
+    for colour in ("#1f2933", "#0068b5", "#c2610c", "#00806a"):  # outside the style sheet the theme decides
+        assert colour not in large[large.index("</style>") :]
+    for theme in ("prefers-color-scheme: dark", "@media print", "width=device-width"):
+        assert theme in large
+
+
+def test_many_stages_and_micro_batches_stay_within_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terapipe_ds.bench.report._MOST_BOXES", 100)
+    monkeypatch.setattr("terapipe_ds.bench.report._MOST_DATA_BYTES", 9000)
+    data = result(Maker(4).run("deepspeed", "1f1b", 4, (LENGTH,)), Maker(4).run("terapipe", "seq1f1b", 4, (128,) * 16))
+    text = render_page(read_result(data))
+    assert 'src="data:image/png' in text and "without the timelines, which are too large" in text
+    monkeypatch.setattr("terapipe_ds.bench.report._MOST_PICTURE_BYTES", 10)
+    assert "too many boxes" in render_page(read_result(data))
+
+
+def test_the_timelines_are_of_stock_and_the_best() -> None:
+    maker = Maker(2)
+    sliced = maker.run("terapipe", "seq1f1b", 1, (512,) * 4)
+    plain, stock = maker.run("terapipe", "1f1b", 1, (LENGTH,)), maker.run("deepspeed", "1f1b", 1, (LENGTH,))
+
+    def drawn(*runs: dict[str, Any]) -> list[str]:
+        return [run.label for run in timeline_pair(read_result(result(*runs)).groups[0])]
+
+    assert drawn(sliced, plain, stock) == ["deepspeed 1f1b", "terapipe seq1f1b, 4 slices"]
+    assert drawn(sliced, plain, stock | {"timeline": None}) == ["terapipe 1f1b, 1 slice", "terapipe seq1f1b, 4 slices"]
+    assert drawn(sliced) == ["terapipe seq1f1b, 4 slices"]
+    assert drawn(row()) == []
+    as_object = sliced | {"timeline": json.loads(sliced["timeline"])}
+    assert read_result(result(as_object)).runs[0].timeline == read_result(result(sliced)).runs[0].timeline
+
+
+def test_texts_are_escaped() -> None:
+    evil = '<script>alert("x")</script>&'
+    runs = [row(schedule=f"a$b$<i>{evil}"), failed("torch", "zbv", 1, evil), STOCK]
+    data = result(*runs, preset=evil, command=evil, machine={evil: {"deep": [evil]}}, date=evil)
+    text = render_page(read_result(data))
+    page = Page(text)
+    assert "<script" not in text and "<i>" not in text
+    assert page.row("torch zbv")[2] == evil
+    assert [evil + ".deep", evil] in page.rows
+    assert any("a$b$<i>" in data for data in page.data)
+
+
+def test_the_data_come_back_from_the_page(tmp_path: Path) -> None:
+    data = as_written(result(Maker(2).run("terapipe", "seq1f1b", 2, (512,) * 4), STOCK))
+    write_report(data, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    link = re.search(r'href="data:application/gzip;base64,([^"]*)"', text)
+    assert link is not None
+    (tmp_path / "bench.json.gz").write_bytes(base64.b64decode(link[1]))
+    assert load_result(tmp_path / "bench.json.gz") == data
+    assert json.loads(gzip.decompress((tmp_path / "bench.json.gz").read_bytes())) == data
+
+
+REQUIRED = [key for key in row() if key != "error"]
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_a_required_key_that_is_absent_is_named(key: str) -> None:
+    runs = [STOCK, {name: value for name, value in row().items() if name != key}]
+    with pytest.raises(ReportError, match=rf"runs\[1\].* has no '{key}'"):
+        read_result(result(*runs))
+
+
+@pytest.mark.parametrize("key", ["machine", "preset", "runs"])
+def test_a_required_key_of_the_result_is_named(key: str) -> None:
+    with pytest.raises(ReportError, match=f"the result has no '{key}'"):
+        read_result({name: value for name, value in result(STOCK).items() if name != key})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"system": "jax"}, "known are deepspeed, terapipe, torch"),
+        ({"step_s": 0}, "step_s = '0': it must be seconds above 0"),
+        ({"step_s": float("nan")}, "step_s = 'nan'"),
+        ({"step_s": True}, "step_s = 'True'"),
+        ({"step_s_all": []}, "step_s_all = "),
+        ({"slices": [5, 0]}, "slice lengths in tokens"),
+        ({"accumulation": "4"}, "accumulation = '4': it must be a whole number"),
+        ({"predicted_s": "soon"}, "predicted_s = 'soon'.* or null"),
+        ({"peak_bytes": [1, 2, 3]}, "3 peak_bytes for 2 stages"),
+        ({"predicted_peak_bytes": [1]}, "1 predicted_peak_bytes for 2 stages"),
+        ({"planned": "yes"}, "true or false"),
+        ({"timeline": "{}"}, "its timeline cannot be read: not a timeline"),
+        ({"error": 7}, "error = '7': it must be text"),
+    ],
+)
+def test_wrong_values_are_named(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ReportError, match=expected):
+        read_result(result(row(**change)))
+
+
+@pytest.mark.parametrize("data", [[], None, {"machine": {}, "preset": "x", "runs": []}, result() | {"runs": ["run"]}])
+def test_what_is_no_result_is_refused(data: object) -> None:
+    with pytest.raises(ReportError):
+        read_result(data)
+
+
+def test_nothing_but_failures_makes_a_report_too() -> None:
+    bare = {"system": "terapipe", "schedule": "seq1f1b", "accumulation": 1, "stages": 2, "error": "no plan"}
+    bare |= {"planned": True}
+    page = page_of(result(bare))
+    assert page.row("terapipe seq1f1b") == ["terapipe seq1f1bplannedfailed", "–", "no plan"]
+    assert not any(tag == "svg" for tag, _ in page.tags)
+
+
+def test_a_report_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    write_report(result(STOCK), path)
+    old = path.read_bytes()
+    with pytest.raises(ReportError):
+        write_report({"runs": []}, path)
+
+    def full(_: Path, *__: Any, **___: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_report(result(SLICED), path)
+    assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_same_result_gives_the_same_page() -> None:
+    data = result(STOCK, SLICED)
+    assert render_page(read_result(data)) == render_page(read_result(data))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, "–"), (1234.5, "1,234"), (0.5, "0.5000"), (0.0123, "0.01230"), (12.345, "12.35")]
+)
+def test_digits(value: float | None, expected: str) -> None:
+    assert digits(value) == expected
+
+
+def test_seconds_have_a_unit() -> None:
+    assert [seconds(value) for value in (12.34, 1.234, 0.01234, 12e-6)] == ["12.3 s", "1.23 s", "12.3 ms", "12.0 µs"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, out = tmp_path / "result.json", tmp_path / "report.html"
+    kept.write_text(json.dumps(result(STOCK, SLICED)))
+    assert main(["report", str(kept), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: ")
+    assert "1.60×" in out.read_text(encoding="utf-8")
+    refused: list[tuple[Callable[[], object], list[str], str]] = [
+        (lambda: None, [str(kept), "--out", str(kept)], "is the result itself"),
+        (lambda: kept.write_text("nonsense"), [str(kept), "--out", str(out)], "no JSON"),
+        (lambda: kept.write_text("[]"), [str(kept), "--out", str(out)], "holds no object"),
+        (lambda: kept.write_bytes(b"\x1f\x8bxx"), [str(kept), "--out", str(out)], "no JSON"),
+        (lambda: kept.unlink(), [str(kept), "--out", str(out)], "No such file"),
+    ]
+    for prepare, arguments, expected in refused:
+        prepare()
+        assert main(["report", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
+    with pytest.raises(SystemExit) as stop:
+        main(["report", "--help"])
+    assert stop.value.code == 0
+    assert "examples:\n  terapipe report " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("stages", "replayed"), [(2, False), (8, True)])
+def test_no_text_of_a_plot_runs_into_another_or_out_of_the_picture(stages: int, replayed: bool) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    from terapipe_ds.bench import report_plots
+    from terapipe_ds.bench.report_svg import drawing
+
+    found = read_result(synthetic(stages, (1,), replayed=replayed))
+    plots = ("step_times", "slice_counts", "predictions", "prediction_errors", "memory")
+    with drawing():
+        for name in plots:
+            figure = getattr(report_plots, name)(found)
+            canvas = FigureCanvasAgg(figure)
+            canvas.draw()
+            texts = [text for text in _drawn(figure) if text.get_text()]
+            shown = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in texts]
+            for index, (text, box) in enumerate(shown):
+                assert box.x0 >= 0 and box.y0 >= 0, (name, text)
+                assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, (name, text)
+                for other, another in shown[index + 1 :]:
+                    assert not box.overlaps(another), (name, text, other)
+
+
+def _drawn(figure: Any) -> list[Any]:
+    """All texts, but no labels of ticks outside the limits: matplotlib keeps these and does not draw them."""
+    found = [text for legend in figure.legends for text in legend.get_texts()]
+    for ax in figure.axes:
+        found += [*ax.texts, ax.xaxis.label, ax.yaxis.label]
+        for axis in (ax.xaxis, ax.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=True)
+            found += [label for place, label in ticks if low <= place <= high]
+    return found

@@ -1,0 +1,239 @@
+"""Rows, the form of the JSON, the table, and what the command refuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from terapipe_ds.bench.cases import PLAN, PRESETS, BenchError, Case, Job, all_cases, choose
+from terapipe_ds.bench.orders import to_json
+from terapipe_ds.bench.ranks import Workload
+from terapipe_ds.bench.run import result_of
+from terapipe_ds.bench.table import render
+from terapipe_ds.cli import main
+from terapipe_ds.commands import bench as command
+from terapipe_ds.schedule import build
+from terapipe_ds.timeline import Timeline
+
+WORK = Workload(stages=2, accumulation=1, sequence_length=8, micro_batch=2, hidden=4, layers=2, heads=1)
+
+
+class RunForm(BaseModel):
+    """A run in the JSON, as programs read it; more keys are allowed."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    system: str
+    schedule: str
+    slices: list[int]
+    accumulation: int
+    stages: int
+    step_s: float
+    step_s_all: list[float]
+    tokens_per_s: float
+    bound_s: float
+    predicted_s: float | None
+    bubble: float
+    peak_bytes: list[int]
+    exposed_comm_s: float
+    loss: float
+
+
+def record(case: int, stage_id: int, name: str, slices: list[int], scale: float, loss: float | None) -> dict[str, Any]:
+    """A rank's record of two steps in which every F takes ``scale`` and every B twice that, back to back."""
+    schedule = build(name, 2, 1, len(slices))
+    events = []
+    for i, action in enumerate(schedule.orders[stage_id]):
+        seconds = scale * (2 if action.kind.value == "B" else 1)
+        events.append([action.kind.value, 0, action.slice_id, 0, 10.0 * i, 10.0 * i + seconds, seconds])
+    events.append(["ST", -1, -1, 0, 500.0, 500.5, 0.5])
+    return {
+        "case": case, "accumulation": 1, "slices": slices, "seconds": [8.0 * scale, 6.0 * scale + stage_id],
+        "losses": [None if loss is None else loss + 0.1, loss, loss], "events": [events, events],
+        "peak_bytes": 1000 + stage_id, "static_bytes": 600, "schedule": to_json(schedule),
+    }  # fmt: skip
+
+
+def ranks(**changes: Any) -> list[dict[str, Any]]:
+    """Stock at twice the pace of slices, and a case that could not be built."""
+    found = []
+    for stage_id in range(2):
+        runs = [
+            record(0, stage_id, "1f1b", [8], 2.0, 5.0),
+            record(1, stage_id, "seq1f1b", [4, 4], 1.0, changes.get("loss", 5.0)),
+            {"case": 2, "accumulation": 1, "error": "no such thing" if stage_id == 1 else None},
+        ]
+        found.append({"runs": runs, "links": {"8": 0.25, "4": 0.125}, "profile": None, "memory": None})
+    return found
+
+
+CASES = (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 2), Case("torch", "zbv"))
+MACHINE = {"cpu": "made up", "cores": 2, "date": "2000-01-01"}
+
+
+def test_the_json_has_the_agreed_form() -> None:
+    result = json.loads(json.dumps(result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())))
+    assert set(result) >= {"machine", "preset", "runs"} and result["machine"] == MACHINE
+    stock, sliced, failed = result["runs"]
+    for row in (stock, sliced):
+        RunForm.model_validate(row)
+        assert Timeline.from_json(json.dumps(row["timeline"])).num_stages == 2
+    assert failed["error"] == "no such thing" and "step_s" not in failed
+    assert (failed["system"], failed["schedule"], failed["accumulation"]) == ("torch", "zbv", 1)
+
+
+def test_rows_by_hand() -> None:
+    stock, sliced, _ = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks())["runs"]
+    assert stock["step_s_all"] == [16.0, 13.0]  # the slowest rank of each step: 12 + 1
+    assert sliced["step_s_all"] == [8.0, 7.0] and sliced["step_s"] == 7.5
+    assert sliced["ratio_to_stock"] == pytest.approx((16 / 8 + 13 / 7) / 2)
+    assert sliced["tokens_per_s"] == pytest.approx(2 * 8 / 7.5)  # two sequences of 8 tokens
+    # unsliced F + B of stock: 2 + 4 seconds; bubbles of 1/2 and 1/3; half a second to close
+    assert stock["bound_s"] == pytest.approx(6 / (1 - 1 / 2) + 0.5)
+    assert sliced["bound_s"] == pytest.approx(6 / (1 - 1 / 3) + 0.5)
+    assert sliced["ratio_to_bound"] == pytest.approx(9.5 / 7.5)
+    assert sliced["peak_bytes"] == [1000, 1001] and sliced["loss"] == 5.0 and sliced["predicted_s"] is None
+    # replayed: stage 0 F, stage 1 F and B, stage 0 B, a blocking message either way
+    assert stock["replayed_s"] == pytest.approx(2 + 0.25 + 6 + 0.25 + 4 + 0.5)
+
+
+def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
+    result = result_of(Job(WORK, CASES, (1,), 2, replayed=True), "cpu-8stage", MACHINE, ranks())
+    stock = result["runs"][0]
+    assert stock["replayed"] is True and stock["step_s"] == pytest.approx(13.0) == stock["replayed_s"]
+    assert stock["bubble"] == pytest.approx(1 - 12 / (2 * 12.5))  # of the replayed timeline
+    text = render(result)
+    assert "deepspeed 1f1b (replayed)" in text and "fewer cores than stages" in text
+
+
+def test_a_system_that_learned_something_else_is_an_error() -> None:
+    sliced = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks(loss=5.001))["runs"][1]
+    assert "its loss in step 1 is 5.101000, that of deepspeed 1f1b 5.100000" in sliced["error"]
+    assert "step_s" not in sliced
+    nan = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks(loss=float("nan")))["runs"][1]
+    assert "nan" in nan["error"]
+
+
+def test_the_table_has_a_line_per_run() -> None:
+    lines = render(result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())).splitlines()
+    assert lines[0].startswith("cpu-2stage: 2 stages, 2 layers, hidden 4, 8 tokens, 2 turns; made up, 2 cores")
+    assert [word in line for word, line in zip(("deepspeed", "seq1f1b, 2", "no such thing"), lines[2:], strict=True)]
+    assert "7.500 s" in lines[3] and "1.929" in lines[3] and "7.000-8.000 s" in lines[3]
+
+
+# --- what runs
+
+
+def cases_of(**options: Any) -> list[str]:
+    usual: dict[str, Any] = {"full": False, "systems": None, "schedules": None, "slices": None}
+    return [case.label for case in choose(PRESETS["cpu-2stage"], **{**usual, **options})]
+
+
+def test_the_usual_competitors() -> None:
+    labels = cases_of()
+    assert labels[:4] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", "terapipe seq1f1b, 8 slices",
+                          "terapipe seq1f1b, planned"]  # fmt: skip
+    assert any(label.startswith("torch") for label in labels)
+    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 1 + 4 * 2 + 4
+
+
+def test_options_narrow_and_widen() -> None:
+    assert cases_of(systems=["deepspeed"]) == ["deepspeed 1f1b"]
+    assert cases_of(schedules=["terapipe"], slices=[4, PLAN]) == [
+        "deepspeed 1f1b", "terapipe terapipe, 4 slices", "terapipe terapipe, planned",
+    ]  # fmt: skip
+    assert cases_of(schedules=["zbv", "dualpipev"]) == ["deepspeed 1f1b", "deepspeed dualpipev", "torch zbv"]
+    widened = cases_of(slices=[4, 16])
+    assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
+    with pytest.raises(BenchError, match=r"leave nothing to run"):
+        cases_of(systems=["terapipe"], schedules=["zbv"])
+    with pytest.raises(BenchError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
+        cases_of(systems=["megatron"])
+
+
+def test_what_cannot_run_says_why() -> None:
+    assert "accumulation >= 4" in (Case("deepspeed", "dualpipev").problem(WORK, 3) or "")
+    assert Case("deepspeed", "dualpipev").problem(WORK, 4) is None
+    assert "multiple of 2" in (Case("torch", "interleaved1f1b").problem(WORK, 5) or "")
+    assert "accumulation >= 2" in (Case("torch", "1f1b").problem(WORK, 1) or "")
+    assert Case("terapipe", "seq1f1b", 8).problem(WORK, 1) is None
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    job = command.job_of(arguments())
+    assert (job.work.stages, job.work.sequence_length, job.accumulations, job.pairs) == (2, 2048, (1, 4), 5)
+    assert not job.replayed
+    eight = command.job_of(arguments("cpu-8stage", "--accumulation", "2", "--steps", "1"))
+    assert eight.replayed and eight.work.stages == 8 and (eight.accumulations, eight.pairs) == ((2,), 1)
+    assert command.job_of(arguments("--full")).accumulations == (1, 4, 8)
+    other = command.job_of(arguments("--accumulation", "8"))
+    assert any(case.system == "torch" and case.runs_at(8) for case in other.cases)
+    given = command.job_of(arguments("--sequence-length", "100", "--schedules", "seq1f1b", "--slices", "60,40"))
+    assert [case.slices for case in given.cases if case.system == "terapipe"] == [(60, 40)]
+
+
+def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24]}
+    settings = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}, "terapipe": section}
+    config.write_text(json.dumps(settings))
+    job = command.job_of(arguments("--config", str(config), "--model", "tiny", "--sequence-length", "64"))
+    assert job.gpt is not None and job.gpt["hidden_size"] == job.work.hidden
+    assert (job.work.micro_batch, job.work.sequence_length) == (3, 64)
+    assert job.ds_config == settings and job.cases[-1] == Case("terapipe", "terapipe", (40, 24))
+    assert job.cases[:4] == PRESETS["cpu-2stage"].cases[:4]
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"bf16": {"enabled": True}}, "bf16"), ({"zero_optimization": {"stage": 1}}, "ZeRO"),
+    ({"optimizer": {"type": "Lamb"}}, "Lamb"), ({"gradient_clipping": 1.0}, "clipping"),
+    ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+])  # fmt: skip
+def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, Any], told: str) -> None:
+    from terapipe_ds.bench.torch_pipeline import adam_options
+
+    params = {"lr": 0.5, "betas": [0.8, 0.9], "torch_adam": True, "weight_decay": 0.1}
+    plain = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": 0.0, "bf16": {"enabled": False}}
+    assert adam_options(plain) == {"lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "fused": True}
+    with pytest.raises(BenchError, match=told):
+        adam_options({**plain, **changes})
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["gpu-attention"], "needs a CUDA device"),
+    (["gpu-layer"], "needs a CUDA device"),
+    (["cpu-3stage"], "known are cpu-2stage"),
+    (["--slices", "many"], "--slices 'many'"),
+    (["--layers", "0"], "--layers 0: give a number >= 1"),
+    (["--json", "/no/such/folder/x.json"], "no such folder"),
+    (["--config", "ds.json"], "ds.json"),
+    (["--device", "cuda"], "need 2 CUDA devices"),
+    (["--check-replay", "--stages", "8"], "no measured times"),
+])  # fmt: skip
+def test_refusals_are_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and error.count("\n") == 1
+
+
+def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"accumulation": 1, "label": "x", "replayed_s": 1.0, "step_s": 1.04}
+    command._check_replay({"runs": [row, {"error": "not run"}]})
+    assert "-3.8%" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"9.1% off"):
+        command._check_replay({"runs": [{**row, "step_s": 1.1}]})

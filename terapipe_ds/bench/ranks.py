@@ -78,8 +78,9 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         for process in ranks:
             process.start()
         try:
-            while any(process.exitcode is None for process in ranks):
-                connection.wait([process.sentinel for process in ranks if process.exitcode is None])
+            # asked once for each turn: waiting for an empty list would never end
+            while running := [process for process in ranks if process.exitcode is None]:
+                connection.wait([process.sentinel for process in running])
                 failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
                 if failed:
                     raise RuntimeError(f"rank {failed[0]} ended with exit code {ranks[failed[0]].exitcode}; see above")

@@ -78,12 +78,15 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         for process in ranks:
             process.start()
         try:
-            # asked once for each turn: waiting for an empty list would never end
-            while running := [process for process in ranks if process.exitcode is None]:
-                connection.wait([process.sentinel for process in running])
+            while True:
+                # asked once for each turn: between two looks the last one may end, and nobody would be waited for
+                running = [process for process in ranks if process.exitcode is None]
                 failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
                 if failed:
                     raise RuntimeError(f"rank {failed[0]} ended with exit code {ranks[failed[0]].exitcode}; see above")
+                if not running:
+                    return
+                connection.wait([process.sentinel for process in running])
         finally:
             for process in ranks:
                 process.kill()

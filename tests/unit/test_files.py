@@ -133,7 +133,8 @@ def test_every_file_is_written_by_the_helper() -> None:
     "source",
     [
         "open(path, 'w')", "open(path, mode='ab')", "path.open('x')", "open(path, mode)", "Path(p).write_text(text)",
-        "path.write_bytes(b'')", "os.open(path, os.O_WRONLY)", "json.dump(x, file)", "torch.save(x, path)", "figure.savefig(path)",
+        "path.write_bytes(b'')", "os.open(path, os.O_WRONLY)", "json.dump(x, file)", "torch.save(x, path)",
+        "figure.savefig(path)",
         "write_atomically(path, write); path.write_text('')",
     ],
 )  # fmt: skip

@@ -1,0 +1,112 @@
+"""What the engine adds to a checkpoint, and what it says when one is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from terapipe_ds.runtime.checkpoint_manifest import MANIFEST, CheckpointError
+from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, section, train
+from tests.distributed.harness import rank_pool
+
+OURS = section(slices=3)
+OTHER = section(slices=[5, 10, 7, 1], schedule="terapipe")
+
+
+class Lines(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("terapipe_ds").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("terapipe_ds").removeHandler(self)
+
+
+def error_of_call(act: Any) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def job_save(folder: str) -> dict[str, Any]:
+    """Three saves: the usual one, one that is not to be the latest, and one that fails on the rank that names files."""
+    with engine_of(gpt_layers(), OURS) as engine:
+        train(engine, batches(1))
+        engine.module.forward_funcs[-1].requires_grad_(False)
+        engine.save_checkpoint(folder, client_state={"epoch": 7})
+        engine.save_checkpoint(folder, tag="aside", save_latest=False, exclude_frozen_parameters=True)
+        Path(folder, "file").touch()
+        failed = error_of_call(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}"))
+        goes_on = train(engine, batches(1, first_seed=900)).returned
+    return {"failed": failed, "goes_on": goes_on}
+
+
+def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
+    with Lines() as lines, engine_of(gpt_layers(), OTHER if spoilt else OURS) as engine:
+        named = error_of_call(lambda: engine.load_checkpoint(folder, tag="aside")) if spoilt else ""
+        path, state = engine.load_checkpoint(folder)
+        returned = train(engine, batches(1, first_seed=900)).returned
+        said = [line for line in lines if "resumed" in line or "loaded" in line]
+        return {"named": named, "path": path, "epoch": state["epoch"], "returned": returned, "said": said}
+
+
+def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    saved = rank_pool(2).run(job_save, folder=str(folder))
+    assert all("different tags, 'of rank 0', 'of rank 1'" in rank["failed"] for rank in saved)
+    assert sorted(path.name for path in folder.iterdir()) == ["aside", "file", "global_step1", "latest"]
+    assert (folder / "latest").read_text() == "global_step1"
+    for tag in ("aside", "global_step1"):
+        manifest = json.loads((folder / tag / MANIFEST).read_text())
+        assert manifest["files"] == {path.name: path.stat().st_size for path in (folder / tag).glob("*.pt")}
+        assert len(manifest["files"]) >= 9  # seven layers and a file of each stage
+        assert (manifest["tag"], manifest["global_steps"], manifest["is_latest"]) == (tag, 1, tag != "aside")
+        assert manifest["training"]["plans"] == {str(LENGTH): {"slices": [8, 8, 7], "schedule": "seq1f1b"}}
+        assert manifest["training"]["config"] == {"schedule": "seq1f1b", "slices": 3}
+        assert manifest["training"]["profile"] is None
+    assert len(last_layer(folder / "global_step1")) > len(last_layer(folder / "aside"))
+
+    same = rank_pool(2).run(job_load, folder=str(folder), spoilt=False)
+    for before, after in zip(saved, same, strict=True):
+        assert after["returned"] == before["goes_on"]
+        assert (after["epoch"], after["said"]) == (7, [])
+
+    spoil(folder)
+    other = rank_pool(2).run(job_load, folder=str(folder), spoilt=True)
+    for before, after in zip(saved, other, strict=True):
+        assert "layer_03-model_states.pt has" in after["named"]
+        assert "global_step1" in after["path"]
+        assert abs(after["returned"][0] - before["goes_on"][0]) < 1e-6
+    assert other[1]["said"] == []
+    chosen, planned = other[0]["said"]
+    assert "aside is not whole" in chosen.replace(str(folder) + "/", "")
+    assert "global_step1 is loaded, the newest whole checkpoint there" in chosen
+    assert "resumed from global_step1 under another plan for 23 tokens: slices [8, 8, 7] by seq1f1b before" in planned
+    assert "[5, 10, 7, 1] by terapipe now" in planned
+
+
+def last_layer(folder: Path) -> dict[str, Any]:
+    return torch.load(max(folder.glob("layer_*.pt")), weights_only=False)
+
+
+def spoil(folder: Path) -> None:
+    """As if a copy had been cut short: the one that is now the latest lacks the end of a file."""
+    (folder / "latest").write_text("aside")
+    path = folder / "aside" / "layer_03-model_states.pt"
+    path.write_bytes(path.read_bytes()[:-1])

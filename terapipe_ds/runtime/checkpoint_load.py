@@ -19,12 +19,13 @@ def find_checkpoint(engine: Any, load_dir: str, tag: str | None, with_optimizer:
     Raises:
         CheckpointError: on every rank: what is asked for is not whole, with the files that are missing.
     """
+    folder = Path(load_dir)
     if engine.load_universal_checkpoint():  # what DeepSpeed's converter has made has no manifest
         return Found(tag, tag)
     mine: tuple[Found | None, str | None] | None = None
     if leads_its_files(engine):
         try:
-            mine = choose_checkpoint(Path(load_dir), None if tag is None else str(tag), with_optimizer), None
+            mine = choose_checkpoint(folder, None if tag is None else str(tag), with_optimizer), None
         except (OSError, ValueError) as error:
             mine = None, str(error)
     answers = gathered(mine)
@@ -34,7 +35,7 @@ def find_checkpoint(engine: Any, load_dir: str, tag: str | None, with_optimizer:
     tags = {answer[0].tag for answer in answers if answer is not None}
     if len(tags) > 1:
         raise CheckpointError(
-            f"the last whole checkpoint in {load_dir} is not the same on every node: {', '.join(map(str, tags))}; name "
+            f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; name "
             "one that all have, as load_checkpoint's tag"
         )
     answer = [answer for answer in answers[: engine.global_rank + 1] if answer is not None][-1]

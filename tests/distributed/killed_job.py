@@ -113,7 +113,9 @@ def _lay(kill: Kill, engine: Any) -> None:
         return call
 
     if kill.point == "forward":
-        engine.module.register_forward_hook(lambda *_: strike(engine.global_steps + 1 == kill.step) and _die())
+        engine.module.register_forward_pre_hook(
+            lambda *_: _die() if strike(engine.global_steps + 1 == kill.step) else None
+        )
     elif kill.point in ("file", "half a file"):
         engine.checkpoint_engine.save = _save_and_die(kill, engine, strike)
     elif kill.point == "manifest":

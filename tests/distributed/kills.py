@@ -40,7 +40,7 @@ AFTER_START_S = 0.4  # or so long after the start, while ranks build their engin
 
 @dataclass
 class History:
-    """The lines of one rank, in attempts: each begins with ``resumed``."""
+    """The lines of one rank, by attempt; what begins an attempt is a line ``attempt``, or else ``resumed``."""
 
     attempts: list[list[list[str]]] = field(default_factory=list)
 
@@ -49,9 +49,10 @@ class History:
         history = cls()
         for line in path.read_text().splitlines() if path.exists() else ():
             words = line.split()
-            if words[0] == "resumed":
+            if words[0] == "attempt" or (words[0] == "resumed" and (not history.attempts or history.attempts[-1])):
                 history.attempts.append([])
-            history.attempts[-1].append(words)
+            if words[0] != "attempt":
+                history.attempts[-1].append(words)
         return history
 
     def losses(self) -> Iterator[tuple[int, str]]:
@@ -60,8 +61,8 @@ class History:
 
     @property
     def end(self) -> str | None:
-        last = self.attempts[-1][-1] if self.attempts else [""]
-        return last[1] if last[0] == "end" else None
+        last = self.attempts[-1][-1:] if self.attempts else []
+        return last[0][1] if last and last[0][0] == "end" else None
 
 
 def problems(histories: list[History], reference: list[History]) -> list[str]:
@@ -74,25 +75,25 @@ def problems(histories: list[History], reference: list[History]) -> list[str]:
                 found.append(f"rank {rank}, step {step}: loss {loss} and {expected[rank][step]} without a kill")
         if history.end is not None and history.end != reference[rank].end:
             found.append(f"rank {rank}: other parameters at the end")
-        found += [f"rank {rank}: {text}" for text in _wrong_starts(history)]
-    starts = [[attempt[0] for attempt in history.attempts][-1:] for history in histories]
-    complete = all(len(history.attempts) == len(histories[0].attempts) for history in histories)
-    if complete and any(start != starts[0] for start in starts):
-        found.append(f"the ranks go on from different steps: {starts}")
-    return found
+    return [*found, *_wrong_starts(histories)]
 
 
-def _wrong_starts(history: History) -> Iterator[str]:
+def _wrong_starts(histories: list[History]) -> Iterator[str]:
     saved = begun = 0
-    for attempt in history.attempts:
-        first = int(attempt[0][1])
-        if not saved <= first <= begun:
-            yield f"goes on from step {first}; {saved} was saved, and nothing after {begun} was begun"
-        steps = [int(words[1]) for words in attempt if words[0] == "step"]
-        if steps != list(range(first + 1, first + 1 + len(steps))):
-            yield f"went on from step {first} with steps {steps}"
-        saved = max([saved, *(int(words[1]) for words in attempt if words[0] == "saved")])
-        begun = max([begun, *(int(words[1]) for words in attempt if words[0] == "saving")])
+    for ranks in zip(*(history.attempts for history in histories), strict=True):
+        firsts = {int(attempt[0][1]) for attempt in ranks if attempt}
+        if len(firsts) > 1:
+            yield f"the ranks go on from different steps, {sorted(firsts)}"
+        for first in firsts:
+            if not saved <= first <= begun:
+                yield f"goes on from step {first}; {saved} was saved, and nothing after {begun} was begun"
+        for attempt in filter(None, ranks):
+            steps = [int(words[1]) for words in attempt if words[0] == "step"]
+            first = int(attempt[0][1])
+            if steps != list(range(first + 1, first + 1 + len(steps))):
+                yield f"went on from step {first} with steps {steps}"
+            saved = max([saved, *(int(words[1]) for words in attempt if words[0] == "saved")])
+            begun = max([begun, *(int(words[1]) for words in attempt if words[0] == "saving")])
 
 
 class Killer:
@@ -120,7 +121,7 @@ class Killer:
         last = self._log.read_text().splitlines()[-1].split()[0] if self._log.exists() else "nothing"
         if self._while_starting and self._steps() == self._steps_before:
             return "resuming"
-        return {"saving": "saving"}.get(last, "training")
+        return "saving" if last == "saving" else "training"
 
     def _steps(self) -> int:
         return self._log.read_text().count("step ") if self._log.exists() else 0
@@ -157,6 +158,9 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
         while report.kills < wanted:
             was_starting = not was_starting and rng.random() < 0.25  # never twice: each resume shows steps
             pool.start()
+            for rank in range(pool.world_size):
+                with (folder / f"rank{rank}.log").open("a") as log:
+                    log.write("attempt\n")
             with Killer(rng, pool, folder, was_starting) as killer:
                 try:
                     pool.run(job_train, training=training, folder=str(folder))
@@ -170,7 +174,7 @@ def chain(training: Training, rng: random.Random, wanted: int) -> Report:
             if report.wrong:
                 break
         if report.kills == wanted and not report.wrong:
-            pool.run(job_train, training=training, folder=str(folder))
+            pool.run(job_train, training=training, folder=str(folder))  # its first line is its beginning
         report.wrong += _problems_of(folder, expected, training)
         report.right = 0 if report.wrong else report.kills
     pool.close()

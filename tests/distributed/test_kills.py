@@ -12,7 +12,7 @@ from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.killed_job import Kill, Training, job_train
 from tests.distributed.kills import TRAININGS, History, chain, problems
 
-SHORT = Training(stages=1, zero_stage=1, tag="last", steps=5)
+SHORT = Training(stages=1, zero_stage=1, tag="last", steps=6)
 # Each: the checkpoint that must be there after the kill.
 CHOSEN = {
     "one rank has its files, the other not": (Kill(rank=1, point="file", step=4, nth=1), 2),
@@ -89,7 +89,7 @@ GOOD = "resumed 0|step 1 a|saving 1|saved 1|step 2 b|saving 2|resumed 1|step 2 b
 
 
 def test_the_judge_sees_wrong_resumes(tmp_path: Path) -> None:
-    reference = written(tmp_path, *["resumed 0|step 1 a|step 2 b|end h"] * 2)
+    reference = written(tmp_path, *["resumed 0|step 1 a|step 2 b|step 3 b|end h"] * 2)
     assert problems(written(tmp_path, GOOD, GOOD), reference) == []
     begun = GOOD.replace("resumed 1|step 2 b|end h", "resumed 2|end h")
     assert problems(written(tmp_path, begun, begun), reference) == []
@@ -98,6 +98,7 @@ def test_the_judge_sees_wrong_resumes(tmp_path: Path) -> None:
         (GOOD.replace("resumed 1", "resumed 3"), "nothing after 2 was begun"),
         (GOOD.replace("step 2 b|end", "step 2 c|end"), "step 2: loss c and b"),
         (GOOD.replace("end h", "end i"), "other parameters"),
-        (begun, "different steps"),
+        (begun, "different steps, [1, 2]"),
+        (GOOD.replace("resumed 1|step 2", "resumed 1|step 3"), "with steps [3]"),
     ):
         assert text in " ".join(problems(written(tmp_path, GOOD, bad), reference))

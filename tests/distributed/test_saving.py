@@ -24,16 +24,20 @@ class Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self._logger = logging.getLogger("terapipe_ds")
+        self._level_before = self._logger.level
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
     def __enter__(self) -> list[str]:
-        logging.getLogger("terapipe_ds").addHandler(self)
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
         return self.lines
 
     def __exit__(self, *_: object) -> None:
-        logging.getLogger("terapipe_ds").removeHandler(self)
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
 
 
 def error_of_call(act: Any) -> str:
@@ -48,9 +52,10 @@ def job_save(folder: str) -> dict[str, Any]:
     """Three saves: the usual one, one that is not to be the latest, and one that fails on the rank that names files."""
     with engine_of(gpt_layers(), OURS) as engine:
         train(engine, batches(1))
-        engine.module.forward_funcs[-1].requires_grad_(False)
+        last_layer = engine.module.forward_funcs[-1].requires_grad_(False)
         engine.save_checkpoint(folder, client_state={"epoch": 7})
         engine.save_checkpoint(folder, tag="aside", save_latest=False, exclude_frozen_parameters=True)
+        last_layer.requires_grad_(True)
         Path(folder, "file").touch()
         failed = error_of_call(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}"))
         goes_on = train(engine, batches(1, first_seed=900)).returned
@@ -80,7 +85,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
         assert manifest["training"]["plans"] == {str(LENGTH): {"slices": [8, 8, 7], "schedule": "seq1f1b"}}
         assert manifest["training"]["config"] == {"schedule": "seq1f1b", "slices": 3}
         assert manifest["training"]["profile"] is None
-    assert len(last_layer(folder / "global_step1")) > len(last_layer(folder / "aside"))
+    assert len(of_last_layer(folder / "global_step1")) > len(of_last_layer(folder / "aside"))
 
     same = rank_pool(2).run(job_load, folder=str(folder), spoilt=False)
     for before, after in zip(saved, same, strict=True):
@@ -101,7 +106,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
     assert "[5, 10, 7, 1] by terapipe now" in planned
 
 
-def last_layer(folder: Path) -> dict[str, Any]:
+def of_last_layer(folder: Path) -> dict[str, Any]:
     return torch.load(max(folder.glob("layer_*.pt")), weights_only=False)
 
 

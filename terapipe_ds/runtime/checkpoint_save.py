@@ -7,8 +7,10 @@ So DeepSpeed saves under another name here, and what it saved is named when ever
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +44,20 @@ def save_checkpoint(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     place, leads = Place(Path(save_dir), tag), leads_its_files(engine)
     _require_one_tag(tag)
-    _on_every_rank(place.settle if leads else None)
+    _on_every_rank((lambda: _prepare(place)) if leads else None)
     with _recorded(engine.checkpoint_engine, place.saving) as mine:
         saved = save(save_dir, place.tag_of(place.saving), client_state, False, exclude_frozen_parameters)
-    sizes = {name: size for each in gathered(mine) for name, size in each.items()}
-    if engine.use_node_local_storage():
-        sizes = {name: size for name, size in sizes.items() if (place.saving / name).is_file()}
-    manifest = Manifest(tag, int(engine.global_steps), bool(save_latest), sizes, training)
-    _on_every_rank((lambda: manifest.write(place.saving)) if leads else None)
+    try:
+        _on_every_rank(mine.raise_failure)
+        sizes = {name: size for each in gathered(mine.sizes) for name, size in each.items()}
+        if engine.use_node_local_storage():
+            sizes = {name: size for name, size in sizes.items() if (place.saving / name).is_file()}
+        manifest = Manifest(tag, int(engine.global_steps), bool(save_latest), sizes, training)
+        _on_every_rank((lambda: manifest.write(place.saving)) if leads else None)
+    except CheckpointError:
+        if leads:  # room on a disk that may be full
+            shutil.rmtree(place.saving, ignore_errors=True)
+        raise
     _on_every_rank((lambda: _publish(place, save_latest)) if leads else None)
     return saved
 
@@ -69,6 +77,11 @@ def gathered(mine: Any) -> list[Any]:
     return everyone
 
 
+def _prepare(place: Place) -> None:
+    place.settle()
+    place.saving.mkdir(parents=True)  # here, where all ranks learn of an error
+
+
 def _publish(place: Place, is_latest: bool) -> None:
     place.commit()
     if is_latest:
@@ -83,34 +96,54 @@ def _require_one_tag(tag: str) -> None:
 
 def _on_every_rank(act: Callable[[], None] | None) -> None:
     """Do what this rank has to do; an error is raised on every rank, so that nobody is left waiting."""
-    problem = None
+    failure: Exception | None = None
     try:
         if act is not None:
             act()
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    for rank, text in enumerate(gathered(problem)):
+    except Exception as error:
+        failure = error
+    for rank, text in enumerate(gathered(None if failure is None else f"{type(failure).__name__}: {failure}")):
         if text is not None:
-            raise CheckpointError(f"rank {rank} cannot save the checkpoint: {text}")
+            raise CheckpointError(f"rank {rank} cannot save the checkpoint: {text}") from failure
+
+
+@dataclass
+class _Recorded:
+    """What DeepSpeed's writer has done on this rank: name -> bytes of the files, and what stopped it."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    def raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 @contextmanager
-def _recorded(writer: Any, folder: Path) -> Iterator[dict[str, int]]:
-    """Name -> bytes of the files that DeepSpeed's ``writer`` saves in ``folder``, all of them on the disk."""
-    written: dict[str, int] = {}
-    save = writer.save
+def _recorded(writer: Any, folder: Path) -> Iterator[_Recorded]:
+    """The files that DeepSpeed's ``writer`` saves in ``folder``, all of them on the disk.
+
+    A failure is kept and ends this rank's writing: raised at once, it would leave the others in DeepSpeed's barrier.
+    """
+    recorded, save = _Recorded(), writer.save
 
     def save_and_note(state_dict: Any, path: str) -> Any:
-        result = save(state_dict=state_dict, path=path)
-        if Path(path).is_file():  # some writers leave a file to another rank
-            sync(path)
-            written[str(Path(path).relative_to(folder))] = Path(path).stat().st_size
-        return result
+        if recorded.failure is not None:
+            return None
+        try:
+            result = save(state_dict=state_dict, path=path)
+            if Path(path).is_file():  # some writers leave a file to another rank
+                sync(path)
+                recorded.sizes[str(Path(path).relative_to(folder))] = Path(path).stat().st_size
+            return result
+        except Exception as error:
+            recorded.failure = error
+            return None
 
     before = dict(vars(writer))
     writer.save = save_and_note
     try:
-        yield written
+        yield recorded
     finally:
         del writer.save
         if "save" in before:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +52,7 @@ def error_of_call(act: Any) -> str:
 
 
 def job_save(folder: str) -> dict[str, Any]:
-    """Three saves: the usual one, one that is not to be the latest, and one that fails on the rank that names files."""
+    """The usual save, one that is not to be the latest, and three that one rank or other cannot make."""
     with engine_of(gpt_layers(), OURS) as engine:
         train(engine, batches(1))
         last_layer = engine.module.forward_funcs[-1].requires_grad_(False)
@@ -57,9 +60,26 @@ def job_save(folder: str) -> dict[str, Any]:
         engine.save_checkpoint(folder, tag="aside", save_latest=False, exclude_frozen_parameters=True)
         last_layer.requires_grad_(True)
         Path(folder, "file").touch()
-        failed = error_of_call(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}"))
+        failed = {
+            "tags": error_of_call(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}")),
+            "folder": error_of_call(lambda: engine.save_checkpoint(str(Path(folder, "file", "below")))),
+        }
+        with files_end_at(1000 if distributed.get_rank() == 1 else None):
+            failed["disk"] = error_of_call(lambda: engine.save_checkpoint(folder))
         goes_on = train(engine, batches(1, first_seed=900)).returned
     return {"failed": failed, "goes_on": goes_on}
+
+
+@contextlib.contextmanager
+def files_end_at(size: int | None) -> Iterator[None]:
+    """As on a full disk, the system refuses to write beyond ``size`` bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
@@ -74,7 +94,10 @@ def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
 def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     saved = rank_pool(2).run(job_save, folder=str(folder))
-    assert all("different tags, 'of rank 0', 'of rank 1'" in rank["failed"] for rank in saved)
+    for failed in (rank["failed"] for rank in saved):
+        assert "different tags, 'of rank 0', 'of rank 1'" in failed["tags"]
+        assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"]
+        assert "rank 1 cannot save the checkpoint: " in failed["disk"]
     assert sorted(path.name for path in folder.iterdir()) == ["aside", "file", "global_step1", "latest"]
     assert (folder / "latest").read_text() == "global_step1"
     for tag in ("aside", "global_step1"):

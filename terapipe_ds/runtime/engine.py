@@ -121,9 +121,9 @@ class TeraPipeEngine(PipelineEngine):
     def _make_parts(self) -> tuple[PartRunner, ...]:
         """A runner for each place of this stage."""
         place = Place(self.stage_id, 0, is_first=self.is_first_stage(), is_last=self.is_last_stage())
-        weights = accumulate_in_products(self.module, self.optimizer)
+        self.weight_gradients = accumulate_in_products(self.module, self.optimizer)
         part = PartRunner(
-            self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=weights
+            self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=self.weight_gradients
         )  # fmt: skip
         return (part,)
 

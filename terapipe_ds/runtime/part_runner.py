@@ -254,9 +254,10 @@ class PartRunner:
 
     def weight(self, action: Action) -> None:
         """W: the weight gradients that the B of this slice has left."""
-        self._open().drop(self._key(action))
+        self._open().get(self._key(action))
         with push_slice(self._active(action, "weight")):
             self._products += self._weights.compute(action.unit, self._weight_backward)
+        self._open().drop(self._key(action))
 
     def _receive_gradients(self, action: Action) -> Tensors:
         waiting = self._watchdog.waiting(self._links.describe_wait(action))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 from terapipe_ds.schedule.action import Kind
@@ -158,7 +159,7 @@ def job_nothing_deferred() -> tuple[dict[str, float], list[str]]:
 def layers() -> list[Any]:
     """The second of two stages has no plain linear layer: a tied head, and layers of the user's own."""
     decoder = gpt_layers(num_layers=2, tied_embedding=True)
-    return [*decoder[:3], Scale, Scale, Scale, *decoder[3:]]
+    return [*decoder[:3], *(LayerSpec(Scale) for _ in range(3)), *decoder[3:]]
 
 
 def test_a_stage_that_defers_nothing_is_right_and_says_so_once() -> None:

@@ -93,6 +93,7 @@ class WeightGradients:
             products = self._waiting.pop(unit)
         except KeyError:
             raise InFlightError(f"W{unit[0]}.{unit[1]} ran before its B, or a second time") from None
+        count = len(products)
         for product in products:  # versions of tensors that anybody may have a view of
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
@@ -108,7 +109,7 @@ class WeightGradients:
                     fresh = _add_product(weight, rows, inputs)
                     if fresh is not None:
                         _accumulate(weight, fresh)
-        return len(products)
+        return count
 
     def kept_bytes(self, unit: Unit) -> int:
         """Of what waits for the W of a unit."""
@@ -156,7 +157,7 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def _in_autograd(products: list[_Product]) -> None:
-    """One at a time, so that a single new gradient is there at once. The leaf alone is a graph, with all its hooks."""
+    """One at a time and given up at once, so that a single new gradient is there besides. The leaf alone is a graph, with all its hooks."""
     while products:
         weight, rows, inputs, _ = products.pop(0)
         with torch.no_grad():

@@ -132,8 +132,10 @@ class WeightGradients:
         active = active_slice()
         if active is None or not torch.is_grad_enabled():
             return False
-        splits = (active.micro_batch_id, active.slice_id) in self._split
-        if not splits and (active.is_whole or self.is_watched or _has_hooks(weight)):
+        if self.splits_now():
+            if not inputs.requires_grad:  # the output may hang on the weight alone
+                return False
+        elif active.is_whole or self.is_watched or _has_hooks(weight):
             return False
         return (
             weight.requires_grad
@@ -142,14 +144,16 @@ class WeightGradients:
             and not torch.is_autocast_enabled(inputs.device.type)
         )
 
-    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
-        """In a backward: add the gradient, or keep what it needs, or return it for autograd to add."""
-        if self._running is not None:
-            self._running.append(_Product.of(weight, rows, inputs))
-            return None
-        if self.is_watched or _has_hooks(weight):
-            return rows.t() @ inputs
-        return _add_product(weight, rows, inputs)
+    def splits_now(self) -> bool:
+        """Whether the unit that runs now has a W of its own."""
+        active = active_slice()
+        return active is not None and (active.micro_batch_id, active.slice_id) in self._split
+
+    def keep(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        """In a B whose unit has a W. Raises InFlightError in any other backward, where the gradient would get lost."""
+        if self._running is None:
+            raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
+        self._running.append(_Product.of(weight, rows, inputs))
 
 
 def _has_hooks(weight: Tensor) -> bool:
@@ -157,7 +161,8 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def _in_autograd(products: list[_Product]) -> None:
-    """One at a time and given up at once, so that a single new gradient is there besides. The leaf alone is a graph, with all its hooks."""
+    """One at a time and given up at once, so that a single new gradient is there besides. The leaf alone is a graph,
+    with all its hooks."""
     while products:
         weight, rows, inputs, _ = products.pop(0)
         with torch.no_grad():
@@ -174,32 +179,41 @@ def _accumulate(weight: Tensor, gradient: Tensor) -> None:
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
         if gradients.takes(inputs, layer.weight):
-            return _Linear.apply(inputs, layer.weight, layer.bias, gradients)
+            if gradients.splits_now():  # without an edge to the weight: hooks on it would be called in B with nothing
+                return _Linear.apply(inputs, layer.weight.detach(), layer.bias, _Leaf(layer.weight), gradients.keep)
+            return _Linear.apply(inputs, layer.weight, layer.bias, _Leaf(layer.weight), _add_product)
         return F.linear(inputs, layer.weight, layer.bias)
 
     return forward
 
 
+class _Leaf(NamedTuple):
+    """The weight itself, hidden from autograd, which takes an edge to each tensor argument."""
+
+    weight: Tensor
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients
-    ) -> Tensor:
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, leaf: _Leaf,
+        add: Callable[[Tensor, Tensor, Tensor], Tensor | None],
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(inputs, weight)
-        ctx.weight = weight  # the saved one is another object, without .grad
-        ctx.gradients = gradients
+        ctx.leaf = leaf  # the saved one is another object, without .grad
+        ctx.add = add
         return F.linear(inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        needs_inputs, _, needs_bias, _ = ctx.needs_input_grad
+        needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
         bias_grad = rows.sum(dim=0) if needs_bias else None
-        weight_grad = ctx.gradients.add(ctx.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
-        return inputs_grad, weight_grad, bias_grad, None
+        weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+        return inputs_grad, weight_grad, bias_grad, None, None
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:

@@ -126,11 +126,14 @@ class TestNobodyIsLeftOut:
         assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
         assert products == []
 
-    def test_optimizers_that_collect_gradients_by_hooks_keep_autograd_s(self) -> None:
-        model, ours, _ = example()
-        optimizer = object.__new__(DeepSpeedOptimizer)
-        accumulate_in_products(model, optimizer)
-        assert "forward" not in vars(model[0]) and "forward" in vars(ours[0])
+    def test_optimizers_that_collect_gradients_by_hooks_keep_autograd_s(self, products: list[bool]) -> None:
+        model, _, inputs = example()
+        ours = copy.deepcopy(model)
+        accumulate_in_products(ours, object.__new__(DeepSpeedOptimizer))
+        backward(ours, inputs)
+        backward(model, inputs)
+        assert_same(ours, model)
+        assert not products
 
     @pytest.mark.parametrize("how", ["no slice", "the whole sequence", "no gradients", "autocast"])
     def test_elsewhere_it_is_the_plain_layer(self, how: str, products: list[bool]) -> None:
@@ -343,6 +346,20 @@ class TestSplitBackward:
             loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         assert gradients.compute((0, 1), self.around) == 0
+
+    def test_a_layer_whose_input_has_no_gradient_stays_in_b(self) -> None:
+        gradients = self.gradients()
+        self.autograd_s()
+        for which in self.UNITS:
+            with unit(*which), gradients.deferred(which):
+                self.model(self.inputs[which]).square().sum().backward()
+            assert gradients.compute(which, self.around) == 2
+        assert_same(self.model, self.plain)
+
+    def test_a_backward_apart_from_b_is_refused(self) -> None:
+        self.gradients()
+        with unit(0, 1), pytest.raises(InFlightError, match="but not in its B"):
+            self.model(self.inputs[0, 1].requires_grad_()).sum().backward()
 
     def test_a_failed_batch_leaves_nothing(self) -> None:
         gradients = self.gradients()

@@ -59,6 +59,7 @@ from terapipe_ds.runtime.stock_faults import (
     tied_copies_left_out,
 )
 from terapipe_ds.runtime.trace import Tracer
+from terapipe_ds.runtime.verify import verify_first_batch
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
@@ -239,6 +240,7 @@ class TeraPipeEngine(PipelineEngine):
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._plans.for_batch(drawn, shapes)
+        verify_first_batch(self, training, drawn, plans)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)

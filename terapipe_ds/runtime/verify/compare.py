@@ -1,0 +1,80 @@
+"""How far two results may lie apart that are equal but for rounding.
+
+Whole and sliced sums have other orders, and fused kernels round other intermediate results: what is equal on paper
+differs by some units of the dtype's precision. A fault differs by much more, because whole slices see other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """``relative``: allowed ||a - b|| / max(||b||, floor). ``floor``: as a share of the largest norm beside it, for
+    what is zero on paper (the gradient of a bias of the keys, say) and has rounding only."""
+
+    relative: float
+    floor: float
+
+
+# Units of precision: 2^-53, 2^-24, 2^-11 (fp16), 2^-8 (bf16). fp64 has room to spare. fp32 allows for long sums and for
+# exponentials of large scores; fp16 and bf16 for a handful of roundings in one layer.
+TOLERANCES = {
+    torch.float64: Tolerance(1e-9, 1e-2),
+    torch.float32: Tolerance(2e-4, 0.1),
+    torch.float16: Tolerance(1e-2, 0.2),
+    torch.bfloat16: Tolerance(5e-2, 0.2),
+}
+_TF32 = Tolerance(1e-2, 0.1)  # products with ten bits
+
+
+def tolerance_of(dtypes: set[torch.dtype], device: torch.device) -> Tolerance:
+    """Of the least precise of ``dtypes``."""
+    known = [TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES]
+    if device.type == "cuda" and torch.float32 in dtypes and torch.backends.cuda.matmul.allow_tf32:
+        known.append(_TF32)
+    return max(known, key=lambda t: t.relative, default=TOLERANCES[torch.float32])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two tensors: the largest absolute difference, and the relative one that counts."""
+
+    largest: float
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.largest:.2g}"
+
+
+def difference(a: Tensor, b: Tensor, floor: float = 0.0) -> Difference:
+    """Of ``a`` from ``b``, where ``floor`` is the least norm that counts for ``b``. Infinite where only one of the two
+    is finite, or shapes differ."""
+    if a.shape != b.shape:
+        return Difference(float("inf"), float("inf"))
+    a, b = a.detach().double(), b.detach().double()
+    if not torch.isfinite(b).all():  # a mask of -inf, say
+        same = torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) or not torch.isfinite(a).all()
+        return Difference(0.0, 0.0) if same else Difference(float("inf"), float("inf"))
+    if not torch.isfinite(a).all():
+        return Difference(float("inf"), float("inf"))
+    apart = a - b
+    norm = float(apart.norm())
+    if norm == 0.0:
+        return Difference(0.0, 0.0)
+    return Difference(float(apart.abs().max()), norm / max(float(b.norm()), floor, 1e-300))
+
+
+def worst_rows(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
+    """For each token, the first dimension of both: whether it differs by more than ``tolerance``. Per token, because one
+    wrong token must not drown in a long sequence; with a floor, because tokens may be next to zero."""
+    rows_a, rows_b = a.detach().double().flatten(1), b.detach().double().flatten(1)
+    norms = rows_b.norm(dim=1)
+    floor = tolerance.floor * float(norms.max()) if norms.numel() else 0.0
+    apart = (rows_a - rows_b).norm(dim=1)
+    wrong = apart > tolerance.relative * norms.clamp_min(max(floor, 1e-300))
+    return wrong | (~torch.isfinite(rows_a).all(1) & torch.isfinite(rows_b).all(1))

@@ -1,0 +1,202 @@
+"""``"verify": "first_batch"``: before the first step every stage checks its own layers on the first batch.
+
+A collective over all ranks. Stages go one after the other, because a stage begins with what the one before gives for the
+whole sequence; then all hear of all findings, and all raise or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.data import DrawnMicroBatch
+from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec, _on_wire
+from terapipe_ds.runtime.loss import slice_weights
+from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
+from terapipe_ds.runtime.verify.losses import LossCheck
+from terapipe_ds.runtime.verify.report import Report, VerifyError
+from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
+from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def verify_first_batch(
+    engine: Any, training: bool, drawn: Sequence[DrawnMicroBatch], plans: Sequence[SlicePlan]
+) -> None:
+    """Check the layers of ``engine`` once, on the first training batch, where the config says so.
+
+    Parameters, gradients, buffers, random numbers and the data stay as they are.
+
+    Raises:
+        VerifyError: on every rank, where slices give another result than whole sequences on any of them.
+        SystemExit: on every rank, with ``engine.verify_only`` (of ``terapipe_ds.run --verify``): 0, or 1 after a
+            difference.
+    """
+    if not training or engine.terapipe_config.verify != "first_batch" or getattr(engine, "_verified", False):
+        return
+    engine._verified = True
+    number = next((i for i, plan in enumerate(plans) if plan.num_slices > 1), None)
+    mine = StageFindings() if number is None else _check(engine, drawn[number], plans[number])
+    report = _reported(engine, mine, None if number is None else plans[number])
+    if getattr(engine, "verify_only", False):
+        if engine.global_rank == 0:
+            print(report, flush=True)
+        raise on_every_rank(SystemExit(1 if report.findings else 0))
+    if report.findings:
+        raise on_every_rank(VerifyError(str(report))) from mine.error
+    if engine.global_rank == 0:
+        logger.info("%s", report)
+
+
+def _reported(engine: Any, mine: StageFindings, plan: SlicePlan | None) -> Report:
+    """What all ranks found."""
+    group = engine._groups.world
+    told = (mine.findings, mine.notes, mine.num_layers, mine.in_fp32_too, plan)
+    everyone: list[Any] = [told]
+    if group is not None:
+        everyone = [None] * torch_dist.get_world_size()
+        torch_dist.all_gather_object(everyone, told, group=group)
+    return Report.of(everyone, replicas=engine._groups.num_replicas * _tensor_size(engine))
+
+
+def _tensor_size(engine: Any) -> int:
+    return int(engine.grid.get_slice_parallel_world_size())
+
+
+def _check(engine: Any, drawn: DrawnMicroBatch, plan: SlicePlan) -> StageFindings:
+    """This rank's stage, in its turn."""
+    groups, device = engine._groups, torch.device(engine.device)
+    labels = drawn.labels.to(device) if drawn.labels is not None and engine.is_last_stage() else None
+    weights = _weights(engine, drawn.labels if labels is not None else None, plan)
+    peers = _peers(engine)
+    with untouched(engine.module):
+        inputs = _first_inputs(engine, drawn, plan, device) if engine.is_first_stage() else _hear(engine, groups, device)
+        stage = StageFindings()
+        if inputs is not None:
+            runner = Runner(engine.module, plan, engine.stage_id, autocast=partial(autocast_if_enabled, engine))
+            stage = check_stage(runner, layers_of(engine.module), inputs, weights, peers, engine._watchdog.note)
+        if not engine.is_last_stage():
+            _tell(engine, groups, stage.outputs)
+        elif stage.outputs is not None and engine.module.loss_fn is not None and labels is not None:
+            config = engine.terapipe_config
+            layer_id = engine.module._local_stop
+            check_loss(
+                stage,
+                lambda last: LossCheck(
+                    engine.module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
+                    config.ignore_index, peers,
+                ),
+                layer_id,
+            )  # fmt: skip
+    return stage
+
+
+def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
+    """The layers of a stage, each with the checkpointing that ``PipelineModule.forward`` runs it under."""
+    interval = module.activation_checkpoint_interval
+    layers = []
+    for index, function in enumerate(module.forward_funcs):
+        checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
+        checkpoint = module.activation_checkpoint_func if checkpointed else None
+        layers.append((NamedLayer(index + module._local_start, function), checkpoint))
+    return layers
+
+
+def _weights(engine: Any, labels: SliceableTensors | None, plan: SlicePlan) -> tuple[float, ...]:
+    """Of the slices' losses, which the last stage knows; on every stage of the pipeline."""
+    config, told = engine.terapipe_config, [tuple(n / plan.sequence_length for n in plan.lengths)]
+    if labels is not None:
+        told = [slice_weights(
+            labels, plan, loss_reduction=config.loss_reduction, ignore_index=config.ignore_index,
+            slice_weight=getattr(engine.module.loss_fn, "slice_weight", None),
+        )]  # fmt: skip
+    if engine._groups.control is not None:
+        torch_dist.broadcast_object_list(told, src=engine._groups.ranks[-1], group=engine._groups.control)
+    return told[0]
+
+
+def _peers(engine: Any) -> TensorPeersOf:
+    size = _tensor_size(engine)
+    if size == 1:
+        return TensorPeersOf()
+    group = engine.grid.get_slice_parallel_group()
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        everyone = [torch.empty_like(tensor) for _ in range(size)]
+        torch_dist.all_gather(everyone, tensor, group=group)
+        return torch.cat(everyone)
+
+    def exchange(mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * size
+        torch_dist.all_gather_object(everyone, mine, group=group)
+        return everyone
+
+    return TensorPeersOf(size, int(engine.grid.get_slice_parallel_rank()), gather, exchange)
+
+
+# -- what stages hand on ---------------------------------------------------------------------------------------------
+
+
+def _first_inputs(engine: Any, drawn: DrawnMicroBatch, plan: SlicePlan, device: torch.device) -> Inputs:
+    batch = engine._source.slice_inputs(drawn.inputs, plan.sequence_length).to(device)
+    tensors = batch.tensors
+    if engine.fp16_auto_cast():
+        tensors = tuple(engine._cast_inputs_half(t) for t in tensors)
+    return Inputs(Values(tensors, batch.is_tuple), layouts_of_batch(batch))
+
+
+def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
+    """Of the tensors that the first layer gets."""
+    return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
+
+
+def _tell(engine: Any, groups: PipelineGroups, outputs: Inputs | None) -> None:
+    """Send what the whole sequence gives to the next stage; None where there is nothing."""
+    peer = groups.ranks[engine.stage_id + 1]
+    if outputs is None:
+        torch_dist.send_object_list([None], dst=peer, group=groups.control)
+        return
+    tensors = outputs.values.tensors
+    spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
+    layouts = [_on_host(layout) for layout in outputs.layouts]
+    torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
+    for tensor in tensors:
+        torch_dist.send(_on_wire(tensor), peer, group=groups.activations)
+
+
+def _hear(engine: Any, groups: PipelineGroups, device: torch.device) -> Inputs | None:
+    """What the stage before sends by :func:`_tell`."""
+    peer = groups.ranks[engine.stage_id - 1]
+    engine._watchdog.note(f"waiting for stage {engine.stage_id - 1} to verify its layers")
+    told: list[Any] = [None]
+    torch_dist.recv_object_list(told, src=peer, group=groups.control)
+    if told[0] is None:
+        return None
+    spec, layouts = told[0]
+    tensors = []
+    for each in spec.tensors:
+        wired = torch.uint8 if each.dtype == torch.bool else each.dtype
+        buffer = torch.empty(each.shape, dtype=wired, device=device)
+        torch_dist.recv(buffer, peer, group=groups.activations)
+        tensors.append((buffer.view(torch.bool) if each.dtype == torch.bool else buffer).requires_grad_(each.requires_grad))
+    return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
+
+
+def _on_host(layout: Layout) -> Layout:
+    return PerSlice(tuple(v.detach().cpu() for v in layout.values)) if isinstance(layout, PerSlice) else layout
+
+
+def _on_device(layout: Layout, device: torch.device) -> Layout:
+    return PerSlice(tuple(v.to(device) for v in layout.values)) if isinstance(layout, PerSlice) else layout

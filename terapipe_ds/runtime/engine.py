@@ -76,6 +76,7 @@ class TeraPipeEngine(PipelineEngine):
     ``eval_batch``, ``save_checkpoint``, ``load_checkpoint``, ``set_train_batch_size`` and the rest.
     """
 
+    verify_only: bool = False  # the first batch is checked and then the process ends
     closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
     total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
     total_additional_losses: Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
     try:
         return _cause_of_output(check, differs, whole)
     except Exception as error:  # a probe feeds inputs that the layer may refuse; the difference stands all the same
-        return f"it treats a slice otherwise than the same tokens of a whole sequence ({type(error).__name__} in a probe)"
+        return f"it treats a slice otherwise than a whole sequence ({type(error).__name__} while that was looked into)"
 
 
 def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
@@ -60,8 +60,8 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
     keys, stop = _keys_of_slice(check, 1), check.runner.plan.span(1)[1]
     if keys > stop:
         return (
-            f"it mixes tokens: it attends to {keys} keys where only {stop} tokens have come: keys and values of a slice "
-            f"are kept more than once; {_SLICED}"
+            f"it mixes tokens: it attends to {keys} keys where only {stop} tokens have come: keys and values of a "
+            f"slice are kept more than once; {_SLICED}"
         )
     kinds = _kinds(check)
     if routed is not None and "routing" in kinds:
@@ -75,8 +75,8 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
         return _capacity(routed)
     if _slices_see_prefix(check):
         return (
-            "it sees earlier slices, but not as a whole sequence does: keys and values that are kept twice or in another "
-            "order, or positions from the slice's own length"
+            "it sees earlier slices, but not as a whole sequence does: keys and values that are kept twice or in "
+            "another order, or positions from the slice's own length"
         )
     return f"it mixes tokens otherwise than by sliced_attention; {_CANNOT}"
 
@@ -86,8 +86,8 @@ def _cause_of_values(check: LayerCheck) -> str:
     routed = router_of(check.layer.module)
     if routed is not None or _AUXILIARY.search(_words(check.layer.module)):
         return (
-            "a router loss or another auxiliary loss over the tokens of one forward pass does not add up over slices with "
-            "the weights of their losses; compute it per token and average it in loss_fn, or set its weight to 0"
+            "a router loss or another auxiliary loss over the tokens of one forward pass does not add up over slices "
+            "with the weights of their losses; compute it per token and average it in loss_fn, or set its weight to 0"
         )
     return (
         "it mixes tokens: it gives one value for all tokens of a forward pass (a pooled state, an auxiliary or router "
@@ -109,8 +109,8 @@ def _cause_in_first_slice(check: LayerCheck, whole: Ran, routed: str | None) -> 
         if kind in kinds:
             return f"it mixes tokens: early outputs change with later tokens: {_AHEAD[kind]}"
     return (
-        "it mixes tokens: early outputs change with later tokens: attention without a causal mask, a normalisation over "
-        f"the sequence, or a convolution that is not causal; {_CANNOT}"
+        "it mixes tokens: early outputs change with later tokens: attention without a causal mask, a normalisation "
+        f"over the sequence, or a convolution that is not causal; {_CANNOT}"
     )
 
 
@@ -132,28 +132,30 @@ def cause_of_gradient(check: LayerCheck, differs: Differs, whole: Gradients) -> 
 def _cause_of_gradient(check: LayerCheck, differs: Differs, whole: Gradients) -> str:
     if check.runner.checkpoint is not None and _agrees_without_checkpointing(check):
         return (
-            "it agrees without activation checkpointing: its second forward changes what it keeps between slices (keys and "
-            "values appended twice); use sliced_attention, or look at active_slice().mode"
+            "it agrees without activation checkpointing: its second forward changes what it keeps between slices (keys "
+            "and values appended twice); use sliced_attention, or look at active_slice().mode"
         )
     routed = router_of(check.layer.module)
     if routed is not None or _AUXILIARY.search(_words(check.layer.module) + differs.what):
         return (
-            f"outputs agree: a router loss or another auxiliary loss ({routed or 'its own'}) reaches the gradients, over "
-            "the tokens of one forward pass instead of the whole sequence; set its weight to 0, or compute it per token"
+            f"outputs agree: a router loss or another auxiliary loss ({routed or 'its own'}) reaches the gradients, "
+            "over the tokens of one forward pass instead of the whole sequence; set its weight to 0, or compute it per token"
         )
     share = _share_of_later_slices(check)
     if share is not None and abs(share - 1.0) > 0.1:
-        got = "lost" if abs(share) < 0.1 else "counted twice" if abs(share - 2.0) < 0.1 else f"{share:.2g} of the right one"
+        named = "lost" if abs(share) < 0.1 else "counted twice" if abs(share - 2.0) < 0.1 else None
+        got = named or f"{share:.2g} of the right one"
         return (
-            f"outputs agree, but the gradient that later slices give to earlier tokens is {got}: a detached prefix, or a "
-            "backward of its own (autograd.Function) that drops or doubles dK and dV of the prefix; use sliced_attention"
+            f"outputs agree, but the gradient that later slices give to earlier tokens is {got}: a detached prefix, or "
+            "a backward of its own (autograd.Function) that drops or doubles dK and dV of the prefix; use "
+            "sliced_attention"
         )
     if differs.what.startswith("gradient of"):
         return (
             "outputs and input gradients agree: gradients of this parameter are not added up over slices: a hook, or a "
             "backward of its own that overwrites .grad or scales by the number of tokens"
         )
-    return "outputs agree: a backward of its own (autograd.Function or a hook) depends on the tokens of one forward pass"
+    return "outputs agree: a backward of its own (autograd.Function, a hook) depends on the tokens of one forward pass"
 
 
 # -- probes ----------------------------------------------------------------------------------------------------------
@@ -205,9 +207,11 @@ def _record(run: Callable[[], Any]) -> list[Operation]:
     return recorder.operations
 
 
-def _run_slices(check: LayerCheck, inputs: Values | None = None, only_until: int | None = None, **modes: Any) -> list[Ran]:
-    """The slices once more, in a store of their own; ``modes``: a context per slice, by ``around``."""
-    around = modes.get("around", lambda slice_id: nullcontext())
+def _run_slices(
+    check: LayerCheck, inputs: Values | None = None, only_until: int | None = None,
+    around: Callable[[int], AbstractContextManager[Any]] = lambda slice_id: nullcontext(),
+) -> list[Ran]:  # fmt: skip
+    """The slices once more, in a store of their own; ``around``: a context for each slice."""
     changed = check if inputs is None else LayerCheck(
         check.runner, check.layer, inputs, check.layouts, check.weights, check.peers
     )  # fmt: skip

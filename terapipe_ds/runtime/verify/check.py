@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, difference, tolerance_of, worst_rows
 from terapipe_ds.runtime.verify.layout import (
+    ALONE,
     Layout,
     PerSlice,
     Same,
@@ -24,6 +25,7 @@ from terapipe_ds.runtime.verify.layout import (
 )
 from terapipe_ds.runtime.verify.runner import (
     HALF,
+    NOTHING,
     NamedLayer,
     ParameterGradients,
     Ran,
@@ -79,9 +81,10 @@ class LayerCheck:
     inputs: Values
     layouts: Sequence[Layout]
     weights: Sequence[float]
-    peers: TensorPeersOf = TensorPeersOf()
-    notes: list[str] = field(default_factory=list)
-    outputs: Values = Values((), False)
+    peers: TensorPeersOf = ALONE
+    without_dropout: bool = False
+    skipped: str = ""  # why there was nothing to compare
+    outputs: Values = NOTHING
     output_layouts: list[Layout] = field(default_factory=list)
 
     # -- runs --------------------------------------------------------------------------------------------------------
@@ -256,11 +259,11 @@ def without_random_numbers(check: LayerCheck) -> Ran:
         return ran
     if check.layer.module is not None:
         check.layer.module.eval()
-        check.notes.append("checked without dropout")
+        check.without_dropout = True
         before = random_state(check.runner.module)
         ran = check.run_whole()
     if drew(before, random_state(check.runner.module)):
-        check.notes.append(
+        check.skipped = (
             "not checked: it draws random numbers in evaluation mode as well, other ones for slices than for a whole "
             "sequence"
         )
@@ -333,7 +336,7 @@ def in_fp32(check: LayerCheck) -> Iterator[LayerCheck | None]:
         else layout
         for layout in check.layouts
     ]
-    wide = replace(check, inputs=_widened(check.inputs), layouts=layouts, outputs=Values((), False), output_layouts=[])
+    wide = replace(check, inputs=_widened(check.inputs), layouts=layouts, outputs=NOTHING, output_layouts=[])
     with _in_fp32(module):
         saw = _SawHalf()
         try:

@@ -70,8 +70,8 @@ def difference(a: Tensor, b: Tensor, floor: float = 0.0) -> Difference:
 
 
 def worst_rows(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
-    """For each token, the first dimension of both: whether it differs by more than ``tolerance``. Per token, because one
-    wrong token must not drown in a long sequence; with a floor, because tokens may be next to zero."""
+    """For each token, the first dimension of both: whether it differs by more than ``tolerance``. Per token, because
+    one wrong token must not drown in a long sequence; with a floor, because tokens may be next to zero."""
     rows_a, rows_b = a.detach().double().flatten(1), b.detach().double().flatten(1)
     norms = rows_b.norm(dim=1)
     floor = tolerance.floor * float(norms.max()) if norms.numel() else 0.0

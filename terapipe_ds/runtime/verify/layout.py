@@ -1,7 +1,8 @@
 """How a tensor of a whole sequence and the same tensor of its slices belong together.
 
 Nobody says which dimension of a layer's output holds the tokens: hidden states may be [B, T, H], Megatron's [T, B, H],
-flattened [B * T, H], or divided over tensor-parallel ranks. It is the dimension whose size goes with the slice's length.
+flattened [B * T, H], or divided over tensor-parallel ranks. It is the dimension whose size goes with the length of the
+slice.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class PerSlice:
 
 
 Layout = TokenDim | Same | PerSlice
+ALONE = TensorPeersOf()
 
 
 def token_dims(whole: Tensor, parts: Sequence[Tensor], plan: SlicePlan, peers: TensorPeersOf) -> list[TokenDim]:

@@ -13,7 +13,7 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
 from terapipe_ds.runtime.verify.check import Differs, compare_tokens
 from terapipe_ds.runtime.verify.compare import Tolerance, difference
-from terapipe_ds.runtime.verify.layout import Layout, TensorPeersOf, TokenDim, alone, cut, stand_together
+from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf, TokenDim, alone, cut, stand_together
 from terapipe_ds.runtime.verify.runner import Values
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
@@ -30,7 +30,7 @@ class LossCheck:
     def __init__(
         self, loss_fn: Callable[[Any, Any], Any], labels: SliceableTensors, plan: SlicePlan, outputs: Values,
         layouts: Sequence[Layout], weights: Sequence[float], reduction: str, ignore_index: int,
-        peers: TensorPeersOf = TensorPeersOf(),
+        peers: TensorPeersOf = ALONE,
     ) -> None:  # fmt: skip
         self._loss_fn, self._labels, self._plan, self._outputs = loss_fn, labels, plan, outputs
         self._layouts, self._weights, self._peers = layouts, weights, peers
@@ -84,7 +84,9 @@ class LossCheck:
         known = []
         for i, part in enumerate(parts):
             gradient = part[j]
-            known.append(cut(layout, torch.zeros_like(expected), self._plan, i, self._peers) if gradient is None else gradient)
+            if gradient is None:
+                gradient = cut(layout, torch.zeros_like(expected), self._plan, i, self._peers)
+            known.append(gradient)
         together = stand_together(layout, known, None, self._peers)
         return together.flatten(1), alone(layout, expected, self._peers).flatten(1)
 
@@ -92,8 +94,8 @@ class LossCheck:
         lost = self._lost_tokens(whole_gradients, gradients)
         if lost:
             return (
-                f"loss_fn shifts the labels itself: the last token of a slice finds no label in it, so that {lost} tokens "
-                "at slice boundaries are lost (tokens "
+                f"loss_fn shifts the labels itself: the last token of a slice finds no label in it, so that {lost} "
+                "tokens at slice boundaries are lost (tokens "
                 f"{', '.join(str(stop - 1) for _, stop in map(self._plan.span, range(self._plan.num_slices - 1)))}). "
                 "Shift the labels in the data and not in loss_fn"
             )

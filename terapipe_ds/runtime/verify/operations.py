@@ -77,7 +77,8 @@ def _kind(operation: Operation, tokens: list[set[int]]) -> str | None:
     if name in ("_softmax", "_safe_softmax"):
         return "attention" if _dim(operation.arguments, rank) & first else None
     if "scaled_dot_product" in name:
-        return "attention" if True not in operation.arguments and ("is_causal", True) not in operation.arguments else None
+        causal = True in operation.arguments or ("is_causal", True) in operation.arguments
+        return None if causal else "attention"
     if name in _RUNNING:
         return "running" if _dim(operation.arguments, rank) & first else None
     if name in _WINDOWS:
@@ -154,10 +155,10 @@ class ShiftedPositions(TorchFunctionMode):
             return func(self._start, self._start + self._tokens, **kwargs)
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             return func(args[0], self._moved(args[0], args[1]))
-        if func is Tensor.narrow and len(args) == 4 and args[2:] == (0, self._tokens):
-            if args[0].size(args[1]) >= self._length:
-                self.shifted = True
-                return func(args[0], args[1], self._start, self._tokens)
+        first_rows = func is Tensor.narrow and tuple(args[2:]) == (0, self._tokens)
+        if first_rows and args[0].size(args[1]) >= self._length:
+            self.shifted = True
+            return func(args[0], args[1], self._start, self._tokens)
         return func(*args, **kwargs)
 
     def _counts(self, args: Any) -> bool:

@@ -1,7 +1,7 @@
 """``"verify": "first_batch"``: before the first step every stage checks its own layers on the first batch.
 
-A collective over all ranks. Stages go one after the other, because a stage begins with what the one before gives for the
-whole sequence; then all hear of all findings, and all raise or none does.
+A collective over all ranks. Stages go one after the other, because a stage begins with what the one before gives for
+the whole sequence; then all hear of all findings, and all raise or none does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
 from terapipe_ds.runtime.verify.losses import LossCheck
-from terapipe_ds.runtime.verify.report import Report, VerifyError
+from terapipe_ds.runtime.verify.report import Report, Told, VerifyError
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
 from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage
 
@@ -44,13 +44,14 @@ def verify_first_batch(
         SystemExit: on every rank, with ``engine.verify_only`` (of ``terapipe_ds.run --verify``): 0, or 1 after a
             difference.
     """
-    if not training or engine.terapipe_config.verify != "first_batch" or getattr(engine, "_verified", False):
+    asked = engine.verify_only or engine.terapipe_config.verify == "first_batch"
+    if not training or not asked or getattr(engine, "_verified", False):
         return
     engine._verified = True
     number = next((i for i, plan in enumerate(plans) if plan.num_slices > 1), None)
     mine = StageFindings() if number is None else _check(engine, drawn[number], plans[number])
     report = _reported(engine, mine, None if number is None else plans[number])
-    if getattr(engine, "verify_only", False):
+    if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)
         raise on_every_rank(SystemExit(1 if report.findings else 0))
@@ -63,12 +64,12 @@ def verify_first_batch(
 def _reported(engine: Any, mine: StageFindings, plan: SlicePlan | None) -> Report:
     """What all ranks found."""
     group = engine._groups.world
-    told = (mine.findings, mine.notes, mine.num_layers, mine.in_fp32_too, plan)
+    told = Told.of(mine, plan)
     everyone: list[Any] = [told]
     if group is not None:
         everyone = [None] * torch_dist.get_world_size()
         torch_dist.all_gather_object(everyone, told, group=group)
-    return Report.of(everyone, replicas=engine._groups.num_replicas * _tensor_size(engine))
+    return Report.of(everyone, copies=engine._groups.num_replicas * _tensor_size(engine))
 
 
 def _tensor_size(engine: Any) -> int:
@@ -82,7 +83,8 @@ def _check(engine: Any, drawn: DrawnMicroBatch, plan: SlicePlan) -> StageFinding
     weights = _weights(engine, drawn.labels if labels is not None else None, plan)
     peers = _peers(engine)
     with untouched(engine.module):
-        inputs = _first_inputs(engine, drawn, plan, device) if engine.is_first_stage() else _hear(engine, groups, device)
+        first = engine.is_first_stage()
+        inputs = _first_inputs(engine, drawn, plan, device) if first else _hear(engine, groups, device)
         stage = StageFindings()
         if inputs is not None:
             runner = Runner(engine.module, plan, engine.stage_id, autocast=partial(autocast_if_enabled, engine))
@@ -190,7 +192,8 @@ def _hear(engine: Any, groups: PipelineGroups, device: torch.device) -> Inputs |
         wired = torch.uint8 if each.dtype == torch.bool else each.dtype
         buffer = torch.empty(each.shape, dtype=wired, device=device)
         torch_dist.recv(buffer, peer, group=groups.activations)
-        tensors.append((buffer.view(torch.bool) if each.dtype == torch.bool else buffer).requires_grad_(each.requires_grad))
+        tensor = buffer.view(torch.bool) if each.dtype == torch.bool else buffer
+        tensors.append(tensor.requires_grad_(each.requires_grad))
     return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
 
 

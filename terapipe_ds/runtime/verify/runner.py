@@ -31,6 +31,9 @@ class Values:
         return Values(tuple(tensors), self.is_tuple)
 
 
+NOTHING = Values((), False)
+
+
 @dataclass
 class Ran:
     """A forward: the leaves that went in, what came out with its graph, and the slice that was active."""

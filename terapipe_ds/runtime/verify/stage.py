@@ -12,7 +12,7 @@ from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
 from terapipe_ds.runtime.verify.check import Differs, LayerCheck, in_fp32, without_random_numbers
 from terapipe_ds.runtime.verify.compare import tolerance_of
-from terapipe_ds.runtime.verify.layout import Layout, TensorPeersOf
+from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf
 from terapipe_ds.runtime.verify.losses import LossCheck
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
 
@@ -52,6 +52,7 @@ class StageFindings:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     in_fp32_too: int = 0  # layers in half precision that were checked in fp32 as well
+    without_dropout: int = 0  # layers that draw random numbers, checked in evaluation mode
     outputs: Inputs | None = None
     error: BaseException | None = None
 
@@ -61,7 +62,7 @@ def check_stage(
     layers: Sequence[tuple[NamedLayer, Callable[..., Any] | None]],
     inputs: Inputs,
     weights: Sequence[float],
-    peers: TensorPeersOf = TensorPeersOf(),
+    peers: TensorPeersOf = ALONE,
     watched: Callable[[str], None] = lambda text: None,
 ) -> StageFindings:
     """Check the layers one after the other. Use it inside ``untouched(runner.module)``.
@@ -87,7 +88,9 @@ def check_stage(
             runner.store.reset()
         if found is not None:
             stage.findings.append(found)
-        stage.notes += [f"{layer}: {note}" for note in check.notes]
+        if check.skipped:
+            stage.notes.append(f"{layer}: {check.skipped}")
+        stage.without_dropout += check.without_dropout
         stage.num_layers += 1
         inputs = Inputs(check.outputs, check.output_layouts)
     stage.outputs = inputs
@@ -112,13 +115,13 @@ def check_loss(stage: StageFindings, check: Callable[[Inputs], LossCheck], layer
 
 def _check_layer(check: LayerCheck, look_for_cause: bool, stage: StageFindings) -> Finding | None:
     found = _compare(check, look_for_cause)
-    if found is None and not check.notes[-1:][:1] == ["not checked"]:
+    if found is None and not check.skipped:
         with in_fp32(check) as wide:
             if not check.peers.any(wide is None):
                 assert wide is not None
                 stage.in_fp32_too += 1
                 wide.runner.store.reset()
-                found = _compare(wide, look_for_cause, hint=" (seen in fp32: half precision hides it in its rounding)")
+                found = _compare(wide, look_for_cause, hint=" (seen in fp32, below the rounding of half precision)")
     return found
 
 
@@ -127,7 +130,7 @@ def _compare(check: LayerCheck, look_for_cause: bool, hint: str = "") -> Finding
     whole = without_random_numbers(check)
     parts = check.run_slices()
     differs: Differs | None = check.compare_outputs(whole, parts)
-    if any(note.startswith("not checked") for note in check.notes):
+    if check.skipped:
         return None
     differs = check.peers.first(differs)
     if differs is not None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
@@ -24,6 +23,7 @@ from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH
 
 PLAN = SlicePlan((8, 5, 7))
+GPT3 = {"positions": "learned", "bias": True, "gated_mlp": False}
 LENGTH, VOCAB = PLAN.sequence_length, 19
 
 
@@ -89,9 +89,114 @@ def test_a_fault_is_found_and_named(fault: type[nn.Module], dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("init_std", [0.02, 0.3])
-@pytest.mark.parametrize("changes", [{}, {"positions": "learned", "bias": True, "gated_mlp": False}], ids=["llama", "gpt3"])
+@pytest.mark.parametrize("changes", [{}, GPT3], ids=["llama", "gpt3"])
 def test_healthy_models_pass(dtype: str, init_std: float, changes: dict[str, Any]) -> None:
     stage = verify_gpt(dtype, init_std=init_std, **changes)
     assert stage.findings == [] and stage.notes == [], stage
     assert stage.num_layers == (6 if changes else 5)
     assert stage.in_fp32_too == (stage.num_layers if dtype in ("bfloat16", "float16") else 0)
+
+
+def test_half_precision_hides_wrong_positions_and_fp32_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small initial weights a layer adds little to its input: in bf16 less than the input's rounding."""
+    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
+    stage = verify_gpt("bfloat16", init_std=0.02)
+    assert str(stage.findings[0]).startswith("layer 1 (DecoderLayer): ")
+    assert "positions are computed from the slice's own length" in str(stage.findings[0])
+
+
+def test_learned_positions_from_the_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
+    stage = verify_gpt("float32", **GPT3)
+    assert str(stage.findings[0]).startswith("layer 1 (PositionEmbedding): output of tokens 8.. differs by ")
+    assert "positions are computed from the slice's own length" in str(stage.findings[0])
+    assert len(stage.findings) == 1  # the others get the inputs of the whole run
+
+
+def _checkpoint(function: Any, *inputs: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+
+
+def test_a_fault_of_the_second_forward_under_checkpointing() -> None:
+    layer = faulty_layers.RecomputeAppends().double()
+    assert verify([layer]).findings == []
+    [finding] = verify([layer], checkpoint=_checkpoint).findings
+    assert finding.problem.startswith("input gradient") or finding.problem.startswith("gradient of")
+    assert "it agrees without activation checkpointing" in finding.cause
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_doubled_gradients_of_keys_and_values(factor: float) -> None:
+    layer = faulty_layers.WrongOwnBackward().double()
+    layer.factor = factor
+    [finding] = verify([layer]).findings
+    assert finding.problem.startswith("input gradient of tokens 0..")
+    assert "autograd.Function" in finding.cause
+
+
+@pytest.mark.parametrize("checkpoint", [None, _checkpoint, checkpoint_with_gradients(_checkpoint)])
+def test_healthy_with_checkpointing_and_dropout(checkpoint: Any) -> None:
+    stage = verify_gpt("float32", dropout=0.3, checkpoint=checkpoint)
+    assert stage.findings == [] and stage.notes == [] and stage.without_dropout == 3
+
+
+class AlwaysNoisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_a_layer_that_cannot_be_compared_is_said() -> None:
+    stage = verify([faulty_layers.Base(0), AlwaysNoisy(), faulty_layers.Bidirectional()])
+    assert stage.notes == [
+        "layer 1 (AlwaysNoisy): not checked: it draws random numbers in evaluation mode as well, other ones for slices "
+        "than for a whole sequence"
+    ]
+    assert [f.layer_id for f in stage.findings] == [2]
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_what_the_guard_refuses_is_refused_still() -> None:
+    layer = faulty_layers.Base()
+    layer.attend = _plain  # type: ignore[method-assign]
+    stage = verify([faulty_layers.Base(0), layer, faulty_layers.Base(2)])
+    assert type(stage.error).__name__ == "PlainAttentionError" and stage.outputs is None
+    assert str(stage.findings[0]).startswith("layer 1 (Base): raised PlainAttentionError: plain attention was called")
+
+
+def test_two_layers_with_one_name_for_keys_and_values() -> None:
+    module = nn.Sequential(faulty_layers.Base(3), faulty_layers.Base(3))
+    stage = verify([module])
+    assert "share the name 3" in str(stage.findings[0])
+
+
+def identical(layer_outputs: Tensor, labels: Tensor) -> Tensor:
+    return gpt.gpt_loss(layer_outputs, labels)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction", "labels", "cause"),
+    [
+        (faulty_layers.shifting_loss, "mean", "inputs", "loss_fn shifts the labels itself"),
+        (faulty_layers.mean_loss, "mean_valid", "masked", 'set terapipe.loss_reduction to "mean"'),
+        (gpt.gpt_loss, "mean", "masked", 'set terapipe.loss_reduction to "mean_valid"'),
+        (gpt.gpt_loss, "sum", "masked", 'set terapipe.loss_reduction to "mean_valid"'),
+        (faulty_layers.root_loss, "mean_valid", "masked", "slice_weight(labels)"),
+    ],
+)
+def test_losses(loss_fn: Any, reduction: str, labels: str, cause: str) -> None:
+    given = data()[0] if labels == "inputs" else data()[1]
+    stage = verify_gpt("float64", loss_fn, labels=given, reduction=reduction)
+    assert [f.layer for f in stage.findings] == ["loss_fn"]
+    assert cause in stage.findings[0].cause
+    if labels == "inputs":
+        assert "2 tokens at slice boundaries are lost (tokens 7, 12)" in stage.findings[0].cause
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction"), [(faulty_layers.mean_loss, "mean"), (gpt.gpt_loss, "mean_valid")]
+)
+def test_right_losses_pass(loss_fn: Any, reduction: str) -> None:
+    assert verify_gpt("float32", loss_fn, reduction=reduction).findings == []

@@ -139,7 +139,8 @@ def _cause_of_gradient(check: LayerCheck, differs: Differs, whole: Gradients) ->
     if routed is not None or _AUXILIARY.search(_words(check.layer.module) + differs.what):
         return (
             f"outputs agree: a router loss or another auxiliary loss ({routed or 'its own'}) reaches the gradients, "
-            "over the tokens of one forward pass instead of the whole sequence; set its weight to 0, or compute it per token"
+            "over the tokens of one forward pass instead of the whole sequence; set its weight to 0, or compute it per "
+            "token"
         )
     share = _share_of_later_slices(check)
     if share is not None and abs(share - 1.0) > 0.1:

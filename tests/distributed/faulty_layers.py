@@ -317,7 +317,7 @@ LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, what is like
     CenteredConvolution: ("output of tokens 7..", "a convolution or shift over tokens that is not causal"),
     RunningSum: ("output of tokens 8..", "a running sum over tokens"),
     LinearAttention: ("output of tokens 8..", "a product over the slice's own tokens"),
-    BalancedExperts: ("gradient", "a router loss or another auxiliary loss"),
+    BalancedExperts: ("input gradient of tokens 0..", "a router loss or another auxiliary loss"),
     CapacityExperts: ("output of tokens", "a router (router) whose capacity"),
     KeptTwice: ("output of tokens", "keys and values of a slice are kept more than once"),
     DetachedPrefix: ("input gradient of tokens 0..", "the gradient that later slices give to earlier tokens is lost"),

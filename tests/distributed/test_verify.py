@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,3 +112,66 @@ class TestTwoRanks:
                 assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+
+
+# -- megatron-core layers, with tensor parallelism -------------------------------------------------------------------
+
+MEGATRON = {
+    "sequence parallel": ("tp2_sp", {"positions": "learned", "block": "gelu"}),
+    "tensor parallel, mixture of experts": ("tp2", {"block": "moe"}),
+    "two stages, recompute": ("pp2", {"recompute": "uniform", "tied": True}),
+}
+SIZES = {"tp2_sp": (2, 1, 1, True), "tp2": (2, 1, 1, False), "pp2": (1, 2, 1, False)}
+
+
+def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Tensor], str]]:
+    """Two steps with and without the check: losses, parameters, and what the check said against."""
+    from tests.distributed import megatron_models
+    from tests.distributed.megatron_cases import LAYOUTS, Case
+
+    layout, fields = MEGATRON[case]
+    results = []
+    with mock.patch.dict(LAYOUTS, SIZES):
+        found = Case(layout=layout, **fields)
+        for verify in ("off", "first_batch"):
+            model = megatron_models.build_model(found)
+            megatron_models.draw_weights(model)
+            terapipe = {"enabled": True, "slices": [6, 10, 2, 6], "granularity_tokens": 1, "verify": verify}
+            engine = megatron_models.build_engine(model, found, terapipe=terapipe)
+            losses, said = [], ""
+            try:
+                for step in range(2):
+                    data = [megatron_models.micro_batch(found, 0, step, 0)]
+                    losses.append(float(engine.train_batch(iter(data))))
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            finally:
+                engine.destroy()
+            results.append((losses, {n: p.detach().clone() for n, p in model.named_parameters()}, said))
+    return results
+
+
+def megatron_positions_from_zero(case: str) -> str:
+    from terapipe_ds.models.megatron import layers
+
+    with mock.patch.object(layers, "_first_position", lambda: 0):
+        return megatron_trainings(case)[1][2]
+
+
+class TestMegatron:
+    @pytest.mark.parametrize("case", MEGATRON)
+    def test_healthy(self, case: str) -> None:
+        for plain, verified in rank_pool(2).run(megatron_trainings, case=case):
+            assert verified[2] == "" and verified[0] == plain[0]
+            assert all(torch.equal(verified[1][name], p) for name, p in plain[1].items())
+
+    @pytest.mark.parametrize(
+        ("case", "layer"),
+        [("sequence parallel", "layer 0 (MegatronEmbedding)"), ("two stages, recompute", "layer 1 (MegatronLayer)")],
+    )
+    def test_positions_from_the_own_length(self, case: str, layer: str) -> None:
+        texts = set(rank_pool(2).run(megatron_positions_from_zero, case=case))
+        assert len(texts) == 1
+        text = texts.pop()
+        assert text.startswith("VerifyError: ") and f"\n  {layer}: output of tokens 6.. differs by " in text
+        assert "positions are computed from the slice's own length" in text

@@ -68,16 +68,16 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
         return _capacity(routed)
     if not _whole_mixes(check, whole):
         return f"it treats each token alone, but not as in the whole sequence: {_OWN_LENGTH}"
+    sliced = _uses_sliced_attention(check)
+    if sliced:
+        kinds -= {"attention", "product"}  # what the whole run does in its place
     for kind in _ORDER:
         if kind in kinds:
             return f"it mixes tokens: {_BLIND[kind]}"
+    if sliced:
+        return f"it uses sliced_attention and nothing else of it mixes tokens, so that probably {_OWN_LENGTH}"
     if routed is not None:
         return _capacity(routed)
-    if _slices_see_prefix(check):
-        return (
-            "it sees earlier slices, but not as a whole sequence does: keys and values that are kept twice or in "
-            "another order, or positions from the slice's own length"
-        )
     return f"it mixes tokens otherwise than by sliced_attention; {_CANNOT}"
 
 
@@ -166,12 +166,12 @@ def router_of(module: nn.Module | None) -> str | None:
     """The submodule or attribute of a layer that looks like a router of experts."""
     if module is None:
         return None
-    for name, part in module.named_modules():
-        kind = type(part).__name__
+    for name, _ in module.named_modules():
         if name and _ROUTER.search(name.rsplit(".", 1)[-1]) and not _is_mlp_gate(name, module):
             return name
-        if _ROUTER.search(kind):
-            return kind
+    for part in module.modules():
+        if _ROUTER.search(type(part).__name__):
+            return type(part).__name__
     for name, _ in module.named_parameters():
         if re.search("rout|expert", name, re.IGNORECASE):
             return name
@@ -209,18 +209,15 @@ def _record(run: Callable[[], Any]) -> list[Operation]:
 
 
 def _run_slices(
-    check: LayerCheck, inputs: Values | None = None, only_until: int | None = None,
+    check: LayerCheck, only_until: int | None = None,
     around: Callable[[int], AbstractContextManager[Any]] = lambda slice_id: nullcontext(),
 ) -> list[Ran]:  # fmt: skip
     """The slices once more, in a store of their own; ``around``: a context for each slice."""
-    changed = check if inputs is None else LayerCheck(
-        check.runner, check.layer, inputs, check.layouts, check.weights, check.peers
-    )  # fmt: skip
     ran = []
     with check.runner.fresh_store():
         for i in range(check.runner.plan.num_slices if only_until is None else only_until):
             with around(i):
-                ran.append(check.runner.forward(check.layer, changed.slice_inputs(i), check.runner.slice(i)))
+                ran.append(check.runner.forward(check.layer, check.slice_inputs(i), check.runner.slice(i)))
     return ran
 
 
@@ -300,11 +297,11 @@ def _whole_mixes(check: LayerCheck, whole: Ran) -> bool:
     return _changes(check, whole, _flip_earlier, after=check.runner.plan.lengths[0])
 
 
-def _slices_see_prefix(check: LayerCheck) -> bool:
-    first = check.runner.plan.lengths[0]
-    a = _run_slices(check, only_until=2)[1]
-    b = _run_slices(check, _changed(check, _flip_earlier, first), only_until=2)[1]
-    return check.peers.any(any(not torch.equal(x, y) for x, y in zip(a.outputs, b.outputs, strict=True)))
+def _uses_sliced_attention(check: LayerCheck) -> bool:
+    """Whether slices leave keys and values in the slice store."""
+    with check.runner.fresh_store():
+        check.runner.forward(check.layer, check.slice_inputs(0), check.runner.slice(0))
+        return check.runner.store.live_bytes() > 0
 
 
 def _agrees_without_checkpointing(check: LayerCheck) -> bool:

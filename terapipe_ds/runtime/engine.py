@@ -243,9 +243,9 @@ class TeraPipeEngine(PipelineEngine):
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._plans.for_batch(drawn, shapes)
-        verify_first_batch(self, training, drawn, plans)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        verify_first_batch(self, training, micro_batches)
         self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
         self._links.open_batch(self._open())
         self._tracer.begin(self.global_steps + 1 if training else None)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 
+from terapipe_ds.runtime.verify import VerifyError
 from tests.distributed import faulty_layers, tuple_models
 from tests.distributed.engines import Run, batches, engine_of, gpt_layers, section, train
 from tests.distributed.harness import rank_pool
+from tests.distributed.mutations import MUTATIONS
 
 VERIFY = section(verify="first_batch", slices=[9, 5, 9])
 PLAIN = section(slices=[9, 5, 9])
@@ -35,6 +37,16 @@ def fault_of(fault: str) -> tuple[str, str]:
         except Exception as error:
             return type(error).__name__, str(error)
     return "", ""
+
+
+def mutated_weights() -> str:
+    """The engine weights the slices' losses alike; labels are masked. The text of the error."""
+    with MUTATIONS["unweighted_losses"](), engine_of(gpt_layers(), VERIFY) as engine:
+        try:
+            engine.train_batch(iter(batches(1)[0]))
+        except VerifyError as error:
+            return str(error)
+    return ""
 
 
 def trainings(case: str) -> list[Run]:
@@ -90,6 +102,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
 
 
 class TestTwoRanks:
+    def test_wrong_weights_of_the_losses(self) -> None:
+        texts = set(rank_pool(2).run(mutated_weights))
+        assert len(texts) == 1
+        assert "\n  loss_fn: the loss differs by " in texts.copy().pop()
+
     @pytest.mark.parametrize("fault", ["HiddenPlainAttention", "WrongOwnBackward"])
     def test_every_rank_names_the_layer(self, fault: str) -> None:
         told = rank_pool(2).run(fault_of, fault=fault)

@@ -17,11 +17,10 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.data import DrawnMicroBatch
+from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec, _on_wire
-from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
 from terapipe_ds.runtime.verify.losses import LossCheck
@@ -32,10 +31,10 @@ from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, 
 logger = logging.getLogger("terapipe_ds")
 
 
-def verify_first_batch(
-    engine: Any, training: bool, drawn: Sequence[DrawnMicroBatch], plans: Sequence[SlicePlan]
-) -> None:
+def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[MicroBatchInFlight]) -> None:
     """Check the layers of ``engine`` once, on the first training batch, where the config says so.
+
+    The first micro-batch that runs in several slices serves, with its inputs, labels and the weights of its losses.
 
     Parameters, gradients, buffers, random numbers and the data stay as they are.
 
@@ -48,9 +47,9 @@ def verify_first_batch(
     if not training or not asked or getattr(engine, "_verified", False):
         return
     engine._verified = True
-    number = next((i for i, plan in enumerate(plans) if plan.num_slices > 1), None)
-    mine = StageFindings() if number is None else _check(engine, drawn[number], plans[number])
-    report = _reported(engine, mine, None if number is None else plans[number])
+    sliced = next((one for one in micro_batches if one.plan.num_slices > 1), None)
+    mine = StageFindings() if sliced is None else _check(engine, sliced)
+    report = _reported(engine, mine, None if sliced is None else sliced.plan)
     if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)
@@ -76,31 +75,29 @@ def _tensor_size(engine: Any) -> int:
     return int(engine.grid.get_slice_parallel_world_size())
 
 
-def _check(engine: Any, drawn: DrawnMicroBatch, plan: SlicePlan) -> StageFindings:
+def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
     """This rank's stage, in its turn."""
-    groups, device = engine._groups, torch.device(engine.device)
-    labels = drawn.labels.to(device) if drawn.labels is not None and engine.is_last_stage() else None
-    weights = _weights(engine, drawn.labels if labels is not None else None, plan)
+    groups, device, plan = engine._groups, torch.device(engine.device), micro_batch.plan
+    weights = _weights(engine, micro_batch)
     peers = _peers(engine)
     with untouched(engine.module):
         first = engine.is_first_stage()
-        inputs = _first_inputs(engine, drawn, plan, device) if first else _hear(engine, groups, device)
+        inputs = _first_inputs(engine, micro_batch, device) if first else _hear(engine, groups, device)
         stage = StageFindings()
         if inputs is not None:
             runner = Runner(engine.module, plan, engine.stage_id, autocast=partial(autocast_if_enabled, engine))
             stage = check_stage(runner, layers_of(engine.module), inputs, weights, peers, engine._watchdog.note)
         if not engine.is_last_stage():
             _tell(engine, groups, stage.outputs)
-        elif stage.outputs is not None and engine.module.loss_fn is not None and labels is not None:
-            config = engine.terapipe_config
-            layer_id = engine.module._local_stop
+        elif stage.outputs is not None and engine.module.loss_fn is not None and micro_batch.labels is not None:
+            labels, config = micro_batch.labels.to(device), engine.terapipe_config
             check_loss(
                 stage,
                 lambda last: LossCheck(
                     engine.module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
                     config.ignore_index, peers,
                 ),
-                layer_id,
+                layer_id=engine.module._local_stop,
             )  # fmt: skip
     return stage
 
@@ -116,14 +113,9 @@ def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
     return layers
 
 
-def _weights(engine: Any, labels: SliceableTensors | None, plan: SlicePlan) -> tuple[float, ...]:
+def _weights(engine: Any, micro_batch: MicroBatchInFlight) -> tuple[float, ...]:
     """Of the slices' losses, which the last stage knows; on every stage of the pipeline."""
-    config, told = engine.terapipe_config, [tuple(n / plan.sequence_length for n in plan.lengths)]
-    if labels is not None:
-        told = [slice_weights(
-            labels, plan, loss_reduction=config.loss_reduction, ignore_index=config.ignore_index,
-            slice_weight=getattr(engine.module.loss_fn, "slice_weight", None),
-        )]  # fmt: skip
+    told = [micro_batch.weights]
     if engine._groups.control is not None:
         torch_dist.broadcast_object_list(told, src=engine._groups.ranks[-1], group=engine._groups.control)
     return told[0]
@@ -151,8 +143,9 @@ def _peers(engine: Any) -> TensorPeersOf:
 # -- what stages hand on ---------------------------------------------------------------------------------------------
 
 
-def _first_inputs(engine: Any, drawn: DrawnMicroBatch, plan: SlicePlan, device: torch.device) -> Inputs:
-    batch = engine._source.slice_inputs(drawn.inputs, plan.sequence_length).to(device)
+def _first_inputs(engine: Any, micro_batch: MicroBatchInFlight, device: torch.device) -> Inputs:
+    assert micro_batch.inputs is not None
+    batch = micro_batch.inputs.to(device)
     tensors = batch.tensors
     if engine.fp16_auto_cast():
         tensors = tuple(engine._cast_inputs_half(t) for t in tensors)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
@@ -21,6 +22,7 @@ from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
 from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage
 from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH
+from tests.distributed.mutations import MUTATIONS
 
 PLAN = SlicePlan((8, 5, 7))
 GPT3 = {"positions": "learned", "bias": True, "gated_mlp": False}
@@ -172,10 +174,6 @@ def test_two_layers_with_one_name_for_keys_and_values() -> None:
     assert "share the name 3" in str(stage.findings[0])
 
 
-def identical(layer_outputs: Tensor, labels: Tensor) -> Tensor:
-    return gpt.gpt_loss(layer_outputs, labels)
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "reduction", "labels", "cause"),
     [
@@ -200,3 +198,47 @@ def test_losses(loss_fn: Any, reduction: str, labels: str, cause: str) -> None:
 )
 def test_right_losses_pass(loss_fn: Any, reduction: str) -> None:
     assert verify_gpt("float32", loss_fn, reduction=reduction).findings == []
+
+
+MUTATED = {  # faults of the engine's own parts that act inside layers
+    "missing_position_offset": "positions are computed from the slice's own length",
+    "dropped_kv_gradient": "the gradient that later slices give to earlier tokens is lost",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATED)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_mutations_of_layers_are_caught(mutation: str, dtype: str) -> None:
+    with MUTATIONS[mutation]():
+        stage = verify_gpt(dtype)
+    assert str(stage.findings[0]).startswith("layer 1 (DecoderLayer): ")
+    assert MUTATED[mutation] in stage.findings[0].cause
+
+
+def _stale_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the prefix are those of another batch."""
+    keys_values = SliceEntry.keys_values
+    monkeypatch.setattr(SliceEntry, "keys_values", lambda self, start, stop: tuple(
+        torch.cat([0.5 * t[:, :, : stop // 2], t[:, :, stop // 2 :]], 2) for t in keys_values(self, start, stop)
+    ))  # fmt: skip
+
+
+def _span_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention leaves the oldest token out."""
+    keys_values = SliceEntry.keys_values
+    monkeypatch.setattr(SliceEntry, "keys_values", lambda self, start, stop: tuple(
+        torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for t in keys_values(self, start, stop)
+    ))  # fmt: skip
+
+
+def _doubled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dK and dV of a slice are handed back twice as large."""
+    end_backward = SliceStore.end_backward
+    monkeypatch.setattr(SliceStore, "end_backward", lambda self, *span: tuple(2 * g for g in end_backward(self, *span)))
+
+
+@pytest.mark.parametrize("fault", [_stale_prefix, _span_off_by_one, _doubled_gradient])
+def test_faults_of_the_slice_store_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    stage = verify_gpt("float32")
+    assert [f.layer_id for f in stage.findings] == [1, 2]  # both decoder layers, and no other

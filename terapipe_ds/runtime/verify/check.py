@@ -17,6 +17,7 @@ from terapipe_ds.runtime.verify.layout import (
     PerSlice,
     Same,
     TensorPeersOf,
+    TokenDim,
     alone,
     cut,
     share_of_gradient,
@@ -36,6 +37,7 @@ from terapipe_ds.runtime.verify.runner import (
 )
 
 _EXACT = Tolerance(0.0, 0.0)  # of integers and booleans
+_LOOKED_AT = 512  # tokens that differ, for the size of the difference
 _SEED = 20210718  # of the output gradients, equal on all ranks
 
 
@@ -107,12 +109,12 @@ class LayerCheck:
 
     def gradients_of_outputs(self, whole: Ran) -> dict[int, Tensor]:
         """Random ones: each token and each number of an output counts."""
-        generator = torch.Generator().manual_seed(_SEED)
         gradients = {}
         for index, output in enumerate(whole.outputs):
             if output.requires_grad:
-                drawn = torch.randn(output.shape, generator=generator) / max(1, self.runner.plan.sequence_length) ** 0.5
-                gradients[index] = drawn.to(output.device, output.dtype)
+                generator = torch.Generator(device=output.device).manual_seed(_SEED + index)
+                drawn = torch.randn(output.shape, generator=generator, device=output.device)
+                gradients[index] = (drawn / self.runner.plan.sequence_length**0.5).to(output.dtype)
         return gradients
 
     def backward_whole(self, whole: Ran, gradients: dict[int, Tensor]) -> Gradients:
@@ -171,15 +173,13 @@ class LayerCheck:
 
     def _compare_output(self, whole: Tensor, parts: list[Tensor]) -> tuple[Layout, Differs | None]:
         tolerance = self.tolerance() if whole.is_floating_point() else _EXACT
-        found: tuple[Layout, Differs | None] | None = None
-        for layout in token_dims(whole, parts, self.runner.plan, self.peers):
+        found: list[tuple[Layout, Differs | None]] = []
+        for layout in token_dims(whole, parts, self.runner.plan, self.peers):  # all: tensor-parallel ranks do the same
             together = stand_together(layout, parts, self.weights, self.peers)
-            differs = compare_tokens("output", together, alone(layout, whole, self.peers), tolerance)
-            if differs is None:
-                return layout, None
-            found = found or (layout, differs)
-        if found is not None:
-            return found
+            expected = alone(layout, whole, self.peers)
+            found.append((layout, compare_tokens("output", together, expected, tolerance)))
+        if found:
+            return next((pair for pair in found if pair[1] is None), found[0])
         if any(part.shape != whole.shape for part in parts):
             return PerSlice(tuple(parts)), Differs("output", Difference(float("inf"), float("inf")), 0.0)
         apart = [difference(part, whole) for part in parts]
@@ -193,26 +193,15 @@ class LayerCheck:
 
     def compare_gradients(self, whole: Gradients, sliced: Gradients) -> Differs | None:
         """Of the inputs first, then of the parameters."""
-        tolerance = self.tolerance()
+        tolerance, found = self.tolerance(), []
         for layout, a, b in zip(self.layouts, sliced.inputs, whole.inputs, strict=True):
-            if a is None and b is None:
+            if a is None:  # needs no gradient
                 continue
-            if a is None or b is None:
-                known = a if b is None else b
-                assert known is not None
-                missing = torch.zeros_like(known if b is None else alone(layout, known, self.peers))
-                a, b = (missing, known) if a is None else (known, missing)
-                expected = b if b is missing else alone(layout, b, self.peers)
-            else:
-                expected = alone(layout, b, self.peers)
-            differs = (
-                compare_tokens("input gradient", a, expected, tolerance)
-                if not isinstance(layout, Same | PerSlice)
-                else compare_values("input gradient", a, expected, tolerance)
-            )
-            if differs is not None:
-                return differs
-        return compare_parameters(sliced.parameters, whole.parameters, tolerance)
+            expected = torch.zeros_like(a) if b is None else alone(layout, b, self.peers)
+            compare = compare_tokens if isinstance(layout, TokenDim) else compare_values
+            found.append(compare("input gradient", a, expected, tolerance))
+        found.append(compare_parameters(sliced.parameters, whole.parameters, tolerance))
+        return next((differs for differs in found if differs is not None), None)
 
 
 def compare_tokens(what: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> Differs | None:
@@ -220,9 +209,10 @@ def compare_tokens(what: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> Dif
     wrong = worst_rows(a, b, tolerance)
     if not bool(wrong.any()):
         return None
-    apart, ones = difference(a, b), wrong.nonzero().flatten()
-    relative = max(difference(a[i], b[i], 1e-3 * float(b.detach().double().norm())).relative for i in ones[:64])
-    return Differs(what, Difference(apart.largest, relative), tolerance.relative, wrong)
+    ones = wrong.nonzero().flatten()[:_LOOKED_AT]
+    each = [difference(a[i], b[i]) for i in ones]
+    apart = Difference(max(d.largest for d in each), max(d.relative for d in each))
+    return Differs(what, apart, tolerance.relative, wrong.cpu())
 
 
 def compare_values(

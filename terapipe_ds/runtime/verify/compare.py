@@ -29,6 +29,7 @@ TOLERANCES = {
     torch.float16: Tolerance(1e-2, 0.2),
     torch.bfloat16: Tolerance(5e-2, 0.2),
 }
+_ROWS = 1024
 _TF32 = Tolerance(1e-2, 0.1)  # products with ten bits
 
 
@@ -72,9 +73,17 @@ def difference(a: Tensor, b: Tensor, floor: float = 0.0) -> Difference:
 def worst_rows(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
     """For each token, the first dimension of both: whether it differs by more than ``tolerance``. Per token, because
     one wrong token must not drown in a long sequence; with a floor, because tokens may be next to zero."""
-    rows_a, rows_b = a.detach().double().flatten(1), b.detach().double().flatten(1)
-    norms = rows_b.norm(dim=1)
-    floor = tolerance.floor * float(norms.max()) if norms.numel() else 0.0
-    apart = (rows_a - rows_b).norm(dim=1)
+    pieces = [
+        _apart_and_norm(x, y) for x, y in zip(a.detach().split(_ROWS), b.detach().split(_ROWS), strict=True)
+    ]  # in pieces: in fp64 the logits of a long sequence would take eight bytes for each number
+    apart, norms = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    finite = norms[torch.isfinite(norms)]
+    floor = tolerance.floor * float(finite.max()) if finite.numel() else 0.0
     wrong = apart > tolerance.relative * norms.clamp_min(max(floor, 1e-300))
-    return wrong | (~torch.isfinite(rows_a).all(1) & torch.isfinite(rows_b).all(1))
+    return wrong | (torch.isfinite(norms) & ~torch.isfinite(apart))
+
+
+def _apart_and_norm(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """||a - b|| and ||b|| of each row."""
+    rows_a, rows_b = (x.reshape(x.shape[0], -1).double() for x in (a, b))
+    return (rows_a - rows_b).norm(dim=1), rows_b.norm(dim=1)

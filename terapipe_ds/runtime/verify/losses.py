@@ -45,16 +45,13 @@ class LossCheck:
         total = torch.stack([loss for loss, _ in parts]).sum()
         gradients = [grads for _, grads in parts]
         apart = difference(total, whole, 1e-6)
-        if apart.relative > tolerance.relative:
-            differs = Differs("the loss", apart, tolerance.relative)
-            return differs, self._cause(whole, whole_gradients, gradients)
+        found = [Differs("the loss", apart, tolerance.relative) if apart.relative > tolerance.relative else None]
         for j, layout in enumerate(self._layouts):
             if isinstance(layout, TokenDim) and whole_gradients[j] is not None:
                 together, expected = self._gradient(j, layout, gradients, whole_gradients)
-                found = compare_tokens("the gradient of the loss", together, expected, tolerance)
-                if found is not None:
-                    return found, self._cause(whole, whole_gradients, gradients)
-        return None
+                found.append(compare_tokens("the gradient of the loss", together, expected, tolerance))
+        differs = self._peers.first(next((each for each in found if each is not None), None))
+        return None if differs is None else (differs, self._cause(whole, whole_gradients, gradients))
 
     def _whole(self) -> tuple[Tensor, list[Tensor | None]]:
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in self._outputs.tensors]
@@ -123,7 +120,7 @@ class LossCheck:
             if bool(together[self._plan.sequence_length - 1].any()) or bool(expected[-1].any()):
                 continue  # a loss that shifts has no label for the very last token
             lost += sum(1 for end in ends if not together[end].any() and expected[end].any())
-        return lost
+        return max(self._peers.exchange(lost)) if self._peers.size > 1 else lost
 
     def _fits(self, reduction: str, whole: Tensor) -> bool:
         weights = slice_weights(

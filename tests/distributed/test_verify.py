@@ -135,7 +135,8 @@ class TestTwoRanks:
 
 MEGATRON = {
     "sequence parallel": ("tp2_sp", {"positions": "learned", "block": "gelu"}),
-    "tensor parallel, mixture of experts": ("tp2", {"block": "moe"}),
+    "sequence parallel, mixture of experts": ("tp2_sp", {"block": "moe"}),
+    "tensor parallel": ("tp2", {"heads": "gqa"}),
     "two stages, recompute": ("pp2", {"recompute": "uniform", "tied": True}),
 }
 SIZES = {"tp2_sp": (2, 1, 1, True), "tp2": (2, 1, 1, False), "pp2": (1, 2, 1, False)}

@@ -119,7 +119,7 @@ class LayerCheck:
 
     def backward_whole(self, whole: Ran, gradients: dict[int, Tensor]) -> Gradients:
         with ParameterGradients(self.runner.module) as collected:
-            return Gradients(list(self.runner.backward(whole, gradients)), collected.take())
+            return Gradients(list(self.runner.backward(whole, gradients)), self._summed(collected))
 
     def backward_slices(self, parts: list[Ran], gradients: dict[int, Tensor]) -> Gradients:
         """Slices in reverse order, as training runs them."""
@@ -131,7 +131,15 @@ class LayerCheck:
                     for j, g in gradients.items()
                 }
                 of_inputs[i] = self.runner.backward(parts[i], shares)
-            return Gradients(self._together(of_inputs), collected.take())
+            return Gradients(self._together(of_inputs), self._summed(collected))
+
+    def _summed(self, collected: ParameterGradients) -> dict[str, Tensor]:
+        """Over tensor-parallel ranks: under sequence parallelism a rank has the share of its tokens, which are others
+        in slices than in the whole."""
+        gradients = collected.take()
+        if self.peers.size == 1 or len(set(map(tuple, self.peers.exchange(sorted(gradients))))) > 1:
+            return gradients
+        return {name: self.peers.gather(gradients[name][None].contiguous()).sum(0) for name in sorted(gradients)}
 
     def _together(self, of_inputs: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
         together: list[Tensor | None] = []

@@ -86,7 +86,7 @@ def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
         stage = StageFindings()
         if inputs is not None:
             runner = Runner(engine.module, plan, engine.stage_id, autocast=partial(autocast_if_enabled, engine))
-            stage = check_stage(runner, layers_of(engine.module), inputs, weights, peers, engine._watchdog.note)
+            stage = check_stage(runner, layers_of(engine.module), inputs, weights, peers, partial(_note, engine))
         if not engine.is_last_stage():
             _tell(engine, groups, stage.outputs)
         elif stage.outputs is not None and engine.module.loss_fn is not None and micro_batch.labels is not None:
@@ -171,12 +171,21 @@ def _tell(engine: Any, groups: PipelineGroups, outputs: Inputs | None) -> None:
         torch_dist.send(_on_wire(tensor), peer, group=groups.activations)
 
 
+def _note(engine: Any, text: str) -> None:
+    """Remember what goes on, here and on all stages after this one, which wait: a long check is no stall."""
+    engine._watchdog.note(text)
+    if not engine.is_last_stage():
+        peer = engine._groups.ranks[engine.stage_id + 1]
+        torch_dist.send_object_list([text], dst=peer, group=engine._groups.control)
+
+
 def _hear(engine: Any, groups: PipelineGroups, device: torch.device) -> Inputs | None:
     """What the stage before sends by :func:`_tell`."""
     peer = groups.ranks[engine.stage_id - 1]
-    engine._watchdog.note(f"waiting for stage {engine.stage_id - 1} to verify its layers")
-    told: list[Any] = [None]
-    torch_dist.recv_object_list(told, src=peer, group=groups.control)
+    told: list[Any] = ["waiting for the first stage"]
+    while isinstance(told[0], str):  # what the stages before are busy with
+        _note(engine, told[0])
+        torch_dist.recv_object_list(told, src=peer, group=groups.control)
     if told[0] is None:
         return None
     spec, layouts = told[0]

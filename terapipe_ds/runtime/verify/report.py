@@ -50,7 +50,7 @@ class Report:
         notes = tuple(dict.fromkeys(note for one in told for note in one.notes))
         counts = [sum(one.counts[i] for one in told) // copies for i in range(3)]
         plan = next((one.plan for one in told if one.plan is not None), None)
-        return cls(tuple(first[key] for key in sorted(first)), notes, *counts, plan)
+        return cls(tuple(first[key] for key in sorted(first)), notes, counts[0], counts[1], counts[2], plan)
 
     def __str__(self) -> str:
         if self.plan is None:

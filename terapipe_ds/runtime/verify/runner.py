@@ -165,7 +165,7 @@ class ParameterGradients:
         self._sums[name] = self._sums[name] + fresh if name in self._sums else fresh
         parameter.grad = None
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
             hook.remove()
         for _, parameter in self._named:

@@ -20,13 +20,9 @@ PLAIN = section(slices=[9, 5, 9])
 
 
 def with_fault(fault: str) -> list[Any]:
-    """A decoder with a faulty layer on the second of two stages; stage 0 has layers 0, 1, 2."""
-    layers = gpt_layers()
-    return [*layers[:4], LayerSpec(_doubled, fault), *layers[4:]]
-
-
-def _doubled(fault: str) -> torch.nn.Module:
-    return getattr(faulty_layers, fault)().double()
+    """A decoder with a faulty layer, the first one of the second of two stages."""
+    layers = gpt_layers("float32")
+    return [*layers[:4], LayerSpec(getattr(faulty_layers, fault)), *layers[4:]]
 
 
 def fault_of(fault: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import on_every_rank
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec, _on_wire
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
 from terapipe_ds.runtime.verify.losses import LossCheck
@@ -167,8 +167,9 @@ def _tell(engine: Any, groups: PipelineGroups, outputs: Inputs | None) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
     layouts = [_on_host(layout) for layout in outputs.layouts]
     torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
+    wire = groups.wire("activations", engine.stage_id + 1, towards=True, device=torch.device(engine.device))
     for tensor in tensors:
-        torch_dist.send(_on_wire(tensor), peer, group=groups.activations)
+        torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
 
 
 def _note(engine: Any, text: str) -> None:
@@ -189,13 +190,12 @@ def _hear(engine: Any, groups: PipelineGroups, device: torch.device) -> Inputs |
     if told[0] is None:
         return None
     spec, layouts = told[0]
+    wire = groups.wire("activations", engine.stage_id - 1, towards=False, device=device)
     tensors = []
     for each in spec.tensors:
-        wired = torch.uint8 if each.dtype == torch.bool else each.dtype
-        buffer = torch.empty(each.shape, dtype=wired, device=device)
-        torch_dist.recv(buffer, peer, group=groups.activations)
-        tensor = buffer.view(torch.bool) if each.dtype == torch.bool else buffer
-        tensors.append(tensor.requires_grad_(each.requires_grad))
+        buffer = wire.buffer(each)
+        torch_dist.recv(buffer, peer, group=wire.group)
+        tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
     return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
 
 

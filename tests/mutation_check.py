@@ -30,6 +30,8 @@ from tests.distributed.compare import RankRecord
 from tests.distributed.configurations import Configuration
 from tests.distributed.faults import FAULTS, Fault
 from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.random_training import train_configuration
+from tests.distributed.single_process import train_alone
 
 TIMEOUT_S = 60.0
 SURVIVED = "SURVIVED"
@@ -77,7 +79,7 @@ def caught_by(fault: Fault) -> Verdict:
     configuration = fault.configuration
     try:
         run = rank_pool(configuration.world_size).run(
-            _train, configuration=configuration, fault=fault.name, timeout_s=TIMEOUT_S, **fault.section
+            train_configuration, configuration=configuration, fault=fault.name, timeout_s=TIMEOUT_S, **fault.section
         )
     except RankFailure as failure:
         return _refusal(failure)
@@ -90,8 +92,9 @@ def caught_by_verify(fault: Fault) -> Verdict:
     configuration = fault.configuration
     try:
         rank_pool(configuration.world_size).run(
-            _train, configuration=configuration, fault=fault.name, timeout_s=TIMEOUT_S, verify="first_batch"
-        )
+            train_configuration, configuration=configuration, fault=fault.name, verify="first_batch",
+            timeout_s=TIMEOUT_S,
+        )  # fmt: skip
     except RankFailure as failure:
         verdict = _refusal(failure)
         where = "runtime/verify" in str(failure)
@@ -101,17 +104,11 @@ def caught_by_verify(fault: Fault) -> Verdict:
 
 def is_right(configuration: Configuration) -> bool:
     """Nothing is broken, and nothing is found."""
-    run = rank_pool(configuration.world_size).run(_train, configuration=configuration)
+    run = rank_pool(configuration.world_size).run(train_configuration, configuration=configuration)
     found = _violations(run, configuration, None)
     if found:
         print(f"without a fault, {configuration}: {'; '.join(found)}")
     return not found
-
-
-def _train(configuration: Configuration, fault: str | None = None, **section: object) -> RankRecord:
-    from tests.distributed.random_training import train_configuration  # in the ranks alone
-
-    return train_configuration(configuration, fault, **section)
 
 
 def _violations(run: list[RankRecord], configuration: Configuration, fault: Fault | None) -> list[str]:
@@ -122,8 +119,6 @@ def _violations(run: list[RankRecord], configuration: Configuration, fault: Faul
 @functools.cache
 def _reference(configuration: Configuration, fault: str | None) -> list[RankRecord]:
     """Under a fault in a layer the reference has the same layer, on whole sequences."""
-    from tests.distributed.single_process import train_alone
-
     with contextlib.nullcontext() if fault is None else FAULTS[fault].broken():
         return train_alone(configuration)
 

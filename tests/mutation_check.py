@@ -54,6 +54,8 @@ def main(names: Sequence[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in FAULTS]:
         parser.error(f"unknown {', '.join(unknown)}; there are {', '.join(FAULTS)}")
     begin_s = time.monotonic()
+    print(f"{COMPARISON!r}: the comparison of test_random_training.py, with the errors that are above the contract.")
+    print("An error: what the engine raised by itself, on the rank that failed first.\n")
     print(f"{'fault':<40} {'in':<10} caught by")
     wrong = [name for name in wanted if not _report(FAULTS[name])]
     for configuration in dict.fromkeys(FAULTS[name].configuration for name in wanted):

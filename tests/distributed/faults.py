@@ -246,20 +246,20 @@ def slices_counted_as_micro_batches() -> Iterator[None]:
 
 @fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN")
 def empty_slices_not_left_out() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime import part_runner
 
     def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
         return loss_fn(outputs, labels) * weight
 
-    with mock.patch.object(engine, "weighted_loss", weighted_loss):
+    with mock.patch.object(part_runner, "weighted_loss", weighted_loss):
         yield
 
 
 @fault("loss", EQUAL, "the evaluation loss is that of the last slice")
 def evaluation_of_the_last_slice() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime import part_runner
 
-    with mock.patch.object(engine, "sum_of_slices", lambda losses: losses[-1]):
+    with mock.patch.object(part_runner, "sum_of_slices", lambda losses: losses[-1]):
         yield
 
 
@@ -297,61 +297,63 @@ def swapped_slices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_stage_reads(span: Callable[[Any], tuple[int, int]]) -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.part_runner import PartRunner
 
-    slice_inputs = TeraPipeEngine._slice_inputs
+    slice_inputs = PartRunner._slice_inputs
 
     def read(self: Any, action: Any, active: Any) -> Any:
         start, stop = span(active)
         return slice_inputs(self, action, active.replace(start=start, stop=stop))
 
-    with mock.patch.object(TeraPipeEngine, "_slice_inputs", read):
+    with mock.patch.object(PartRunner, "_slice_inputs", read):
         yield
 
 
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
 def gradients_of_another_micro_batch() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime.part_runner import PartRunner
     from terapipe_ds.schedule import Kind
 
-    send_gradients = TeraPipeEngine._send_gradients
+    send_gradients = PartRunner.send_gradients
     kept: dict[int, Any] = {}
 
     def send_first(self: Any, action: Any) -> None:
-        [leaf] = self._open().get(action.unit).inputs
+        [leaf] = self._open().get(self._key(action)).inputs
         if action.micro_batch_id == 0:
             kept[action.slice_id] = leaf.grad
         leaf.grad = kept[action.slice_id]
         send_gradients(self, action)
 
-    with mock.patch.dict(TeraPipeEngine._ACTIONS, {Kind.SEND_GRAD: send_first}):
+    sends = {Kind.SEND_GRAD: engine._on_its_part(send_first)}
+    with mock.patch.dict(engine.TeraPipeEngine._ACTIONS, sends):
         yield
 
 
 @fault("engine", CHECKPOINTED, "layers are recomputed as if they ran the first slice")
 def recomputed_with_the_first_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.part_runner import PartRunner
 
-    active_of = TeraPipeEngine._active
+    active_of = PartRunner._active
 
     def first(self: Any, action: Any, mode: str) -> Any:
         active = active_of(self, action, mode)
         return active.replace(start=0, stop=active.num_tokens) if mode == "recompute" else active
 
-    with mock.patch.object(TeraPipeEngine, "_active", first):
+    with mock.patch.object(PartRunner, "_active", first):
         yield
 
 
 @fault("engine", CHECKPOINTED, "layers are recomputed without a slice")
 def recomputed_without_a_slice() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime import part_runner
 
-    push_slice = engine.push_slice
+    push_slice = part_runner.push_slice
 
     def push(active: Any) -> Any:
         return contextlib.nullcontext() if active.mode == "recompute" else push_slice(active)
 
-    with mock.patch.object(engine, "push_slice", push):
+    with mock.patch.object(part_runner, "push_slice", push):
         yield
 
 

@@ -227,8 +227,7 @@ class TestJobsEnd:
         ended.assert_soon()
 
     def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S)
-        ended = end_pool(2, job, monkeypatch, grace_s=1.0)  # rank 1 does not end
+        ended = end_pool(2, Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
         ended.assert_all_told(
             "no progress for 2 s", "rank 0: running the start of a batch", "rank 1: outside a batch", survivors=[0]
         )

@@ -79,7 +79,7 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.init_process_group(
         backend="gloo",
-        store=_store(rank, world_size, rendezvous),
+        store=_store(rank, rendezvous),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
@@ -88,14 +88,12 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     gc.freeze()  # what is here now stays: the collection after each job need not look at it
 
 
-def _store(rank: int, world_size: int, rendezvous: str) -> Any:
+def _store(rank: int, rendezvous: str) -> Any:
     """Where ranks meet, in each of the ten groups of an engine. Rank 0 serves it on a free port, which is written to
-    the file `rendezvous`: a store in a file is polled, and would double the time that an engine takes to build.
+    the file `rendezvous`. (A store in a file is polled: each group would wait for it.)
     """
     import torch
 
-    if os.environ.get("RANKS_FILESTORE"):
-        return torch.distributed.FileStore(rendezvous, world_size)
     path, options = Path(rendezvous), {"wait_for_workers": False, "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S)}
     if rank == 0:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, **options)

@@ -21,8 +21,8 @@ from tests.distributed.engines import torch_attention
 
 VOCAB_SIZE = 29
 IGNORE_INDEX = -100
-# Adam moves a parameter by LEARNING_RATE / ADAM_EPS times a small change of its gradient. At a hundred times, rounding in
-# fp32 grew from step to step above the contract (in fp64 the same runs agreed to 1e-13).
+# Adam moves a parameter by LEARNING_RATE / ADAM_EPS times a small change of its gradient. At a hundred times, rounding
+# in fp32 grew from step to step above the contract (in fp64 the same runs agreed to 1e-13).
 LEARNING_RATE = 1e-3
 ADAM_EPS = 1e-3
 WEIGHT_DECAY = 0.01

@@ -103,7 +103,7 @@ class TeraPipeConfig(_StrictModel):
         default=PlannerConfig(),
         description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
     )
-    verify: Literal["off", "first_batch"] = Field("off", description='"off"')
+    verify: Literal["off", "first_batch"] = Field("off", description='"off" or "first_batch"')
     stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
         300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
     )
@@ -267,9 +267,6 @@ def _not_available_yet(section: Mapping[str, Any]) -> Iterator[str]:
             f"{_name(('schedule',))} = {show_value(schedule)}: schedules from a file come in a later release; give one "
             f'of {known}, or "auto"'
         )
-    verify = section.get("verify")
-    if isinstance(verify, str) and verify == "first_batch":
-        yield f'{_name(("verify",))} = "first_batch": comes in a later release; give "off"'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,6 +47,7 @@ from terapipe_ds.runtime.stock_faults import (
     tied_copies_left_out,
 )
 from terapipe_ds.runtime.trace import Tracer
+from terapipe_ds.runtime.verify import verify_first_batch
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
@@ -72,6 +73,7 @@ class TeraPipeEngine(PipelineEngine):
     ``eval_batch``, ``save_checkpoint``, ``load_checkpoint``, ``set_train_batch_size`` and the rest.
     """
 
+    verify_only: bool = False  # the first batch is checked and then the process ends
     closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
     total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
     total_additional_losses: Any
@@ -243,6 +245,7 @@ class TeraPipeEngine(PipelineEngine):
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        verify_first_batch(self, training, micro_batches)
         self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
         self._links.open_batch(self._open())
         self._tracer.begin(self.global_steps + 1 if training else None)

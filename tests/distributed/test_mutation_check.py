@@ -16,7 +16,8 @@ FEW = ["doubled_kv_gradient", "backward_in_forward_order", "norm_over_tokens"]
 def test_what_caught_a_fault_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert mutation_check.main(FEW) == 0
     table = capsys.readouterr().out.splitlines()
-    caught = {(line.split()[0], line.split(":")[0].split(maxsplit=2)[2]) for line in table if line.startswith(tuple(FEW))}
+    lines = [line for line in table if line.startswith(tuple(FEW))]
+    caught = {(line.split()[0], line.split(":")[0].split(maxsplit=2)[2]) for line in lines}
     expected = {
         ("doubled_kv_gradient", "same training"), ("backward_in_forward_order", "SliceStoreError"),
         ("norm_over_tokens", "same training"), ("norm_over_tokens", "verify"),

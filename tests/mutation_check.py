@@ -99,8 +99,10 @@ def caught_by_verify(fault: Fault) -> Verdict:
         )  # fmt: skip
     except RankFailure as failure:
         verdict = _refusal(failure)
-        where = "runtime/verify" in str(failure)
-        return Verdict("verify", verdict.said) if where else Verdict(SURVIVED, f"verify passed it ({verdict.said})")
+        if "runtime/verify" not in str(failure):
+            return Verdict(SURVIVED, f"verify passed it ({verdict.said})")
+        named = re.search(r"^\s*(layer \d+ \(.*)$", failure.first.detail, re.MULTILINE)
+        return Verdict("verify", named[1][:90] if named else verdict.said)
     return Verdict(SURVIVED, "verify passed it")
 
 

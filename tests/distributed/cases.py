@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+FULL = os.environ.get("TERAPIPE_TEST_FULL", "") not in ("", "0")  # make test-full
+
 BATCH_SIZE = 2
 SEQUENCE_LENGTH = 24
 MIXED_LENGTHS = (24, 16, 21, 5)  # tokens of the micro-batches that follow one another
-NUM_STEPS = 5
+NUM_STEPS = 5 if FULL else 3
 LEARNING_RATE = 1e-3
 ADAM_EPS = 1e-8
 LOSS_SCALE = 2.0**-12

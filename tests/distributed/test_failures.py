@@ -214,7 +214,7 @@ class TestJobsEnd:
         for rank in range(stages):
             state = "running F1.2" if rank == stage else r"at [FB]\d\.\d, waiting for .* stage \d"
             causes.append(rf"rank {rank} \(stage {rank}\): {state}")
-        causes.append(rf"Stage {stage} \(rank {stage}\) is where it stands: it has been running F1.2 .* in wait_for_ever")
+        causes.append(rf"Stage {stage} \(rank {stage}\) is where it stands: .* running F1.2 .* in wait_for_ever")
         ended.assert_all_told(*causes, survivors=list(range(stages)))
         assert ended.exit_codes == [1] * stages
         ended.assert_soon(STALL_TIMEOUT_S)
@@ -339,6 +339,6 @@ class TestLaunchedJobsEnd:
 
     def test_a_rank_that_hangs(self, tmp_path: Path) -> None:
         code, ended = launch(2, Job(fault=Fault("hang", 1), stall_timeout_s=STALL_TIMEOUT_S), tmp_path)
-        ended.assert_all_told("no progress for 2 s", "rank 0 .*waiting", r"Stage 1 \(rank 1\) is where", survivors=[0, 1])
+        ended.assert_all_told("no progress for 2 s", r"Stage 1 \(rank 1\) is where", survivors=[0, 1])
         assert code == 1
         ended.assert_soon(STALL_TIMEOUT_S)

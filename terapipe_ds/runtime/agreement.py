@@ -77,8 +77,9 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
     """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on: configs and
     versions.
 
-    A collective over all ranks; one that does not come, because ``register()`` was not called there, is an error on
-    the others after ``stall_timeout_s`` (a minute at least). Nothing is compared where no rank has an enabled ``terapipe`` section.
+    A collective over all ranks. One that does not come, because ``register()`` was not called there, is an error on
+    the others after ``stall_timeout_s`` (a minute at least). Nothing is compared where no rank has an enabled
+    ``terapipe`` section.
     """
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return

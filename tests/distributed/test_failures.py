@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -128,12 +129,15 @@ class TestDifferentConfigs:
 # -- faults that end the job, on the ranks of the pool -------------------------------------------------------
 
 
-def end_pool(ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: float = SOON_S) -> Ended:
+def end_pool(
+    ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: float = SOON_S,
+    act: Callable[..., object] = run_in_pool,
+) -> Ended:  # fmt: skip
     """Run a job that fails, and take what the ranks of the pool have printed. `grace_s`: for the other ranks to end."""
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
     monkeypatch.setattr(harness, "GRACE_S", grace_s)
     with pytest.raises(RankFailure) as failure:
-        rank_pool(ranks).run(run_in_pool, job=job)
+        rank_pool(ranks).run(act, job=job)
     end = time.time()
     outputs = [report.output for report in failure.value.reports]
     return Ended(outputs, [_exit_code(r) for r in failure.value.reports], _seconds_since_fault(outputs, end))

@@ -30,7 +30,7 @@ SEQUENCE_LENGTH = 16
 PLAN = [4, 4, 4, 4]
 MICRO_BATCHES = 2
 VOCAB_SIZE = 17
-STRUCK = (1, 2)  # micro-batch and slice in which a fault strikes
+STRUCK_SLICE = 2  # in which the loss function breaks
 FAULT_MARK = "the fault strikes at"
 ENVIRONMENT = "TERAPIPE_TEST_JOB"
 
@@ -49,6 +49,7 @@ class Fault:
     stage: int = 0
     pipeline: int = 0
     step: int = 2
+    unit: tuple[int, int] = (1, 2)  # micro-batch and slice
 
     def __str__(self) -> str:
         return f"{self.kind}-stage{self.stage}"
@@ -177,7 +178,7 @@ class StruckLayer(gpt.DecoderLayer):
             return hidden
         if active.mode == "probe":
             return MEASURING[_armed.kind](hidden, active.mode) if _armed.kind in MEASURING and active.start else hidden
-        if (active.micro_batch_id, active.slice_id) != STRUCK:
+        if (active.micro_batch_id, active.slice_id) != tuple(_armed.unit):
             return hidden
         strike = FAULTS.get(_armed.kind)
         return hidden if strike is None else strike(hidden, active.mode)
@@ -185,7 +186,7 @@ class StruckLayer(gpt.DecoderLayer):
 
 def struck_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     active = active_slice()
-    if _is_armed("loss") and active is not None and active.slice_id == STRUCK[1]:
+    if _is_armed("loss") and active is not None and active.slice_id == STRUCK_SLICE:
         _fail("the loss function is broken")
     return gpt.gpt_loss(logits, labels)
 
@@ -247,6 +248,20 @@ def _in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     return _BrokenBackward.apply(hidden)
 
 
+class _HangingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        hang()
+
+
+def _hang_in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    return _HangingBackward.apply(hidden)
+
+
 def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     _mark()
     os._exit(3)
@@ -259,9 +274,13 @@ def _kill(hidden: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    hang()
+
+
+def hang() -> NoReturn:
     _mark()
     wait_for_ever()
-    return hidden
+    raise AssertionError("this never comes")
 
 
 def _terminate_others(hidden: torch.Tensor, mode: str) -> torch.Tensor:
@@ -295,6 +314,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "exit": _exit,
     "kill": _kill,
     "hang": _hang,
+    "hang_backward": _hang_in_backward,
     "terminate_others": _terminate_others,
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ class TestHangs:
         job = hanging("hang_save", 1, tmp_path / "trace")
         ended = end(Job(**{**vars(job), "folder": str(tmp_path / "saved")}), monkeypatch)
         ended.assert_all_told(r"Stage 1 \(rank 1\) is where it stands: .*save_checkpoint", survivors=[0, 1])
-        assert "rank 0 has waited 1 s in save_checkpoint:" in ended.outputs[0]
+        assert re.search(r"rank 0 has waited \d s in save_checkpoint:", ended.outputs[0])
         assert ended.exit_codes == [1, 1]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import platform
 import time
 from collections.abc import Mapping
@@ -109,21 +110,21 @@ def _meet(timeout_s: float) -> None:
     end with the group's timeout, half an hour later, and name nobody.
     """
     store = torch_dist.distributed_c10d._get_default_store()
-    rank, meeting = torch_dist.get_rank(), next(_meetings)
-    keys = [f"terapipe_ds/meeting/{meeting}/{each}" for each in range(torch_dist.get_world_size())]
+    rank, world_size, meeting = torch_dist.get_rank(), torch_dist.get_world_size(), next(_meetings)
+    keys = [f"terapipe_ds/meeting/{meeting}/{each}" for each in range(world_size)]
     store.set(keys[rank], "here")
-    begin_s, reminded = time.monotonic(), False
-    while not store.check(keys):
+    store.add(f"terapipe_ds/meeting/{meeting}", 1)
+    begin_s, look_s, remind_s = time.monotonic(), _LOOK_S, min(REMIND_S, timeout_s)
+    while store.add(f"terapipe_ds/meeting/{meeting}", 0) < world_size:
         waited_s = time.monotonic() - begin_s
-        if waited_s < min(REMIND_S, timeout_s) or (reminded and waited_s < timeout_s):
-            time.sleep(_LOOK_S)
-            continue
-        missing = [each for each, key in enumerate(keys) if not store.check([key])]
-        if missing and waited_s >= timeout_s:
-            raise TeraPipeConfigError(_nobody_came(rank, missing, waited_s))
-        if missing:
+        if waited_s >= min(remind_s, timeout_s):
+            missing = [each for each, key in enumerate(keys) if not store.check([key])]
+            if missing and waited_s >= timeout_s:
+                raise TeraPipeConfigError(_nobody_came(rank, missing, waited_s))
             logger.warning("%s", _nobody_came(rank, missing, waited_s))
-        reminded = True
+            remind_s = math.inf  # once is enough
+        time.sleep(look_s)
+        look_s = min(1.2 * look_s, _LOOK_S * 20)
 
 
 def _nobody_came(rank: int, missing: list[int], waited_s: float) -> str:

@@ -20,6 +20,7 @@ from terapipe_ds.timeline import write_atomically
 OUTSIDE = "outside a batch"
 CLOSED = "done with its engine"
 SHOWN_ACTIONS = 8  # of each rank, in a report
+SHOWN_RANKS = 64
 _POSTED = ("RA", "RG")  # receives that are only asked for: no time passes in them
 _IN_LAYERS = ("F", "B", "W", "measuring")  # actions in which only tensor-parallel peers meet in collectives
 
@@ -164,15 +165,15 @@ def _place(state: RankState) -> tuple[str, str]:
     return state.action, state.collective
 
 
-def who_waits_for(states: Mapping[int, RankState]) -> dict[int, set[int]]:
-    """For each rank all that wait for it, directly or through others."""
+def who_waits_for(states: Mapping[int, RankState], of: Iterable[int] | None = None) -> dict[int, set[int]]:
+    """For each rank, or those of ``of``, all that wait for it, directly or through others."""
     direct = {rank: waits_on(state, states) for rank, state in states.items()}
     waiters: dict[int, set[int]] = {}
-    for rank in states:
+    for rank in states if of is None else of:
         found: set[int] = set()
         frontier = {rank}
         while frontier:
-            frontier = {other for other, awaited in direct.items() if awaited & frontier} - found
+            frontier = {other for other, awaited in direct.items() if not awaited.isdisjoint(frontier)} - found
             found |= frontier
         waiters[rank] = found
     return waiters
@@ -184,28 +185,34 @@ def culprits(states: Mapping[int, RankState]) -> list[int]:
     Ranks that are gone come before those that still run; of these, the ones that have only just begun what they do
     while another has been at it for long are left out: they make progress.
     """
-    waiters = who_waits_for(states)
-    free = [state for rank, state in states.items() if state.is_free and (waiters[rank] or len(states) == 1)]
-    if not free:  # nobody waits yet: the one that hangs is the one that says so
-        free = [state for state in states.values() if state.is_free and (state.action or state.silent)]
-    for gone in ([s.rank for s in free if s.silent], [s.rank for s in free if s.gone]):
+    free = [state for state in states.values() if state.is_free]
+    waiters = who_waits_for(states, [state.rank for state in free])
+    awaited = [state for state in free if waiters[state.rank]]
+    if not awaited:  # nobody waits yet: the one that hangs is the one that says so
+        awaited = [state for state in free if state.action or state.silent]
+    for gone in ([s.rank for s in awaited if s.silent], [s.rank for s in awaited if s.gone]):
         if gone:
             return gone
-    longest_s = max((state.for_s for state in free), default=0.0)
-    return [state.rank for state in free if state.for_s >= longest_s / 2]
+    longest_s = max((state.for_s for state in awaited), default=0.0)
+    return [state.rank for state in awaited if state.for_s >= longest_s / 2]
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
 def report_lines(states: Iterable[RankState]) -> list[str]:
-    """What each rank does and did last, one or two lines per rank."""
+    """What each rank does and did last, one or two lines per rank; of a large job only those that wait for nobody, and
+    some of the others."""
+    everyone = sorted(states, key=lambda state: (not state.is_free, state.rank))
+    left_out = len(everyone) - SHOWN_RANKS
     lines = []
-    for state in states:
+    for state in sorted(everyone[:SHOWN_RANKS], key=lambda state: state.rank):
         lines.append(f"  {_name(state)}: {state.describe()}")
         before = [str(past) for past in state.recent[:-1] if not past.action.startswith(_POSTED)]
         if before:
             lines.append(f"    before: {', '.join(before[-SHOWN_ACTIONS:])}")
+    if left_out > 0:
+        lines.append(f"  and {left_out} more ranks, which wait")
     return lines
 
 
@@ -227,7 +234,7 @@ def verdict(states: Mapping[int, RankState]) -> list[str]:
     blamed = culprits(states)
     if not blamed:
         return [_cycle(states)]
-    waiters = who_waits_for(states)
+    waiters = who_waits_for(states, blamed)
     lines = []
     for state in (states[rank] for rank in blamed):
         waiting = sorted(waiters[state.rank])
@@ -249,7 +256,8 @@ def _verdict_on(state: RankState) -> str:
 def _ranks(waiting: Sequence[int]) -> str:
     if len(waiting) == 1:
         return f"rank {waiting[0]} waits"
-    return f"ranks {', '.join(map(str, waiting))} wait"
+    shown = ", ".join(map(str, waiting[:SHOWN_ACTIONS]))
+    return f"ranks {shown} wait" if len(waiting) <= SHOWN_ACTIONS else f"ranks {shown} and more wait"
 
 
 def _cycle(states: Mapping[int, RankState]) -> str:

@@ -104,12 +104,16 @@ class WatchStore:
 
     def last_states(self) -> dict[int, RankState]:
         """What each rank has last published of itself."""
-        found = {rank: self._read(f"state/{rank}") for rank in range(self._world_size)}
-        return {rank: state for rank, state in found.items() if state is not None}
+        found = self._read([f"state/{rank}" for rank in range(self._world_size)])
+        return {rank: state for rank, state in enumerate(found) if state is not None}
 
-    def _read(self, key: str) -> RankState | None:
-        text = self._ask(lambda store: store.get(key) if store.check([key]) else None)
-        return None if text is None else RankState.from_json(text)
+    def _read(self, keys: list[str]) -> list[RankState | None]:
+        """What stands under each key; None where nothing does."""
+        if self._ask(lambda store: store.check(keys)):
+            texts = self._ask(lambda store: store.multi_get(keys))
+        else:
+            texts = [self._ask(lambda store, k=key: store.get(k) if store.check([k]) else None) for key in keys]
+        return [None if text is None else RankState.from_json(text) for text in texts or [None] * len(keys)]
 
     def answer(self) -> None:
         """Answer the last roll call, if there is a new one."""
@@ -128,14 +132,18 @@ class WatchStore:
         self._wait_for([_answer_key(number, rank) for rank in alive], wait_s)
         if self.lost_at is not None or number is None:
             return {}
-        return {rank: self._outcome(number, rank) for rank in range(self._world_size)}
+        answers = self._read([_answer_key(number, rank) for rank in range(self._world_size)])
+        if all(answer is not None for answer in answers):
+            return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+        known = self.last_states()
+        return {rank: answer or _silent(known.get(rank), rank) for rank, answer in enumerate(answers)}
 
-    def _outcome(self, number: int, rank: int) -> RankState:
-        answer = self._read(_answer_key(number, rank))
-        if answer is not None:
-            return answer
-        last = self._read(f"state/{rank}") or RankState(rank, stage_id=-1)
-        return last if last.gone else replace(last, silent=True)
+
+def _silent(last: RankState | None, rank: int) -> RankState:
+    """A rank that has not answered; one that has said that it ends is not expected to."""
+    if last is None:
+        return RankState(rank, stage_id=-1, silent=True)
+    return last if last.gone else replace(last, silent=True)
 
 
 def _answer_key(number: int, rank: int) -> str:

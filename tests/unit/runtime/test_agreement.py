@@ -36,6 +36,9 @@ class Ranks:
     def set(self, key: str, value: str) -> None:
         assert key.endswith("/0")
 
+    def add(self, key: str, number: int) -> int:
+        return len(self.configs) - len(self.absent)
+
     def check(self, keys: list[str]) -> bool:
         return not any(int(key.rpartition("/")[2]) in self.absent for key in keys)
 

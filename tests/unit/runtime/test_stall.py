@@ -12,6 +12,7 @@ import pytest
 from terapipe_ds.runtime.stall import (
     CLOSED,
     SHOWN_ACTIONS,
+    SHOWN_RANKS,
     Doing,
     PastAction,
     RankState,
@@ -185,6 +186,14 @@ class TestReport:
         _, line = report_lines([running(0, recent=recent)])
         assert line.count("F0.") == SHOWN_ACTIONS
         assert line.endswith(f"F0.{3 * SHOWN_ACTIONS - 2} 1.0 s"), "the last entry is what it does now"
+
+    def test_of_a_large_job_those_that_wait_for_nobody_are_shown(self) -> None:
+        states = job(*(waiting(rank, rank + 1) for rank in range(999)), running(999))
+        lines = stall_report(states, 2.0, asynchronous=False).splitlines()
+        assert len(lines) < 2 * SHOWN_RANKS
+        assert any(line.startswith("  rank 999 (stage 999): running") for line in lines)
+        assert f"  and {1000 - SHOWN_RANKS} more ranks, which wait" in lines
+        assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and more wait for it." in lines[-2]
 
     def test_a_collective_is_shown(self) -> None:
         assert collective(0).describe() == "running ST, in a collective (all_reduce) for 3.0 s"

@@ -54,7 +54,7 @@ class TestHangs:
         assert_named(end(hanging(kind, stage, tmp_path), monkeypatch), stages=2, stage=stage)
         contents = [json.loads((tmp_path / f"last-actions-rank{rank:04d}.json").read_text()) for rank in range(2)]
         assert [content["stage_id"] for content in contents] == [0, 1]
-        assert "wait_for_ever" in contents[stage]["stack"][-2]
+        assert any("in wait_for_ever" in line for line in contents[stage]["stack"])
         assert all(len(content["recent"]) > 10 for content in contents)
         starts = [entry["start_s"] for entry in contents[stage]["recent"]]
         assert starts == sorted(starts)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+import terapipe_ds
 from terapipe_ds.runtime import agreement, watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
-from tests.distributed.failures.job import Fault, Job, arm, batches, build_engine, hang
+from tests.distributed.failures.job import Fault, Job, arm, batches, build_engine, build_model, deepspeed_config, hang
 
 
 def train_until_it_hangs(job: Job) -> None:
@@ -125,12 +126,18 @@ def losses(job: Job) -> list[float]:
 
 
 def one_rank_is_not_registered(patience_s: float) -> Raised:
-    """The last rank builds a stock engine, or does something else: it never comes to compare configs."""
+    """The last rank has built its model and does something else then: it never comes to compare configs."""
+    job = Job(stall_timeout_s=patience_s)
+    model = build_model(job)
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        next(agreement._meetings)  # the ranks of the pool go on together
+        return Raised("", "", 0.0)
     usual, agreement.PATIENCE_S = agreement.PATIENCE_S, patience_s
     try:
-        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            next(agreement._meetings)  # the ranks of the pool go on together
-            return Raised("", "", 0.0)
-        return provoke(lambda: build_engine(Job(stall_timeout_s=patience_s)))
+        return provoke(
+            lambda: terapipe_ds.initialize(
+                model=model, model_parameters=list(model.parameters()), config=deepspeed_config(job)
+            )
+        )
     finally:
         agreement.PATIENCE_S = usual

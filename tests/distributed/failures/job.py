@@ -135,8 +135,19 @@ def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> I
 
 def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEngine:
     """An engine whose stages have one decoder layer each. `changes`: to the DeepSpeed config; None removes a key."""
+    model = build_model(job)
+    values = {**deepspeed_config(job), **(changes or {})}
+    return terapipe_ds.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={key: value for key, value in values.items() if value is not None},
+    )[0]
+
+
+def build_model(job: Job) -> PipelineModule:
+    """Makes process groups: a collective over all ranks."""
     config = gpt.GPTConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=job.stages, num_heads=2, ffn_size=16)
-    model = PipelineModule(
+    return PipelineModule(
         layers=[
             LayerSpec(gpt.TokenEmbedding, config),
             *[LayerSpec(StruckLayer, config, index) for index in range(job.stages)],
@@ -147,12 +158,6 @@ def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEng
         loss_fn=struck_loss,
         partition_method="type:StruckLayer",
     )
-    values = {**deepspeed_config(job), **(changes or {})}
-    return terapipe_ds.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config={key: value for key, value in values.items() if value is not None},
-    )[0]
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:

@@ -41,7 +41,7 @@ Batch = tuple[Any, Any]
 class Fault:
     """What goes wrong, on which stage of which pipeline, in which step (from 1).
 
-    `kind`: a key of `FAULTS` or `MEASURING`; or loss, other_length (of this stage's data), leaves (the stage stops
+    `kind`: a key of `FAULTS` or `MEASURING`; or loss, leaves (the stage stops
     training).
     """
 
@@ -111,16 +111,9 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
             return
         evaluates = job.evaluate and fault is not None and fault.step == step
         run_batch = engine.eval_batch if evaluates else engine.train_batch
-        yield float(run_batch(_data(step, pipeline_id)))
+        yield float(run_batch(batches(step, pipeline_id)))
         if step == job.save_after:
             engine.save_checkpoint(job.folder)
-
-
-def _data(step: int, pipeline_id: int) -> Iterator[Batch]:
-    if not _is_armed("other_length"):
-        return batches(step, pipeline_id)
-    _mark()
-    return batches(step, pipeline_id, length=SEQUENCE_LENGTH - 4)
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:

@@ -79,15 +79,14 @@ class WatchStore:
         self._ask(lambda store: store.set(f"read/{self._rank}", ""))
         self._wait_for([f"read/{rank}" for rank in range(self._world_size)], wait_s)
 
-    def _wait_for(self, keys: list[str], wait_s: float) -> bool:
-        """True once all keys are there, False when the time is over."""
+    def _wait_for(self, keys: list[str], wait_s: float, or_failure: bool = False) -> None:
+        """Until all keys are there, or the time is over, or (``or_failure``) somebody has said why the job ends."""
         deadline = time.monotonic() + wait_s
-        while self._ask(lambda store: store.check(keys)) is False:
-            if time.monotonic() >= deadline:
-                return False
+        while self._ask(lambda store: store.check(keys)) is False and time.monotonic() < deadline:
+            if or_failure and self.learn_failure() is not None:
+                return
             self.answer()
             time.sleep(_LOOK_S)
-        return self.lost_at is None
 
     def learn_failure(self) -> dict[str, Any] | None:
         """The first failure of the job, if there is one."""
@@ -116,20 +115,23 @@ class WatchStore:
         return [None if text is None else RankState.from_json(text) for text in texts or [None] * len(keys)]
 
     def answer(self) -> None:
-        """Answer the last roll call, if there is a new one."""
+        """Answer the roll calls since the last time; several ranks may call at once."""
         number = self._ask(lambda store: store.add(_ROLL, 0))
-        if number is not None and number > self._answered:
-            self._answered = number
-            text = self._state().to_json()
-            self._ask(lambda store: store.set(_answer_key(number, self._rank), text))
+        if number is None or number <= self._answered:
+            return
+        unanswered, self._answered = range(self._answered + 1, number + 1), number
+        text = self._state().to_json()
+        for each in unanswered:
+            self._ask(lambda store, key=_answer_key(each, self._rank): store.set(key, text))
 
     def call_the_roll(self, wait_s: float) -> dict[int, RankState]:
-        """What every rank does; those that do not answer within ``wait_s`` are silent. Empty without the store."""
+        """What every rank does; those that do not answer within ``wait_s`` are silent. Empty without the store, and
+        incomplete where a failure of the job becomes known meanwhile."""
         known = self.last_states()
         number = self._ask(lambda store: store.add(_ROLL, 1))
         self.answer()
         alive = [rank for rank in range(self._world_size) if rank not in known or not known[rank].gone]
-        self._wait_for([_answer_key(number, rank) for rank in alive], wait_s)
+        self._wait_for([_answer_key(number, rank) for rank in alive], wait_s, or_failure=True)
         if self.lost_at is not None or number is None:
             return {}
         answers = self._read([_answer_key(number, rank) for rank in range(self._world_size)])

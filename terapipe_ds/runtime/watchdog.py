@@ -170,6 +170,8 @@ class Watchdog:
         if self._world_size == 1:
             return ""
         states = self._others.call_the_roll(wait_s)
+        if self._others.failure is not None:
+            return f"{_failure_text(self._others.failure)}. "
         if not states:
             return "Rank 0, which serves the watch-dog's store, is gone. "
         return "".join(
@@ -258,7 +260,10 @@ class Watchdog:
     def _end_stalled(self, doing: Doing) -> None:
         """Report what all do, and end; unless this rank has gone on while the others answered."""
         states = self._others.call_the_roll(ANSWER_S)
-        if self._record.doing is doing:
+        failure = self._others.failure
+        if failure is not None:  # another rank was first, and has its report
+            self._end(_failure_text(failure), doing)
+        elif self._record.doing is doing:
             self._end(stall_report(states, self._stall_timeout_s, self._asynchronous), doing, stalled=True)
 
     def _end(self, text: str, doing: Doing, stalled: bool = False) -> None:

@@ -307,6 +307,16 @@ class TestStalls:
         assert "Stage 1 (rank 1) is where it stands: it does not answer" in text
         assert "last seen running F0.3; rank 0 waits for it" in text
 
+    def test_several_that_ask_at_once_all_get_answers(self, job: Job) -> None:
+        others = [job.rank(rank)._others for rank in (0, 1)]
+        for _ in range(3):
+            job.server.add("roll", 1)  # somebody else's
+        before = time.monotonic()
+        states = others[0].call_the_roll(DEADLINE_S)
+        assert time.monotonic() - before < DEADLINE_S / 2
+        assert not any(state.silent for state in states.values())
+        until(lambda: job.server.check([f"answer/{number}/{rank}" for number in (1, 2, 3) for rank in (0, 1)]))
+
     def test_a_rank_that_goes_on_while_the_others_answer_is_left_alone(self, job: Job) -> None:
         slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: the roll call takes its time
         with slow.batch(never):

@@ -76,7 +76,7 @@ class WatchStore:
         """Tell the others, unless one of them was first, and wait until all have read it."""
         first = self._ask(lambda store: store.compare_set(_ABORT, "", json.dumps(report)))
         self.failure = report if first is None else json.loads(first)
-        self._ask(lambda store: store.set(f"read/{self._rank}", ""))
+        self._set(f"read/{self._rank}", "")
         self._wait_for([f"read/{rank}" for rank in range(self._world_size)], wait_s)
 
     def _wait_for(self, keys: list[str], wait_s: float, or_failure: bool = False) -> None:
@@ -99,7 +99,7 @@ class WatchStore:
 
     def publish_state(self, state: RankState) -> None:
         """What is known of this rank, should it not be able to answer."""
-        self._ask(lambda store: store.set(f"state/{self._rank}", state.to_json()))
+        self._set(f"state/{self._rank}", state.to_json())
 
     def last_states(self) -> dict[int, RankState]:
         """What each rank has last published of itself."""
@@ -122,7 +122,10 @@ class WatchStore:
         unanswered, self._answered = range(self._answered + 1, number + 1), number
         text = self._state().to_json()
         for each in unanswered:
-            self._ask(lambda store, key=_answer_key(each, self._rank): store.set(key, text))
+            self._set(_answer_key(each, self._rank), text)
+
+    def _set(self, key: str, text: str) -> None:
+        self._ask(lambda store: store.set(key, text))
 
     def call_the_roll(self, wait_s: float) -> dict[int, RankState]:
         """What every rank does; those that do not answer within ``wait_s`` are silent. Empty without the store, and

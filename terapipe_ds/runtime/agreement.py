@@ -138,7 +138,7 @@ def _nobody_came(rank: int, missing: list[int], waited_s: float) -> str:
 
 def _differences(everyone: list[dict[str, str]]) -> list[str]:
     lines = []
-    for name in COMPARED_SECTIONS:
+    for name in everyone[0]:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, values in enumerate(everyone):
             ranks_by_value.setdefault(values[name], []).append(rank)

@@ -72,6 +72,7 @@ class TestHangs:
         job = hanging(kind, stage, tmp_path, stages, unit=unit, step=choose.choice([1, 2]))
         ended = end(job, monkeypatch)
         print(f"{stages} stages, {kind} on stage {stage} at {unit}: ended after {ended.seconds_after_fault:.1f} s")
+        print(ended.outputs[0])
         assert_named(ended, stages, stage)
 
     @pytest.mark.full

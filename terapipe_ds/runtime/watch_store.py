@@ -111,8 +111,11 @@ class WatchStore:
         if self._ask(lambda store: store.check(keys)):
             texts = self._ask(lambda store: store.multi_get(keys))
         else:
-            texts = [self._ask(lambda store, k=key: store.get(k) if store.check([k]) else None) for key in keys]
+            texts = [self._get(key) for key in keys]
         return [None if text is None else RankState.from_json(text) for text in texts or [None] * len(keys)]
+
+    def _get(self, key: str) -> Any:
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None)
 
     def answer(self) -> None:
         """Answer the roll calls since the last time; several ranks may call at once."""

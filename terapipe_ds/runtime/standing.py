@@ -13,6 +13,7 @@ import torch.distributed as torch_dist
 
 _SHOWN_CALLS = 6
 _LAYERS_OF_COMMUNICATION = ("torch.distributed", "deepspeed.comm")
+_DECORATORS = ("wrapper", "log_wrapper")  # both packages wrap their calls, to log or to time them
 _SEES_THROUGH = ("deepspeed.utils", "deepspeed.accelerator", "contextlib", "functools", "torch.utils")
 
 
@@ -36,7 +37,7 @@ def collective_of(frame: FrameType) -> str:
     called = ""
     inner: FrameType | None = frame
     while inner is not None and _is_in(inner, (*_LAYERS_OF_COMMUNICATION, *_SEES_THROUGH)):
-        if _is_in(inner, _LAYERS_OF_COMMUNICATION):
+        if _is_in(inner, _LAYERS_OF_COMMUNICATION) and inner.f_code.co_name not in _DECORATORS:
             called = inner.f_code.co_name
         inner = inner.f_back
     if not called:

@@ -219,7 +219,7 @@ class TestJobsEnd:
         for rank in range(stages):
             state = "running F1.2" if rank == stage else r"at [FB]\d\.\d, waiting for .* stage \d"
             causes.append(rf"rank {rank} \(stage {rank}\): {state}")
-        causes.append(rf"Stage {stage} \(rank {stage}\) is where it stands: .* running F1.2 .* in wait_for_ever")
+        causes.append(rf"(?s)Stage {stage} \(rank {stage}\) is where it stands: .* running F1.2 .* in wait_for_ever")
         ended.assert_all_told(*causes, survivors=list(range(stages)))
         assert ended.exit_codes == [1] * stages
         ended.assert_soon(STALL_TIMEOUT_S)

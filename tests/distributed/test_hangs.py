@@ -103,7 +103,7 @@ class TestEnds:
     def test_a_checkpoint_survives_sigterm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         job = Job(steps=2, folder=str(tmp_path), fault=Fault("terminated_in_save", 1, step=2))
         ended = end(job, monkeypatch)
-        ended.assert_all_told("it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
+        ended.assert_all_told("(?s)it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
         assert "Traceback" not in ended.outputs[1]
         assert ended.exit_codes == [1, 143]
         undisturbed = rank_pool(2).run(losses, job=Job(steps=2))

@@ -58,6 +58,15 @@ def test_the_layers_of_deepspeed_are_seen_through() -> None:
     assert text.endswith("(test_the_layers_of_deepspeed_are_seen_through)")
 
 
+def test_a_call_that_is_wrapped_keeps_its_name() -> None:
+    """As `torch.distributed` and `deepspeed.comm` wrap theirs."""
+    wrapped = module_with(
+        "torch.distributed.logging_made_up",
+        "def decorate(function):\n    def wrapper(*args):\n        return function(*args)\n    return wrapper\n",
+    ).decorate(COMM.all_reduce)
+    assert collective_of(wrapped(inside)).startswith("all_reduce, called in test_standing.py:")
+
+
 def test_user_code_called_by_a_collective_is_not_one() -> None:
     def reduce_hook() -> FrameType:
         return here()

@@ -161,12 +161,15 @@ class Watchdog:
         whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
         return PipelineAborted(
             f"lost the connection to another rank{whose}: its process has ended without saying why. "
-            f"{self._the_dead(ANSWER_S)}Its own output and exit code tell more: it was killed (out of memory?), or "
-            "makes fewer steps than this rank"
+            f"{self._the_dead(ANSWER_S, or_terminated=True)}Its own output and exit code tell more: it was killed (out "
+            "of memory?), or makes fewer steps than this rank"
         )
 
-    def _the_dead(self, wait_s: float) -> str:
-        """Names the ranks that do not answer, as sentences; "" where all do."""
+    def _the_dead(self, wait_s: float, or_terminated: bool = False) -> str:
+        """Names the ranks that do not answer, as sentences; "" where all do.
+
+        ``or_terminated``: where all do, those that SIGTERM has ended. Launchers send it to all where one has died.
+        """
         if self._world_size == 1:
             return ""
         states = self._others.call_the_roll(wait_s)
@@ -174,11 +177,10 @@ class Watchdog:
             return f"{_failure_text(self._others.failure)}. "
         if not states:
             return "Rank 0, which serves the watch-dog's store, is gone. "
-        return "".join(
-            f"Rank {state.rank} (stage {state.stage_id}): {state.describe()}. "
-            for state in states.values()
-            if state.silent or state.gone == CLOSED
-        )
+        named = [state for state in states.values() if state.silent or state.gone == CLOSED]
+        if or_terminated and not named:
+            named = [state for state in states.values() if state.gone]
+        return "".join(f"Rank {state.rank} (stage {state.stage_id}): {state.describe()}. " for state in named)
 
     def _fail(self, error: BaseException) -> None:
         if self._thread is None:  # alone: whoever called may go on

@@ -100,14 +100,15 @@ class TestEnds:
         assert ended.exit_codes == [1, -9]
 
     @pytest.mark.full
-    def test_a_checkpoint_survives_sigterm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_checkpoint_before_survives_sigterm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         job = Job(steps=2, folder=str(tmp_path), fault=Fault("terminated_in_save", 1, step=2))
         ended = end(job, monkeypatch)
         ended.assert_all_told("(?s)it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
+        ended.assert_all_told(r"at save_checkpoint: .* Rank 1 \(stage 1\): ended by SIGTERM", survivors=[0])
         assert "Traceback" not in ended.outputs[1]
         assert ended.exit_codes == [1, 143]
         undisturbed = rank_pool(2).run(losses, job=Job(steps=2))
-        assert rank_pool(2).run(resume, job=job) == [(1, losses[1]) for losses in undisturbed]
+        assert rank_pool(2).run(resume, job=job, tag="global_step1") == [(1, losses[1]) for losses in undisturbed]
 
 
 class TestAgreement:

@@ -14,7 +14,17 @@ import terapipe_ds
 from terapipe_ds.runtime import agreement, watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
-from tests.distributed.failures.job import Fault, Job, arm, batches, build_engine, build_model, deepspeed_config, hang
+from tests.distributed.failures.job import (
+    Fault,
+    Job,
+    arm,
+    batches,
+    build_engine,
+    build_model,
+    deepspeed_config,
+    hang,
+    mark,
+)
 
 
 def train_until_it_hangs(job: Job) -> None:
@@ -85,10 +95,11 @@ def _in_save(engine: Any, fault: Fault) -> None:
 def _terminated_in_save(engine: Any, fault: Fault) -> None:
     """This rank gets SIGTERM in the middle of a file."""
 
-    def save(state: Any, path: str) -> None:
+    def save(state_dict: Any, path: str) -> None:
         with open(path, "wb") as file:
             file.write(b"half of it")
             file.flush()
+            mark()
             os.kill(os.getpid(), signal.SIGTERM)
             hang()
 
@@ -105,11 +116,11 @@ PLACES: dict[str, Callable[[PipelineEngine, Fault], None]] = {
 }
 
 
-def resume(job: Job) -> tuple[int, float]:
-    """The step that the checkpoint in the job's folder was saved after, and the loss of the next one."""
+def resume(job: Job, tag: str) -> tuple[int, float]:
+    """The step that a checkpoint in the job's folder was saved after, and the loss of the next one."""
     engine = build_engine(job)
     try:
-        path, _ = engine.load_checkpoint(job.folder)
+        path, _ = engine.load_checkpoint(job.folder, tag)
         assert path is not None
         return engine.global_steps, float(engine.train_batch(batches(engine.global_steps + 1)))
     finally:

@@ -107,7 +107,7 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
         struck = fault is not None and (fault.step, fault.stage, fault.pipeline) == (step, engine.stage_id, pipeline_id)
         arm(fault if struck else None)
         if _is_armed("leaves"):
-            _mark()
+            mark()
             return
         evaluates = job.evaluate and fault is not None and fault.step == step
         run_batch = engine.eval_batch if evaluates else engine.train_batch
@@ -215,12 +215,12 @@ def _exchange_pids() -> None:
     distributed.all_gather_object(_pids, os.getpid())
 
 
-def _mark() -> None:
+def mark() -> None:
     print(f"{FAULT_MARK} {time.time():.3f}", file=sys.stderr, flush=True)
 
 
 def _fail(text: str) -> NoReturn:
-    _mark()
+    mark()
     raise BrokenError(text)
 
 
@@ -261,12 +261,12 @@ def _hang_in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     os._exit(3)
 
 
 def _kill(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     os.kill(os.getpid(), signal.SIGKILL)
     return hidden
 
@@ -276,14 +276,14 @@ def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def hang() -> NoReturn:
-    _mark()
+    mark()
     wait_for_ever()
     raise AssertionError("this never comes")
 
 
 def _terminate_others(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     """What a launcher does when a rank has died."""
-    _mark()
+    mark()
     for pid in _pids:
         if pid != os.getpid():
             os.kill(pid, signal.SIGTERM)
@@ -295,12 +295,12 @@ def wait_for_ever() -> None:
 
 
 def _other_shape(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     return torch.cat([hidden, hidden], dim=-1)
 
 
 def _plain_attention(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     heads = hidden.unsqueeze(1)
     return hidden + F.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
 

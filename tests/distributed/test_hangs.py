@@ -47,7 +47,14 @@ def assert_named(ended: Ended, stages: int, stage: int) -> None:
 
 
 class TestHangs:
-    @pytest.mark.parametrize(("kind", "stage"), [("hang_backward", 0), ("hang_optimizer", 1), ("hang_data", 0)])
+    @pytest.mark.parametrize(
+        ("kind", "stage"),
+        [
+            ("hang_backward", 0),
+            pytest.param("hang_optimizer", 1, marks=pytest.mark.full),
+            pytest.param("hang_data", 0, marks=pytest.mark.full),
+        ],
+    )
     def test_the_stage_is_named(
         self, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -91,6 +98,7 @@ class TestHangs:
 
 
 class TestEnds:
+    @pytest.mark.full
     def test_a_killed_rank_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end(hanging("kill", 1, tmp_path, unit=(1, 0)), monkeypatch)
         ended.assert_all_told(

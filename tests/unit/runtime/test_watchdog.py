@@ -79,6 +79,12 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     job.close()
 
 
+@pytest.fixture
+def nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank does not read why this one ends: no need to wait until it has."""
+    monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
+
+
 def never(error: BaseException) -> bool:
     return False
 
@@ -251,6 +257,7 @@ class TestStalls:
         assert "in test_the_report_says_what_every_rank_does" in hanging_text
         assert job.exits == [1, 1]
 
+    @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -291,6 +298,7 @@ class TestStalls:
         assert last[1][-2:] == ["F0.0", "F0.1"] and last[0] == ["F0.0", "F0.1", "B0.1"]
         assert contents[0]["waits_for_ranks"] == [1]
 
+    @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         killed = job.rank(1)
         with killed.batch(never):
@@ -325,6 +333,7 @@ class TestStalls:
         slow.close()
         assert job.exits == []
 
+    @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_is_done_is_not_waited_for(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         job.rank(1).close()
         waiting = job.rank(0, stall_timeout_s=0.3)
@@ -332,6 +341,7 @@ class TestStalls:
             job.wait_for_end()
         assert "Stage 1 (rank 1) is where it stands: it is done with its engine" in capfd.readouterr().err
 
+    @pytest.mark.usefixtures("nobody_reads")
     def test_a_long_call_outside_a_batch(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:

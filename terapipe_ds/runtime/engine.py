@@ -111,7 +111,9 @@ class TeraPipeEngine(PipelineEngine):
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
             peers=() if self._groups.peers is None else self._groups.peers.ranks,
+            trace_dir=self.terapipe_config.trace_dir,
         )
+        self._links.waiting = self._watchdog.waiting
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
         self._batch: BatchInFlight | None = None
@@ -164,13 +166,16 @@ class TeraPipeEngine(PipelineEngine):
     ) -> Any:
         """Same arguments and result as DeepSpeed's; it is there as a whole or not at all, whatever dies meanwhile.
 
+        A rank that never arrives is reported.
+
         Raises:
             CheckpointError: on every rank, where one of them cannot write.
         """
-        return save_checkpoint(
-            self, super().save_checkpoint, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters,
-            self._plans.described(),
-        )  # fmt: skip
+        with self._watchdog.apart("save_checkpoint"):
+            return save_checkpoint(
+                self, super().save_checkpoint, save_dir, tag, client_state or {}, save_latest,
+                exclude_frozen_parameters, self._plans.described(),
+            )  # fmt: skip
 
     def load_checkpoint(
         self,

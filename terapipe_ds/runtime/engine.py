@@ -48,6 +48,7 @@ from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
@@ -120,6 +121,7 @@ class TeraPipeEngine(PipelineEngine):
         accumulate_in_products(self.module, self.optimizer)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
+        self._finite: FiniteCheck | None = finite_check(self, self._groups.world)
         warn_of_checkpoints(self)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
@@ -263,7 +265,8 @@ class TeraPipeEngine(PipelineEngine):
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
         batch = self._open()
         first = batch.training not in self._guarded_modes
-        with guard_plain_attention(), GuardCapturedNames() if first else nullcontext():
+        watching = self._finite.watching() if self._finite is not None and batch.training else nullcontext()
+        with guard_plain_attention(), GuardCapturedNames() if first else nullcontext(), watching:
             super()._exec_schedule(pipe_schedule)
         self._guarded_modes.add(batch.training)
         self._links.close_batch()
@@ -329,6 +332,8 @@ class TeraPipeEngine(PipelineEngine):
             if not batch.training:
                 ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
             loss = self._slice_loss(outputs, active, micro_batch) if self._is_last_part else None
+            if self._finite is not None and batch.training and loss is not None:
+                self._finite.look_at_loss(loss)
         if batch.training or not self._is_last_part:
             # the last part needs its loss only; the logits live on in the graph where it has them
             batch.put(action.unit, SliceInFlight(inputs, None if self._is_last_part else outputs, loss))
@@ -429,6 +434,8 @@ class TeraPipeEngine(PipelineEngine):
                 DeepSpeedEngine.backward(self, slice_.loss if scale == 1.0 else slice_.loss.float() * scale)
             else:
                 self._backward_from(slice_.outputs, gradients)
+            if self._finite is not None:
+                self._finite.look_at_parameters()
         slice_.outputs = slice_.loss = None
         if self.is_first_stage():
             batch.drop(action.unit)
@@ -464,6 +471,10 @@ class TeraPipeEngine(PipelineEngine):
 
     def _reduce_tied_grads(self, action: Action) -> None:
         """Once per batch, after the last backward: the model's own sums, then those of tied layers."""
+        if self._finite is not None:
+            with self._watchdog.waiting("the check of all ranks for numbers that are not finite"):
+                self._links.close_batch()  # a caller may go on after the error
+                self._finite.agree(self.global_steps + 1)
         before_reduce = getattr(self.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(self)

@@ -26,6 +26,7 @@ DEFAULTS = {
     "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "verify": "off",
+    "check_finite": "off",
     "stall_timeout_s": 300,
     "trace_dir": None,
 }
@@ -68,6 +69,7 @@ def test_every_key() -> None:
         "ignore_index": 0,
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "verify": "off",
+        "check_finite": "every_step",
         "stall_timeout_s": 12.5,
         "trace_dir": "traces",
     }
@@ -163,6 +165,8 @@ def test_the_given_dict_stays_as_it_is() -> None:
         ("planner", []),
         ("verify", True),
         ("verify", "on"),
+        ("check_finite", True),
+        ("check_finite", "on"),
         ("stall_timeout_s", 0),
         ("stall_timeout_s", -3),
         ("stall_timeout_s", True),
@@ -444,7 +448,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}},
-        {"stall_timeout_s": 1}, {"trace_dir": "x"}, {"enabled": False},
+        {"stall_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"}, {"enabled": False},
     ]  # fmt: skip
     others = {read({**base, **change}).fingerprint() for change in changes}
     assert len(others) == len(changes)

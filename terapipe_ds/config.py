@@ -157,6 +157,8 @@ class TeraPipeConfig(_StrictModel):
             PlanError: ``sequence_length`` itself is not an integer >= 1.
         """
         whole = SlicePlan.equal(sequence_length, 1)
+        if self.slices == 1:  # nothing is cut, so that the granularity does not matter
+            return whole
         if self.slices == "auto":
             raise TeraPipeConfigError(
                 f'{_name(("slices",))} = "auto": planned from measured costs while training runs; for a plan without '
@@ -342,11 +344,8 @@ _CONFLICTS = (
     _Conflict("eigenvalue.enabled", _is_on,
               "it takes a second backward pass through the graph of a whole micro-batch",
               "remove the section"),
-    _Conflict("flops_profiler.enabled", _is_on,
-              "DeepSpeed 0.19.8's profiler crashes with more than one stage (\"bwd_microstep timer has "
-              "already been started\")", "set it to false"),
     _Conflict("autotuning.enabled", _is_on,
-              "the autotuner works through the flops profiler, which crashes with more than one stage",
+              "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
               "set it to false"),
     _Conflict("managed_gradient_accumulation", _is_off,
               "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",

@@ -43,6 +43,7 @@ from terapipe_ds.runtime.checks import (
     with_multiple,
 )
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
@@ -121,6 +122,7 @@ class TeraPipeEngine(PipelineEngine):
         accumulate_in_products(self.module, self.optimizer)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
+        self._flops: StageFlops | None = stage_flops(self)
         self._finite: FiniteCheck | None = finite_check(self, self._groups.world)
         warn_of_checkpoints(self)
 
@@ -250,7 +252,9 @@ class TeraPipeEngine(PipelineEngine):
         return schedule.for_stage(self.stage_id)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
-        inputs = self._source.slice_inputs(drawn.inputs, shape.length) if self.is_first_stage() else None
+        inputs = None
+        if self.is_first_stage():
+            inputs = self._source.slice_inputs(drawn.inputs, shape.length, is_whole=plan.num_slices == 1)
         weights: tuple[float, ...] = ()
         if self._is_last_part:
             assert drawn.labels is not None
@@ -328,7 +332,8 @@ class TeraPipeEngine(PipelineEngine):
         active = self._active(action, "train" if batch.training else "eval")
         inputs, packed = self._slice_inputs(action, active)
         with push_slice(active):
-            outputs = DeepSpeedEngine.forward(self, packed)
+            with self._flops.around(active) if self._flops is not None else nullcontext():
+                outputs = DeepSpeedEngine.forward(self, packed)
             if not batch.training:
                 ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
             loss = self._slice_loss(outputs, active, micro_batch) if self._is_last_part else None
@@ -482,7 +487,8 @@ class TeraPipeEngine(PipelineEngine):
 
     def _optimizer_step(self, action: Action) -> None:
         mark_gradients(self.module, self.optimizer)
-        self._exec_optimizer_step()
+        with self._flops.report() if self._flops is not None else nullcontext():
+            self._exec_optimizer_step()
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""

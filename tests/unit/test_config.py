@@ -341,7 +341,6 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("progressive_layer_drop.enabled", True, False),
     ("sparse_attention", {"mode": "fixed"}, None),
     ("eigenvalue.enabled", True, False),
-    ("flops_profiler.enabled", True, False),
     ("autotuning.enabled", True, False),
     ("managed_gradient_accumulation", False, True),
 ]
@@ -402,7 +401,7 @@ def test_a_usual_deepspeed_config_has_no_conflicts() -> None:
         pipeline={"activation_checkpoint_interval": 1, "use_reentrant": False},
         gradient_clipping=1.0,
         wall_clock_breakdown=True,
-        flops_profiler={"enabled": False},
+        flops_profiler={"enabled": True},
     )
     assert config.enabled
 
@@ -414,6 +413,10 @@ def test_plan_for_a_number() -> None:
     config = read({"enabled": True, "slices": 8})
     assert config.plan_for(2048) == SlicePlan((256,) * 8)
     assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
+
+
+def test_one_slice_is_the_whole_sequence_whatever_the_granularity() -> None:
+    assert read({"slices": 1}).plan_for(3) == SlicePlan((3,))
 
 
 def test_plan_for_a_list() -> None:
@@ -456,7 +459,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    assert read({"enabled": True, "slices": 8}).fingerprint() == "c5998fb68be13144"
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "cace330d49be839a"
 
 
 def test_describe() -> None:

@@ -34,7 +34,7 @@ class NonFiniteError(ValueError):
 
 
 @dataclass(frozen=True)
-class Place:
+class Finding:
     """Where a number stands that is not finite. ``layer`` as ``layer 3 (DecoderLayer)``, 3 counted over all stages."""
 
     stage_id: int
@@ -173,16 +173,16 @@ class FiniteCheck:
         if places:
             raise on_every_rank(NonFiniteError(_message(places, step)))
 
-    def _first(self) -> Place | None:
+    def _first(self) -> Finding | None:
         """Of all that this rank has looked at, what nothing else has caused; of several the one computed first."""
         texts = _described(self._looks)
         places = [self._place(look, text) for look, text in zip(self._looks, texts, strict=True) if text]
         first = min(places, key=lambda place: place.order, default=None)
         return None if first is None else dataclasses.replace(first, hint=self._hint(first.layer))
 
-    def _place(self, look: _Look, text: str) -> Place:
+    def _place(self, look: _Look, text: str) -> Finding:
         active = look.active
-        return Place(
+        return Finding(
             self._stage_id, look.layer, active.micro_batch_id, active.slice_id, active.start, active.stop,
             active.sequence_length, look.is_backward, f"{look.what} {text}",
         )  # fmt: skip
@@ -285,7 +285,7 @@ def layer_name(layer: Any, index: int) -> str:
     return f"layer {index} ({kind})"
 
 
-def _message(places: dict[int, Place], step: int) -> str:
+def _message(places: dict[int, Finding], step: int) -> str:
     rank, first = min(places.items(), key=lambda item: (item[1].order, item[0]))
     others = f" From there it came to ranks {sorted(set(places) - {rank})} as well." if len(places) > 1 else ""
     cause = first.hint or "What it was computed from is finite: look at what this place does with these tokens."

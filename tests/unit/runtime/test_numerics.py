@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.header import raised_on_every_rank
-from terapipe_ds.runtime.numerics import FiniteCheck, Finding, NonFiniteError, layer_name
+from terapipe_ds.runtime.numerics import Finding, FiniteCheck, NonFiniteError, layer_name
 
 
 class Stage:

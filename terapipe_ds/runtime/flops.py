@@ -4,7 +4,7 @@ DeepSpeed 0.19.8 counts one forward of rank 0 and, with pipelines, never prints 
 the first replica counts the forwards of its layers on all slices of the first micro-batch of ``profile_step``: as many
 operations as one forward of the whole micro-batch, but for attention, where a slice reads its prefix and not what comes
 after it. Each stage prints its own profile after the step, in one piece; with ``output_file``, stage 0 writes that file
-and stage k ``<output_file>.stage<k>``.
+and stage k ``<output_file>.stage<k>``. (DeepSpeed switches ``wall_clock_breakdown`` on as well where the profiler is.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 from deepspeed.profiling.flops_profiler import profiler as ds_profiler
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from deepspeed.runtime.engine import EngineTimers
 from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice
@@ -146,7 +145,5 @@ def stage_flops(engine: Any) -> StageFlops | None:
     """The profiler of this engine's stage in the place of DeepSpeed's, where the config asks for one."""
     if not engine.flops_profiler_enabled():
         return None
-    if not engine.wall_clock_breakdown():  # or DeepSpeed starts timers for its profiler that nobody reads
-        engine.engine_timers = EngineTimers(enable_micro_timers=False, enable_global_timers=False)
     engine.flops_profiler = StageFlops(engine)
     return engine.flops_profiler

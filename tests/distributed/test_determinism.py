@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 
 from tests.distributed.engines import Run, differences, engine_of, error_of, gpt_layers, micro_batch, section, train
@@ -34,30 +35,39 @@ def trained(seed: int, schedule: str, **options: Any) -> Run:
     return run
 
 
-def job_twice(schedule: str, stages: int, **options: Any) -> dict[str, Any]:
-    runs = {kind: [trained(1, schedule, stages=stages, **options, **more) for _ in range(2)]
-            for kind, more in RECOMPUTING.items()}  # fmt: skip
-    plain = runs["off"][0]
+def job_twice(schedule: str, stages: int, recomputing: str, **options: Any) -> dict[str, Any]:
+    kinds = {kind: {**options, **RECOMPUTING[kind], "stages": stages} for kind in ("off", recomputing)}
+    first, second = ({kind: trained(1, schedule, **kinds[kind]) for kind in kinds} for _ in range(2))
+    plain = first["off"]
     return {
-        "twice": {kind: error_of(vars(first), vars(second)) for kind, (first, second) in runs.items()},
-        "recomputed": [max(differences(first, plain).values()) for first, _ in runs.values()],
-        "other seed": differences(trained(2, schedule, stages=stages, **options), plain),
+        "twice": [error_of(vars(first[kind]), vars(second[kind])) for kind in kinds],
+        "recomputed": max(differences(first[recomputing], plain).values()),
+        "other seed": differences(trained(2, schedule, **kinds["off"]), plain),
         "steps": [len(plain.returned), len(plain.gradients), len(plain.parameters) > 3],
     }
 
 
 def check(ranks: list[dict[str, Any]], recomputed: float) -> None:
     for rank in ranks:
-        assert rank["twice"] == dict.fromkeys(RECOMPUTING, 0.0)
-        assert max(rank["recomputed"]) <= recomputed, "a recomputed forward drops what the first one dropped"
+        assert rank["twice"] == [0.0, 0.0]
+        assert rank["recomputed"] <= recomputed, "a recomputed forward drops what the first one dropped"
         assert rank["other seed"]["returned"] > 1e-4, "there is dropout"
         assert rank["steps"] == [3, 3, True]
 
 
-def test_two_stages() -> None:
-    check(rank_pool(2).run(job_twice, schedule="seq1f1b", stages=2), recomputed=1e-5)
+EITHER = pytest.mark.parametrize(
+    "recomputing", [pytest.param("reentrant", marks=pytest.mark.full), "non_reentrant"]
+)  # fmt: skip
 
 
-def test_two_replicas_with_bf16_and_zero_1() -> None:
+@EITHER
+def test_two_stages(recomputing: str) -> None:
+    ranks = rank_pool(2).run(job_twice, schedule="seq1f1b", stages=2, recomputing=recomputing)
+    check(ranks, recomputed=1e-5)
+
+
+@EITHER
+def test_two_replicas_with_bf16_and_zero_1(recomputing: str) -> None:
     options = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    check(rank_pool(2).run(job_twice, schedule="terapipe", stages=1, **options), recomputed=0.0)
+    ranks = rank_pool(2).run(job_twice, schedule="terapipe", stages=1, recomputing=recomputing, **options)
+    check(ranks, recomputed=0.0)

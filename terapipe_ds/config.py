@@ -157,7 +157,7 @@ class TeraPipeConfig(_StrictModel):
             PlanError: ``sequence_length`` itself is not an integer >= 1.
         """
         whole = SlicePlan.equal(sequence_length, 1)
-        if self.slices == 1:  # nothing is cut, so that the granularity does not matter
+        if self.is_stock_order:
             return whole
         if self.slices == "auto":
             raise TeraPipeConfigError(
@@ -187,6 +187,14 @@ class TeraPipeConfig(_StrictModel):
                 f"{_name(('granularity_tokens',))} = {self.granularity_tokens}: larger than a sequence of "
                 f"{sequence_length} tokens; give at most {sequence_length}, or longer sequences"
             )
+
+    @property
+    def is_stock_order(self) -> bool:
+        """True for ``"slices": 1, "schedule": "1f1b"``, DeepSpeed's own order of whole micro-batches.
+
+        Nothing is cut: the granularity does not matter, and a batch may be anything that DeepSpeed's engine takes.
+        """
+        return self.slices == 1 and self.schedule == "1f1b"
 
     def fingerprint(self) -> str:
         """16 hex digits that two configs share exactly when every key has the same value."""

@@ -166,7 +166,7 @@ class BatchSource:
             if not _is_absent(labels):
                 # Only a check, as early as possible: the last stage's labels decide.
                 known = self._labels_of(labels)
-                self.slice_inputs(drawn.inputs, known.length, is_whole=self._config.slices == 1)
+                self.slice_inputs(drawn.inputs, known.length, is_whole=self._config.is_stock_order)
         return drawn
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
@@ -182,10 +182,10 @@ class BatchSource:
         return self._labels_of(chosen)
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
-        """With ``"slices": 1`` labels may lack ``sequence_dim`` (one class per image): they are one slice as they
+        """In DeepSpeed's own order labels may lack ``sequence_dim`` (one class per image): they are one slice as they
         are."""
         dim = self._config.sequence_dim
-        if self._config.slices == 1 and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
+        if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
             dim = 0
         return SliceableTensors.of_labels(labels, dim)
 

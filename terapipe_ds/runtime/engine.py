@@ -135,6 +135,8 @@ class TeraPipeEngine(PipelineEngine):
 
         Same arguments and result as DeepSpeed's; StopIteration and errors in the data are raised on every stage.
         """
+        if not torch.is_grad_enabled():  # no batch has begun, and a caller who catches this may go on
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         with self._guarded():
             return super().train_batch(data_iter)
 
@@ -257,7 +259,8 @@ class TeraPipeEngine(PipelineEngine):
         inputs = labels = None
         weights: tuple[float, ...] = ()
         if any(part.place.is_first for part in self._parts):
-            inputs = self._source.slice_inputs(drawn.inputs, shape.length, is_whole=plan.num_slices == 1)
+            is_whole = self.terapipe_config.is_stock_order and plan.num_slices == 1  # not one that was set by hand
+            inputs = self._source.slice_inputs(drawn.inputs, shape.length, is_whole)
         if any(part.place.is_last for part in self._parts):
             labels = drawn.labels
             assert labels is not None

@@ -415,8 +415,11 @@ def test_plan_for_a_number() -> None:
     assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
 
 
-def test_one_slice_is_the_whole_sequence_whatever_the_granularity() -> None:
-    assert read({"slices": 1}).plan_for(3) == SlicePlan((3,))
+def test_deepspeeds_own_order_takes_any_length_whatever_the_granularity() -> None:
+    assert read({"slices": 1, "schedule": "1f1b"}).plan_for(3) == SlicePlan((3,))
+    for other in ({"slices": 1}, {"slices": 1, "schedule": "gpipe"}, {"slices": 2, "schedule": "1f1b"}):
+        with pytest.raises(TeraPipeConfigError, match="granularity_tokens = 64"):
+            read(other).plan_for(3)
 
 
 def test_plan_for_a_list() -> None:

@@ -53,17 +53,19 @@ class TestDrawing:
         assert drawn[0].labels is not None
         assert torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
 
-    def test_one_slice_takes_what_is_no_sequence(self) -> None:
+    def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
+        stock_order = {"slices": 1, "schedule": "1f1b"}
         images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
-        (drawn,), shapes = (one := of((images, classes), slices=1)).draw(1, training=True)
+        (drawn,), shapes = (one := of((images, classes), **stock_order)).draw(1, training=True)
         assert shapes == (MicroBatchShape(1, 4),)
         inputs = one.slice_inputs(drawn.inputs, 4, is_whole=True)
         assert torch.equal(inputs.span(0, 4)[0], images)
         targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
-        _, shapes = of((images, targets), slices=1).draw(1, training=True)
+        _, shapes = of((images, targets), **stock_order).draw(1, training=True)
         assert shapes == (MicroBatchShape(4, 5),)
-        with pytest.raises(BatchError, match="no label tensor has dimension 1"):
-            of((images, classes)).draw(1, training=True)
+        for other in ({}, {"slices": 1}):
+            with pytest.raises(BatchError, match="no label tensor has dimension 1"):
+                of((images, classes), **other).draw(1, training=True)
         with pytest.raises(BatchError, match="no input tensor has the sequence"):
             one.slice_inputs(images, 5)
 

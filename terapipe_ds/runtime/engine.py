@@ -26,7 +26,9 @@ from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
+    check_eval_call,
     check_module,
+    check_train_call,
     problem_of_given_slices,
     problem_of_layers,
     slice_length_multiple,
@@ -135,8 +137,7 @@ class TeraPipeEngine(PipelineEngine):
 
         Same arguments and result as DeepSpeed's; StopIteration and errors in the data are raised on every stage.
         """
-        if not torch.is_grad_enabled():  # no batch has begun, and a caller who catches this may go on
-            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        check_train_call()
         with self._guarded():
             return super().train_batch(data_iter)
 
@@ -146,6 +147,7 @@ class TeraPipeEngine(PipelineEngine):
         Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
         the vocabulary, where the head is divided.
         """
+        check_eval_call(data_iter, *args, **kwargs)
         training_iterator = self.data_iterator
         try:
             with self._guarded():

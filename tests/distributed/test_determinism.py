@@ -55,18 +55,14 @@ def check(ranks: list[dict[str, Any]], recomputed: float) -> None:
         assert rank["steps"] == [3, 3, True]
 
 
-EITHER = pytest.mark.parametrize(
-    "recomputing", [pytest.param("reentrant", marks=pytest.mark.full), "non_reentrant"]
-)  # fmt: skip
-
-
-@EITHER
+@pytest.mark.parametrize("recomputing", [pytest.param("reentrant", marks=pytest.mark.full), "non_reentrant"])
 def test_two_stages(recomputing: str) -> None:
     ranks = rank_pool(2).run(job_twice, schedule="seq1f1b", stages=2, recomputing=recomputing)
     check(ranks, recomputed=1e-5)
 
 
-@EITHER
+@pytest.mark.full
+@pytest.mark.parametrize("recomputing", ["reentrant", "non_reentrant"])
 def test_two_replicas_with_bf16_and_zero_1(recomputing: str) -> None:
     options = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     ranks = rank_pool(2).run(job_twice, schedule="terapipe", stages=1, recomputing=recomputing, **options)

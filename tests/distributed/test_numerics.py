@@ -367,6 +367,7 @@ class TestLossScale:
                 assert error_of(run.parameters, stock.parameters) <= 10 * limit
             assert error_of(vars(rank["watched"][1]), vars(rank["sliced"][1])) == 0.0
 
+    @pytest.mark.full
     def test_what_is_skipped_depends_on_the_parameters_and_not_on_the_slices(self) -> None:
         """With a learning rate at which rounding drives the runs apart, until one skips a step that the other takes."""
         for rank in rank_pool(2).run(job_skips):

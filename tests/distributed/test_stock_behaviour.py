@@ -169,10 +169,10 @@ def tied_layers() -> list[Any]:
     return [tied(), *gpt_layers("float32")[1:5], tied(forward_fn=head_of)]
 
 
-def refused_reduction(engine: PipelineEngine) -> str:
+def refused_reduction(engine: PipelineEngine) -> tuple[str, float]:
     with pytest.raises(NotImplementedError) as caught:
         engine.eval_batch(iter(batches(1)[0]), reduce_output="sum")
-    return str(caught.value)
+    return str(caught.value), float(engine.train_batch(iter(batches(1)[0])))
 
 
 TEXT = functools.partial(train_and_evaluate, data=batches(3))
@@ -221,6 +221,17 @@ def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
     for error, stock in rank_pool(2).run(job_case, name=name):
         assert error == 0.0
         assert stock is not None
+
+
+def job_refused_reduction() -> tuple[str, float]:
+    with engine_of(fp32_layers(), WHOLE) as engine:
+        return refused_reduction(engine)
+
+
+def test_a_reduction_that_does_not_exist_is_refused_on_every_stage() -> None:
+    """By DeepSpeed's own engine on the last stage alone, and the others wait for it."""
+    for message, _ in rank_pool(2).run(job_refused_reduction):
+        assert message == "reduction type sum not supported."
 
 
 def job_checkpoints(folder: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "compare", "bench", "report", "index")
+COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "compare", "bench", "report", "index", "verify")
 
 
 _REMEDIES: dict[type[OSError], str] = {

@@ -80,9 +80,15 @@ class Poisoned(nn.Module):
         super().__init__()
         self.layer = layer
         self.scale = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.product = nn.Linear(16, 16, bias=False, dtype=dtype)
+        nn.init.zeros_(self.product.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out = _Through.apply(hidden, self.scale, self.layer)
+        if POISON.acts(self.layer, "product"):  # only the gradient of its weight, 1e100 * 1e300, is infinite
+            large = self.product(0 * out + 1e300)
+            return out + 1e100 * (large - large.detach())
+        out = out + self.product(out)
         if POISON.acts(self.layer, "output", "overflow"):
             out = out.clone()
             out[-1, 0, 3] = float("nan") if POISON.kind == "output" else float("inf")
@@ -162,6 +168,7 @@ GROUPS: list[tuple[str, dict[str, Any], dict[str, Poison]]] = [
         "gradient, reentrant": Poison("gradient", HERE, 6),
     }),
     ("terapipe", NON_REENTRANT, {"gradient, non-reentrant": Poison("gradient", HERE, 3)}),
+    ("seq1f1b-zb", {}, {"parameter of W": Poison("product", HERE, 6)}),
     ("seq1f1b", BF16, {"parameter, bf16 and ZeRO 1": Poison("parameter", HERE, 3)}),
 ]  # fmt: skip
 
@@ -183,6 +190,7 @@ EXPECTED = {
     "gradient, non-reentrant": rf"rank 0: stage 0, layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its",
     "gradient, gpipe": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its input",
     "parameter": rf"stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter scale has NaN",
+    "parameter of W": rf"stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter product",
     "parameter, bf16 and ZeRO 1": rf"layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter scale",
     "accumulator": rf"stage 1, attention layer 3, {SLICE_1}, backward: the accumulated dV of tokens \[0, 17\) is",
     "loss": rf"rank 1: stage 1, the loss function, {SLICE_1}, forward: the loss has NaN",

@@ -6,9 +6,30 @@ Imports of anything heavy stand inside ``run``: looking at ``--help`` loads neit
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 
 class CommandError(ValueError):
     """What the user asked for cannot be done; the text says why and what to do."""
+
+
+def read_json(path: str, option: str) -> dict[str, Any]:
+    """The object in a JSON file that ``option`` names.
+
+    Raises:
+        CommandError: no JSON, or no object.
+        OSError: the file cannot be read.
+    """
+    from terapipe_ds.json_text import JsonError, parse_json
+
+    try:
+        found = parse_json(Path(path).read_bytes())
+    except JsonError as error:
+        raise CommandError(f"{option} {path} is no JSON: {error}; give a file that holds one object") from None
+    if not isinstance(found, dict):
+        raise CommandError(f"{option} {path} holds {type(found).__name__}: give an object")
+    return found
 
 
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}

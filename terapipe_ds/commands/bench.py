@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, read_json
 
 if TYPE_CHECKING:
     from terapipe_ds.bench.cases import Job
@@ -152,9 +152,9 @@ def _own_model(
     arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
 ) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
     """The config, the fields of the model, and the workload with its sizes."""
-    from terapipe_ds.commands.profile import _dtype, _model, _number, _read_json
+    from terapipe_ds.commands.profile import _dtype, _model, _number
 
-    ds_config = _read_json(arguments.config, "--config") if arguments.config else None
+    ds_config = read_json(arguments.config, "--config") if arguments.config else None
     if arguments.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     config, _, _ = _model(arguments.model, _dtype(ds_config or {}))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
+from terapipe_ds.plan import show_value
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import MemoryModel, PlanResult
@@ -223,17 +224,14 @@ def _from_config(path: str | None) -> dict[str, Any]:
         return {}
     from terapipe_ds.config import TeraPipeConfig
 
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"{path} is no JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("terapipe", {}), dict):
-        raise CommandError(f"{path}: a DeepSpeed JSON is an object, and so is its terapipe section")
+    config = read_json(path, "--config")
+    if not isinstance(config.get("terapipe", {}), dict):
+        raise CommandError(f"{path}: terapipe = {show_value(config['terapipe'])}: give an object")
     section = TeraPipeConfig.from_deepspeed({"terapipe": config.get("terapipe", {}) | {"enabled": False}})
     found = {
-        "micro_batches": config.get("gradient_accumulation_steps"),
-        "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
-        "zero_stage": _object(path, config, "zero_optimization").get("stage"),
+        "micro_batches": _count(path, config, "gradient_accumulation_steps", 1),
+        "micro_batch_size": _count(path, config, "train_micro_batch_size_per_gpu", 1),
+        "zero_stage": _count(path, _object(path, config, "zero_optimization"), "stage", 0),
         "granularity": section.granularity_tokens,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,
@@ -244,10 +242,20 @@ def _from_config(path: str | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in (None, "auto")}
 
 
+def _count(path: str, config: dict[str, Any], key: str, least: int) -> int | None:
+    """None where it is not given, or "auto"."""
+    value = config.get(key)
+    if value in (None, "auto"):
+        return None
+    if type(value) is not int or value < least:
+        raise CommandError(f"{path}: {key} = {show_value(value)}: give an integer >= {least}")
+    return value
+
+
 def _object(path: str, config: dict[str, Any], key: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise CommandError(f"{path}: {key} = {value!r}: give an object")
+        raise CommandError(f"{path}: {key} = {show_value(value)}: give an object")
     return value
 
 

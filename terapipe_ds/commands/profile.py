@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.plan import show_value
 
 HELP = "measure what slices of a model take on one device"
 DESCRIPTION = (
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
     if not Path(arguments.out).absolute().parent.is_dir():  # before minutes of measuring
         raise CommandError(f"--out {arguments.out}: there is no such folder; give a path in one that exists")
-    ds_config = _read_json(arguments.config, "--config")
+    ds_config = read_json(arguments.config, "--config")
     from terapipe_ds.config import TeraPipeConfig
 
     section = TeraPipeConfig.from_deepspeed(ds_config)
@@ -84,34 +85,24 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"  {model.report}".replace("\n", "\n  "))
 
 
-def _read_json(path: str, option: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CommandError(f"{option} {path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CommandError(f"{option} {path} holds {type(found).__name__}: give an object")
-    return found
-
-
 def _object(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
     value = ds_config.get(key) or {}
     if not isinstance(value, dict):
-        raise CommandError(f"{key} = {value!r} in --config: give an object")
+        raise CommandError(f"{key} = {show_value(value)} in --config: give an object")
     return value
 
 
 def _checkpoint_interval(ds_config: dict[str, Any]) -> int:
     value = _object(ds_config, "pipeline").get("activation_checkpoint_interval", 0)
     if type(value) is not int or value < 0:
-        raise CommandError(f"pipeline.activation_checkpoint_interval = {value!r} in --config: give a number >= 0")
+        raise CommandError(f"pipeline.activation_checkpoint_interval = {show_value(value)} in --config: give a number >= 0")
     return value
 
 
 def _number(ds_config: dict[str, Any], key: str) -> int:
     value = ds_config.get(key, 1)
     if type(value) is not int or value < 1:
-        raise CommandError(f"{key} = {value!r} in --config: give a number >= 1")
+        raise CommandError(f"{key} = {show_value(value)} in --config: give a number >= 1")
     return value
 
 
@@ -124,14 +115,19 @@ def _dtype(ds_config: dict[str, Any]) -> str:
 
 def _model(name: str, dtype: str) -> tuple[Any, Any, Any]:
     """(config, layers, loss) of ``models.gpt``."""
-    from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+    from terapipe_ds.models.gpt import GPTConfig, GPTConfigError, gpt_layers, gpt_loss
 
     if name.endswith(".json"):
-        fields = _read_json(name, "--model")
+        fields = read_json(name, "--model")
+        known = [field.name for field in dataclasses.fields(GPTConfig)]
+        unknown = next((key for key in fields if key not in known), None)
+        if unknown is not None:
+            text = f"unknown field {show_value(unknown)}; give some of {', '.join(known)}"
+            raise CommandError(f"--model {name}: {text}")
         try:
             config = GPTConfig(**{"dtype": dtype, **fields})
-        except TypeError as error:
-            raise CommandError(f"--model {name}: {error}; give fields of models.gpt.GPTConfig") from None
+        except GPTConfigError as error:
+            raise CommandError(f"--model {name}: {error}") from None
     else:
         config = GPTConfig.from_name(name, dtype=dtype)
     return config, gpt_layers(config), gpt_loss

@@ -12,8 +12,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import deepspeed
-
 from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import require_equal_configs
@@ -99,6 +97,8 @@ def register() -> None:
         return
     compat.require_hooks()
     compat.warn_about_versions()
+    import deepspeed  # not at the top: compat says what is wrong with it
+
     for name, (_, stand_in) in _names().items():
         setattr(deepspeed, name, stand_in)
     _registered = True
@@ -109,6 +109,8 @@ def unregister() -> None:
     global _registered
     if not _registered:
         return
+    import deepspeed
+
     for name, (stock, _) in _names().items():
         setattr(deepspeed, name, stock)
     _registered = False
@@ -123,6 +125,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the plugin registered for this one call: same arguments, same result."""
     was_registered = _registered
     register()
+    import deepspeed
+
     try:
         return deepspeed.initialize(*args, **kwargs)
     finally:

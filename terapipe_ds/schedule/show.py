@@ -170,7 +170,9 @@ def _read_rows(text: str) -> list[list[str]]:
     try:
         rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
     except csv.Error as error:
-        raise ScheduleError(f"the CSV cannot be read: {error}") from error
+        raise ScheduleError(
+            f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
+        ) from error
     rows = [[cell.strip() for cell in row] for row in rows]
     for row in rows:
         while row and not row[-1]:

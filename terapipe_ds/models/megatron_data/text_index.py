@@ -7,7 +7,6 @@ which ``GPTDataset`` tells documents apart (``reset_position_ids``, ``eod_mask_l
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy
 
+from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.models.megatron_data.needs import MegatronDataError, quiet_imports
 from terapipe_ds.models.megatron_data.tokenizers import ByteTokenizer, Tokenizer
 
@@ -161,8 +161,8 @@ def _lines(file: Path, json_key: str, on_bytes: Callable[[int], object]) -> Iter
 
 def _text_of(line: bytes, key: str, place: str) -> str:
     try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        found: Any = parse_json(line)
+    except JsonError as error:
         raise MegatronDataError(f"{place} is no JSON ({error}): give one object per line") from None
     if not isinstance(found, dict):
         raise MegatronDataError(f"{place} holds {type(found).__name__}: give one object per line")

@@ -157,7 +157,8 @@ def _check_keys(record: Any, entry: Any, where: str) -> None:
 def _check_peaks(card: DeviceCard) -> None:
     peaks = card.peak_flops
     ours = isinstance(peaks, Mapping) and set(peaks) <= set(ITEM_BYTES)
-    if not ours or not {"bf16", "fp16", "fp32"} & set(card.dtypes) or not all(peak is None or _is_positive(peak) for peak in peaks.values()):
+    ours = ours and all(peak is None or _is_positive(peak) for peak in peaks.values())
+    if not ours or not {"bf16", "fp16", "fp32"} & set(card.dtypes):
         raise DeviceError(
             f"device {card.name!r}: peak_flops = {show_value(peaks)}; give finite FLOP/s > 0, or null, of "
             f"{', '.join(ITEM_BYTES)}, one of fp32, fp16 and bf16 at least"

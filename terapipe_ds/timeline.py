@@ -324,7 +324,9 @@ def _read_path(data: dict[str, Any], events: Sequence[TimelineEvent]) -> tuple[C
     for step in path:
         index, waited_for = step if isinstance(step, list) and len(step) == 2 else (-1, "")
         if not (_is_a(index, int) and 0 <= index < len(events) and isinstance(waited_for, str)):
-            raise TimelineError(f"critical_path has {show_value(step, 40)}: give [number of an event, what it waited for]")
+            raise TimelineError(
+                f"critical_path has {show_value(step, 40)}: give [number of an event, what it waited for]"
+            )
         steps.append(CriticalStep(events[index], waited_for))
     return tuple(steps)
 

@@ -191,7 +191,10 @@ def _names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give numbers >= 1")
     return numbers

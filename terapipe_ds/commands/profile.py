@@ -95,7 +95,9 @@ def _object(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
 def _checkpoint_interval(ds_config: dict[str, Any]) -> int:
     value = _object(ds_config, "pipeline").get("activation_checkpoint_interval", 0)
     if type(value) is not int or value < 0:
-        raise CommandError(f"pipeline.activation_checkpoint_interval = {show_value(value)} in --config: give a number >= 0")
+        raise CommandError(
+            f"pipeline.activation_checkpoint_interval = {show_value(value)} in --config: give a number >= 0"
+        )
     return value
 
 

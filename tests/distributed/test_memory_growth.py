@@ -1,0 +1,114 @@
+"""What a run holds does not grow with its steps: resident set, keys and values, tensors, Python objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from terapipe_ds.plan import SlicePlan
+from tests.conftest import FULL
+from tests.distributed.engines import batches, build, config, gpt_layers, section
+from tests.distributed.harness import RankFailure, rank_pool
+
+CASES = tuple((length, count) for length in (9, 16, 23) for count in (1, 2, 4))
+WARM_UP = 2 * len(CASES)  # every length and plan twice: buffers, schedules and allocator have what they need
+LEAKS = ("tensor", "object", "bytes", "store")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a rank holds between two steps."""
+
+    resident_bytes: int
+    tensors: int
+    tensor_bytes: int
+    blocks: int  # of Python's allocator: objects of every kind
+    store_live_bytes: int
+    store_reserved_bytes: int
+
+    @classmethod
+    def now(cls, engine: Any) -> Held:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            pages = int(statm.read().split()[1])
+        store = engine.slice_store
+        return cls(
+            pages * os.sysconf("SC_PAGE_SIZE"), len(tensors), sum(t.untyped_storage().nbytes() for t in tensors),
+            sys.getallocatedblocks(), store.live_bytes(), store.reserved_bytes(),
+        )  # fmt: skip
+
+
+def train_and_look(steps: int, leak: str | None = None) -> tuple[Held, Held, Held]:
+    """On a rank: what is held after the warm-up, in the middle and at the end."""
+    engine = build(gpt_layers(), section(), **config())
+    looks = []
+    leaked: list[Any] = []
+    for step in range(WARM_UP + steps):
+        if step in (WARM_UP, WARM_UP + steps // 2):
+            looks.append(Held.now(engine))
+        length, count = CASES[step % len(CASES)]
+        engine.use_slice_plan(SlicePlan.equal(length, count), "terapipe" if step % 2 else "seq1f1b")
+        (batch,) = batches(1, first_seed=step % 100, length=length)
+        engine.train_batch(iter(batch))
+        if step % 3 == 0:
+            engine.eval_batch(iter(batch), return_logits=step % 2 == 0)
+        if leak is not None and step >= WARM_UP:
+            leaked.append(_leak(leak, engine, step))
+    looks.append(Held.now(engine))
+    engine.slice_store.reset()
+    engine.destroy()
+    return looks[0], looks[1], looks[2]
+
+
+def _leak(kind: str, engine: Any, step: int) -> Any:
+    """What a mistake would leave behind at each step."""
+    if kind == "tensor":
+        return torch.zeros(4)
+    if kind == "object":
+        return {"step": [step]}, {"more": [step]}
+    if kind == "bytes":
+        return bytearray(os.urandom(1 << 17))  # seen by nobody but the operating system
+    pool = engine.slice_store._pool
+    return pool.take((4,), torch.float64, torch.device("cpu"))
+
+
+def check(looks: tuple[Held, Held, Held], steps: int) -> None:
+    """Raises where something grows. The same lengths come round, so that counts must be the same to the last one;
+    Python's and the system's allocators get what their own caches and fragments take."""
+    start, middle, end = looks
+    for name in ("tensors", "tensor_bytes", "store_live_bytes", "store_reserved_bytes"):
+        assert getattr(end, name) <= getattr(start, name), f"{name} grow: {looks}"
+    assert end.store_live_bytes == 0, looks
+    assert end.blocks - middle.blocks < 100 + steps // 2, f"Python objects grow: {looks}"
+    assert end.resident_bytes - start.resident_bytes < (2 << 20) + 8192 * steps, f"the resident set grows: {looks}"
+
+
+def job(steps: int, leak: str | None = None) -> Any:
+    looks = train_and_look(steps, leak)
+    return [dataclasses.astuple(look) for look in looks]
+
+
+STEPS = 500 if FULL else 90
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+class TestMemoryGrowth:
+    @pytest.mark.parametrize("ranks", [2])
+    def test_nothing_grows(self, ranks: int) -> None:
+        for looks in rank_pool(ranks).run(job, steps=STEPS):
+            check(tuple(Held(*look) for look in looks), STEPS)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("leak", LEAKS)
+    def test_a_leak_is_seen(self, leak: str) -> None:
+        steps = 4 * len(CASES)
+        with pytest.raises(AssertionError, match="grow") as caught:
+            for looks in rank_pool(2).run(job, steps=steps, leak=leak):
+                check(tuple(Held(*look) for look in looks), steps)  # type: ignore[arg-type]
+        assert not isinstance(caught.value, RankFailure)

@@ -22,13 +22,14 @@ def read_json(path: str, option: str) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     from terapipe_ds.json_text import JsonError, parse_json
+    from terapipe_ds.plan import show_value
 
     try:
         found = parse_json(Path(path).read_bytes())
     except JsonError as error:
         raise CommandError(f"{option} {path} is no JSON: {error}; give a file that holds one object") from None
     if not isinstance(found, dict):
-        raise CommandError(f"{option} {path} holds {type(found).__name__}: give an object")
+        raise CommandError(f"{option} {path} holds {show_value(found)}: give an object")
     return found
 
 

@@ -29,6 +29,9 @@ EXAMPLES = """\
 """
 
 
+MAX_UNITS = 100_000
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command. None stands for "not given", so that --config and --profile can fill it."""
     what = parser.add_argument_group("model and devices")
@@ -117,6 +120,12 @@ def _setup(arguments: argparse.Namespace) -> _Setup:
     values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
+    for name in ("stages", "micro_batches", "micro_batch_size", "tensor_parallel", "data_parallel", "granularity"):
+        if values[name] < 1:
+            raise CommandError(f"{name.replace('_', '-')} = {values[name]}: give a number >= 1")
+    if values["stages"] * values["micro_batches"] > MAX_UNITS:
+        many = f"{values['stages']} stages with {values['micro_batches']} micro-batches"
+        raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
     return _measured(values, profile) if profile is not None else _counted(values)
 
 

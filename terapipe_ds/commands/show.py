@@ -22,7 +22,7 @@ EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 
-_MAX_FORWARDS = 1_000_000
+_MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +123,8 @@ def _build_schedule(arguments: argparse.Namespace) -> Schedule:
         ) from None
     num_slices = counts[0] if len(counts) == 1 else counts
     num_forwards = arguments.stages * (num_micro_batches * counts[0] if len(counts) == 1 else sum(counts))
+    if arguments.stages > MAX_STAGES:
+        raise CommandError(f"--stages {arguments.stages} are too many to show: ask for at most {MAX_STAGES}")
     if num_forwards > _MAX_FORWARDS:
         raise CommandError(f"{num_forwards} forwards are too many to show: ask for at most {_MAX_FORWARDS}")
     return build(

@@ -56,8 +56,8 @@ NUMBERS = ["1", "2", "3", "4", "8", "64", "0", "-1", "1000000", str(2**63), "1.5
 COUNTS = [*NUMBERS, "2,1", "512,384,128", "4,4", ",", "1,,2", "plan", "auto", "0,0", "-3,4", "1," * 50 + "1"]
 NAMES = [
     "seq1f1b", "gpipe", "1f1b", "terapipe", "auto", "SEQ1F1B", "x", "", "tiny", "nano", "gpt3-1b", "h100", "v100",
-    "cpu", "fp16", "bf16", "fp32", "cpu-2stage", "gpu-layer", "bytes", "null:8", "null:x", "sentencepiece:missing", "text",
-    "deepspeed", "torch", "\udcff", "x" * 300,
+    "cpu", "fp16", "bf16", "fp32", "cpu-2stage", "gpu-layer", "bytes", "null:8", "null:x", "sentencepiece:missing",
+    "text", "deepspeed", "torch", "\udcff", "x" * 300,
 ]  # fmt: skip
 OPTIONS: dict[str, dict[str, list[str] | None]] = {
     "show": {

@@ -57,7 +57,8 @@ class DataOptions:
                 "out; reset_position_ids and eod_mask_loss work"
             )
         if type(self.sequence_length) is not int or self.sequence_length < 1:
-            raise MegatronDataError(f"sequence_length = {show_value(self.sequence_length)}: give a number of tokens >= 1")
+            given = show_value(self.sequence_length)
+            raise MegatronDataError(f"sequence_length = {given}: give a number of tokens >= 1")
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise MegatronDataError(f"seed = {show_value(self.seed)}: give a number from 0 to 2**32 - 1")
         for name in ("reset_position_ids", "eod_mask_loss", "drop_last_partial_validation_sequence"):
@@ -80,7 +81,8 @@ class DataOptions:
         given = [float(word) for word in words] if plain else []
         if not 1 <= len(given) <= 3 or not 0 < sum(given) < math.inf:
             raise MegatronDataError(
-                f"split = {show_value(self.split)}: give shares of training, validation and test documents, as in 949,50,1"
+                f"split = {show_value(self.split)}: give shares of training, validation and test documents, as in "
+                "949,50,1"
             )
         train, valid, test = [x / sum(given) for x in given] + [0.0] * (3 - len(given))
         return train, valid, test

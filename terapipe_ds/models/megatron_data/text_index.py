@@ -17,6 +17,7 @@ import numpy
 from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.models.megatron_data.needs import MegatronDataError, quiet_imports
 from terapipe_ds.models.megatron_data.tokenizers import ByteTokenizer, Tokenizer
+from terapipe_ds.plan import show_value
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the index keeps lengths as int32
 
@@ -165,7 +166,7 @@ def _text_of(line: bytes, key: str, place: str) -> str:
     except JsonError as error:
         raise MegatronDataError(f"{place} is no JSON ({error}): give one object per line") from None
     if not isinstance(found, dict):
-        raise MegatronDataError(f"{place} holds {type(found).__name__}: give one object per line")
+        raise MegatronDataError(f"{place} holds {show_value(found)}: give one object per line")
     if not isinstance(found.get(key), str):
         strings = [name for name, value in found.items() if isinstance(value, str)]
         known = ", ".join(strings) or "none"

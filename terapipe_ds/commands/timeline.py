@@ -67,7 +67,8 @@ def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
                     f"{file} and {steps[key[0]][key[1]]} are the same step and rank: give one of them"
                 )
     if not steps:
-        raise CommandError(f"no timeline-step*-rank*.json in {', '.join(map(str, paths))}: set trace_dir, or give another path")
+        places = ", ".join(map(str, paths))
+        raise CommandError(f"no timeline-step*-rank*.json in {places}: set trace_dir, or give another path")
     return steps
 
 
@@ -80,7 +81,8 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
         )
     step = max(complete) if wanted is None else wanted
     if step not in steps:
-        raise CommandError(f"step {step} is not there: the steps are {', '.join(map(str, sorted(steps)))}; give one")
+        there = ", ".join(map(str, sorted(steps)))
+        raise CommandError(f"step {step} is not there: the steps are {there}; give one of them")
     missing = sorted(ranks - set(steps[step]))
     if missing:
         raise CommandError(f"step {step} lacks rank {', '.join(map(str, missing))}: choose another step")

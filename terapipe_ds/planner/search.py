@@ -67,7 +67,7 @@ def plan_slices(
     if schedule != "auto":
         if schedule not in SCHEDULE_NAMES:
             known = ", ".join((*SCHEDULE_NAMES, "auto"))
-            raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}")
+            raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
         return problem.best(schedule, budget)
     found: list[PlanResult] = []
     refused: list[MemoryLimitError] = []

@@ -27,7 +27,7 @@ def _head(result: Mapping[str, Any]) -> str:
     work, machine = result["workload"], result["machine"]
     return (
         f"{result['preset']}: {work['stages']} stages, {work['layers']} layers, hidden {work['hidden']}, "
-        f"{work['sequence_length']} tokens, {work['pairs']} turns; {machine['cpu']}, {machine['cores']} cores, "
+        f"{work['micro_batch']} x {work['sequence_length']} tokens, {work['pairs']} turns; {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['date']}"
     )
 

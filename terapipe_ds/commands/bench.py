@@ -38,6 +38,9 @@ PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
 
 
+_SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command. None stands for what the preset says."""
     parser.add_argument("preset", nargs="?", default="cpu-2stage", metavar="PRESET", help=f"{', '.join(PRESETS)}")
@@ -54,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--config", metavar="DS.json", help="a DeepSpeed config in the place of the usual one")
     sizes.add_argument("--model", metavar="NAME_OR_JSON", help="as `terapipe profile` takes it")
-    for name in ("stages", "sequence-length", "hidden", "layers", "heads"):
-        sizes.add_argument(f"--{name}", type=int, metavar="N", help="in the place of the preset's")
+    for name in _SIZES:
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in the place of the preset's")
     sizes.add_argument("--granularity", type=int, default=64, metavar="N", help="plans cut at multiples (default 64)")
     sizes.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     output = parser.add_argument_group("output")
@@ -105,7 +108,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     from terapipe_ds.bench.cases import Job, choose
 
     preset = ALL[arguments.preset]
-    given = {name: getattr(arguments, name) for name in ("stages", "sequence_length", "hidden", "layers", "heads")}
+    given = {name: getattr(arguments, name) for name in _SIZES}
     work = dataclasses.replace(preset.work, **{name: value for name, value in given.items() if value is not None})
     ds_config, gpt = None, None
     if arguments.config or arguments.model:
@@ -162,7 +165,7 @@ def _own_model(
     gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
     work = dataclasses.replace(
         work, hidden=config.hidden_size, layers=config.num_layers, heads=config.num_heads, sequence_length=length,
-        micro_batch=_number(ds_config or {}, "train_micro_batch_size_per_gpu"),
+        micro_batch=given["micro_batch"] or _number(ds_config or {}, "train_micro_batch_size_per_gpu"),
     )  # fmt: skip
     return ds_config, gpt, work
 

@@ -1,4 +1,4 @@
-"""What one stage holds of the batch that is running, kept by (micro_batch_id, slice_id), never by order."""
+"""What one stage holds of the batch that is running, kept by part, micro-batch and slice, never by order."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.link import Unit
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Kind
+
+Key = tuple[int, int, int]
+"""(part_id, micro_batch_id, slice_id)."""
 
 
 class InFlightError(RuntimeError):
@@ -67,7 +70,7 @@ class BatchInFlight:
     stage_id: int
     training: bool
     micro_batches: list[MicroBatchInFlight]
-    slices: dict[Unit, SliceInFlight] = field(default_factory=dict)
+    slices: dict[Key, SliceInFlight] = field(default_factory=dict)
     live_peak: int = 0
 
     def signature(self, unit: Unit) -> tuple[bool, int, int, int]:
@@ -76,29 +79,34 @@ class BatchInFlight:
         shape = micro_batch.shape
         return self.training, shape.rows, shape.length, micro_batch.plan.lengths[unit[1]]
 
-    def put(self, unit: Unit, slice_: SliceInFlight) -> None:
+    def put(self, key: Key, slice_: SliceInFlight) -> None:
         """Keep a slice whose F has run; it is live from now on."""
-        if unit in self.slices:
-            raise InFlightError(f"F{unit[0]}.{unit[1]} ran twice on stage {self.stage_id}")
-        self.slices[unit] = slice_
+        if key in self.slices:
+            raise InFlightError(f"F{key[1]}.{key[2]} ran twice on stage {self.stage_id} (part {key[0]})")
+        self.slices[key] = slice_
         self.live_peak = max(self.live_peak, len(self.slices))
 
-    def get(self, unit: Unit) -> SliceInFlight:
+    def get(self, key: Key) -> SliceInFlight:
         """A live slice."""
         try:
-            return self.slices[unit]
+            return self.slices[key]
         except KeyError:
-            raise InFlightError(f"slice {unit[0]}.{unit[1]} is not live on stage {self.stage_id}") from None
+            raise InFlightError(
+                f"slice {key[1]}.{key[2]} is not live on stage {self.stage_id} (part {key[0]})"
+            ) from None
 
-    def drop(self, unit: Unit) -> None:
+    def drop(self, key: Key) -> None:
         """The slice's last action has run."""
-        self.get(unit)
-        del self.slices[unit]
+        self.get(key)
+        del self.slices[key]
 
     def assert_done(self, expected_peak: int) -> None:
         """Nothing is left, and as many slices were live at once as the schedule says."""
         if self.slices:
-            raise InFlightError(f"stage {self.stage_id} still holds slices {sorted(self.slices)} at the end of a batch")
+            raise InFlightError(
+                f"stage {self.stage_id} still holds slices {sorted(self.slices)} (part, micro-batch, slice) at the end "
+                "of a batch"
+            )
         if self.training and self.live_peak != expected_peak:
             raise InFlightError(
                 f"stage {self.stage_id} held {self.live_peak} live slices at once, the schedule says {expected_peak}"

@@ -9,29 +9,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import (
-    BATCH_INPUT_TIMER,
-    PIPE_RECV_GRAD_TIMER,
-    PIPE_RECV_INPUT_TIMER,
-    PIPE_SEND_GRAD_TIMER,
-    PIPE_SEND_OUTPUT_TIMER,
-    PipelineEngine,
-)
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, PipelineEngine
 
-from terapipe_ds.attention import ActiveSlice, GuardCapturedNames, SliceStore, guard_plain_attention, push_slice
+from terapipe_ds.attention import GuardCapturedNames, SliceStore, guard_plain_attention
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import raise_on_every_rank
-from terapipe_ds.runtime.batch import Tensors, as_tuple
-from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight, SliceInFlight
+from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
@@ -45,17 +35,15 @@ from terapipe_ds.runtime.checks import (
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.loss import slice_weights
+from terapipe_ds.runtime.part_runner import PartRunner, Place, ds_timed
 from terapipe_ds.runtime.plans import Plans
-from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     mark_gradients,
-    missing_loss_scale,
     tied_copies_left_out,
 )
 from terapipe_ds.runtime.trace import Tracer
@@ -66,6 +54,15 @@ from terapipe_ds.schedule.action import Action, Kind
 logger = logging.getLogger("terapipe_ds")
 
 _CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
+
+
+def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPipeEngine, Action], None]:
+    """``run`` as a method of the engine: the part that stands at the action's chunk does it."""
+
+    def execute(engine: TeraPipeEngine, action: Action) -> None:
+        run(engine._parts[action.chunk_id], action)
+
+    return execute
 
 
 class TeraPipeEngine(PipelineEngine):
@@ -115,12 +112,17 @@ class TeraPipeEngine(PipelineEngine):
         self._plans = Plans(self, self._groups, self._watchdog.note)
         self._batch: BatchInFlight | None = None
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
-        self._is_last_part = self.stage_id == self.num_stages - 1
+        self._parts = self._make_parts()  # by chunk_id
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         accumulate_in_products(self.module, self.optimizer)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
         warn_of_checkpoints(self)
+
+    def _make_parts(self) -> tuple[PartRunner, ...]:
+        """A runner for each place of this stage."""
+        place = Place(self.stage_id, 0, is_first=self.is_first_stage(), is_last=self.is_last_stage())
+        return (PartRunner(self, place, links=self._links, store=self._store, watchdog=self._watchdog),)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -217,7 +219,7 @@ class TeraPipeEngine(PipelineEngine):
         if self._batch is not None and self._batch.training and self.optimizer is not None:
             self.optimizer.zero_grad()
             self.zero_grad()
-        self._batch = None
+        self._set_batch(None)
         self._store.reset()
         self.eval_return_logits = False
         for timer in self.timers.get_timers().values():
@@ -241,23 +243,26 @@ class TeraPipeEngine(PipelineEngine):
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
-        self._batch = BatchInFlight(schedule, self.stage_id, training, micro_batches)
-        self._links.open_batch(self._batch)
+        self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
+        self._links.open_batch(self._open())
         self._tracer.begin(self.global_steps + 1 if training else None)
         self.closing_s = 0.0
         return schedule.for_stage(self.stage_id)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
-        inputs = self._source.slice_inputs(drawn.inputs, shape.length) if self.is_first_stage() else None
+        inputs = labels = None
         weights: tuple[float, ...] = ()
-        if self._is_last_part:
-            assert drawn.labels is not None
+        if any(part.place.is_first for part in self._parts):
+            inputs = self._source.slice_inputs(drawn.inputs, shape.length)
+        if any(part.place.is_last for part in self._parts):
+            labels = drawn.labels
+            assert labels is not None
             weights = slice_weights(
-                drawn.labels, plan, loss_reduction=self.terapipe_config.loss_reduction,
+                labels, plan, loss_reduction=self.terapipe_config.loss_reduction,
                 ignore_index=self.terapipe_config.ignore_index,
                 slice_weight=getattr(self.module.loss_fn, "slice_weight", None),
             )  # fmt: skip
-        return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
+        return MicroBatchInFlight(plan, shape, inputs, labels, weights)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
@@ -269,8 +274,13 @@ class TeraPipeEngine(PipelineEngine):
         self._links.close_batch()
         batch.assert_done(pipe_schedule.peak_live_slices)
         self._store.assert_drained()
-        self._batch = None
+        self._set_batch(None)
         self._tracer.write(self.global_steps)
+
+    def _set_batch(self, batch: BatchInFlight | None) -> None:
+        self._batch = batch
+        for part in self._parts:
+            part.open_batch(batch)
 
     def _open(self) -> BatchInFlight:
         assert self._batch is not None, "no batch is open"
@@ -290,177 +300,14 @@ class TeraPipeEngine(PipelineEngine):
         yield
         self.closing_s += time.perf_counter() - begin_s
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """One of DeepSpeed's timers, with ``wall_clock_breakdown``. Receives are timed while they are waited for."""
-        if not self.wall_clock_breakdown():
-            yield
-            return
-        self.timers(name).start()
-        yield
-        self.timers(name).stop()
-
     def _load(self, action: Action) -> None:
         """Bring a micro-batch to the device."""
         micro_batch = self._open().micro_batches[action.micro_batch_id]
-        with self._timed(BATCH_INPUT_TIMER):
+        with ds_timed(self, BATCH_INPUT_TIMER):
             if micro_batch.inputs is not None:
                 micro_batch.inputs = micro_batch.inputs.to(self.device)
-            if micro_batch.labels is not None and self._is_last_part:
+            if micro_batch.labels is not None:
                 micro_batch.labels = micro_batch.labels.to(self.device)
-
-    def _active(self, action: Action, mode: str) -> ActiveSlice:
-        micro_batch = self._open().micro_batches[action.micro_batch_id]
-        start, stop = micro_batch.plan.span(action.slice_id)
-        return ActiveSlice(
-            start=start, stop=stop, sequence_length=micro_batch.plan.sequence_length,
-            micro_batch_id=action.micro_batch_id, slice_id=action.slice_id, part_id=action.part_id, mode=mode,
-            store=self._store,
-        )  # fmt: skip
-
-    def _forward(self, action: Action) -> None:
-        """F: the layers of this part on one slice; on the last part its share of the loss as well."""
-        batch = self._open()
-        micro_batch = batch.micro_batches[action.micro_batch_id]
-        active = self._active(action, "train" if batch.training else "eval")
-        inputs, packed = self._slice_inputs(action, active)
-        with push_slice(active):
-            outputs = DeepSpeedEngine.forward(self, packed)
-            if not batch.training:
-                ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
-            loss = self._slice_loss(outputs, active, micro_batch) if self._is_last_part else None
-        if batch.training or not self._is_last_part:
-            # the last part needs its loss only; the logits live on in the graph where it has them
-            batch.put(action.unit, SliceInFlight(inputs, None if self._is_last_part else outputs, loss))
-        if active.stop == active.sequence_length:  # live slices have views of their own
-            micro_batch.inputs = micro_batch.labels = None
-        if not batch.training:
-            self._after_eval_forward(action)
-
-    def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
-        """The leaves of this slice's graph, and what the layers get: copies, because a layer may work in place."""
-        micro_batch = self._open().micro_batches[action.micro_batch_id]
-        if self.is_first_stage():
-            assert micro_batch.inputs is not None
-            leaves, is_tuple = micro_batch.inputs.span(active.start, active.stop), micro_batch.inputs.is_tuple
-        else:
-            with self._watchdog.waiting(self._links.describe_wait(action)), self._timed(PIPE_RECV_INPUT_TIMER):
-                spec, leaves = self._links.receive_activation(action)
-            self._tracer.input_is_here()
-            is_tuple = spec.is_tuple
-            for leaf, tensor in zip(leaves, spec.tensors, strict=True):
-                leaf.requires_grad_(tensor.requires_grad)
-        copies = tuple(leaf.clone() for leaf in leaves)
-        return leaves, copies if is_tuple else copies[0]
-
-    def _slice_loss(self, outputs: Any, active: ActiveSlice, micro_batch: MicroBatchInFlight) -> Any:
-        """The slice's share of its micro-batch's loss; books it for the batch's mean and for eval_batch's results."""
-        is_last_of_batch = micro_batch is self._open().micro_batches[-1]  # the one whose logits DeepSpeed returns
-        if (self.eval_return_logits and is_last_of_batch) or not self._compute_loss:
-            micro_batch.outputs.append(outputs)
-        if not self._compute_loss:
-            return None
-        assert micro_batch.labels is not None
-        labels = micro_batch.labels.part(active.start, active.stop)
-        weight = micro_batch.weights[active.slice_id]
-        self.loss = weighted_loss(outputs, labels, weight, self.module.loss_fn)
-        if self._open().training:
-            self.total_loss = accumulated(self.total_loss, self.loss)
-            self._book_additional_losses(weight)
-        micro_batch.losses.append(self.loss.detach() if torch.is_tensor(self.loss) else [p.detach() for p in self.loss])
-        if active.stop == active.sequence_length:
-            self.fwd_outputs.append(sum_of_slices(micro_batch.losses))
-        return self.loss
-
-    def _book_additional_losses(self, weight: float) -> None:
-        """Losses that the module reports beside its own (``PipelineModule.get_additional_losses``), for reporting only.
-
-        They are weighted as the loss is; a slice without a valid label adds nothing.
-        """
-        additional = self.module.get_additional_losses()
-        if additional is None:
-            return
-        if self.total_additional_losses is None:
-            self.total_additional_losses = type(additional)()
-        for name, loss in additional.items():
-            total = self.total_additional_losses.get(name)
-            share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
-            self.total_additional_losses[name] = accumulated(total, share)
-
-    def _after_eval_forward(self, action: Action) -> None:
-        """Evaluation has no backward that would give a slice's memory back."""
-        micro_batch = self._open().micro_batches[action.micro_batch_id]
-        if action.slice_id < micro_batch.plan.num_slices - 1:
-            return
-        self._store.release(action.part_id, action.micro_batch_id)
-        if micro_batch.outputs:
-            rows, dim = micro_batch.shape.rows, self.terapipe_config.sequence_dim
-            outputs = joined(micro_batch.outputs, micro_batch.plan, micro_batch.weights, rows, dim)
-            micro_batch.outputs = []
-            if self.eval_return_logits:
-                self.outputs = outputs
-            if not self._compute_loss:
-                self.fwd_outputs.append(outputs)
-
-    def _send_activation(self, action: Action) -> None:
-        """Send what the layers gave; in evaluation nothing else holds it then."""
-        batch = self._open()
-        outputs = batch.get(action.unit).outputs
-        tensors = as_tuple(outputs, "the outputs of a stage")
-        spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
-        with self._timed(PIPE_SEND_OUTPUT_TIMER):
-            self._links.send_activation(action, spec, tensors)
-        if not batch.training:
-            batch.drop(action.unit)
-
-    def _backward(self, action: Action) -> None:
-        """B: the gradients of one slice. Slices of a micro-batch come in reverse, so its dK and dV are complete."""
-        batch = self._open()
-        slice_ = batch.get(action.unit)
-        gradients: Tensors = ()
-        if not self._is_last_part:
-            with self._watchdog.waiting(self._links.describe_wait(action)), self._timed(PIPE_RECV_GRAD_TIMER):
-                gradients = self._links.receive_gradients(action)
-            self._tracer.input_is_here()
-        with push_slice(self._active(action, "recompute")):
-            if self._is_last_part:
-                assert slice_.loss is not None
-                scale = missing_loss_scale(self.optimizer)
-                DeepSpeedEngine.backward(self, slice_.loss if scale == 1.0 else slice_.loss.float() * scale)
-            else:
-                self._backward_from(slice_.outputs, gradients)
-        slice_.outputs = slice_.loss = None
-        if self.is_first_stage():
-            batch.drop(action.unit)
-        if action.slice_id == 0:
-            self._store.release(action.part_id, action.micro_batch_id)
-
-    def _backward_from(self, outputs: Any, gradients: Tensors) -> None:
-        """What ``DeepSpeedEngine.backward`` does around a loss, around gradients that came from the next stage.
-
-        Its prologue runs from hooks on the outputs; the flag keeps the ZeRO optimizers from taking this for a user's
-        own ``tensor.backward()``.
-        """
-        tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
-        if not tensors:
-            return
-        self._running_engine_backward = True
-        try:
-            torch.autograd.backward(tensors, list(gradients))
-            self._backward_epilogue()
-        finally:
-            self._running_engine_backward = False
-
-    def _send_gradients(self, action: Action) -> None:
-        """Send the gradients of what this slice received; zeros where the layers did not use it."""
-        batch = self._open()
-        leaves = batch.get(action.unit).inputs
-        gradients = [
-            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
-        ]
-        with self._timed(PIPE_SEND_GRAD_TIMER):
-            self._links.send_gradients(action, gradients)
-        batch.drop(action.unit)
 
     def _reduce_tied_grads(self, action: Action) -> None:
         """Once per batch, after the last backward: the model's own sums, then those of tied layers."""
@@ -480,12 +327,12 @@ class TeraPipeEngine(PipelineEngine):
 
     _ACTIONS = {
         Kind.LOAD: _load,
-        Kind.RECV_ACTIVATION: lambda self, action: self._links.post_activation(action),
-        Kind.FORWARD: _forward,
-        Kind.SEND_ACTIVATION: _send_activation,
-        Kind.RECV_GRAD: lambda self, action: self._links.post_gradients(action),
-        Kind.BACKWARD: _backward,
-        Kind.SEND_GRAD: _send_gradients,
+        Kind.RECV_ACTIVATION: _on_its_part(PartRunner.post_activation),
+        Kind.FORWARD: _on_its_part(PartRunner.forward),
+        Kind.SEND_ACTIVATION: _on_its_part(PartRunner.send_activation),
+        Kind.RECV_GRAD: _on_its_part(PartRunner.post_gradients),
+        Kind.BACKWARD: _on_its_part(PartRunner.backward),
+        Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),
         Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
         Kind.OPTIMIZER_STEP: _optimizer_step,

@@ -30,32 +30,32 @@ def a_slice() -> SliceInFlight:
 
 def test_slices_are_kept_by_unit() -> None:
     books = batch()
-    kept = {unit: a_slice() for unit in ((0, 0), (1, 2), (0, 1))}
+    kept = {unit: a_slice() for unit in ((1, 0, 0), (1, 1, 2), (1, 0, 1))}
     for unit, each in kept.items():
         books.put(unit, each)
     assert all(books.get(unit) is each for unit, each in kept.items())
-    books.drop((1, 2))
+    books.drop((1, 1, 2))
     with pytest.raises(InFlightError, match="slice 1.2 is not live on stage 1"):
-        books.get((1, 2))
+        books.get((1, 1, 2))
     with pytest.raises(InFlightError, match="slice 1.2 is not live"):
-        books.drop((1, 2))
+        books.drop((1, 1, 2))
 
 
 def test_a_forward_that_runs_twice() -> None:
     books = batch()
-    books.put((0, 0), a_slice())
+    books.put((1, 0, 0), a_slice())
     with pytest.raises(InFlightError, match="F0.0 ran twice on stage 1"):
-        books.put((0, 0), a_slice())
+        books.put((1, 0, 0), a_slice())
 
 
 def test_the_peak_of_live_slices() -> None:
     books = batch()
-    for unit in ((0, 0), (0, 1)):
+    for unit in ((1, 0, 0), (1, 0, 1)):
         books.put(unit, a_slice())
-    books.drop((0, 1))
-    books.put((1, 0), a_slice())
+    books.drop((1, 0, 1))
+    books.put((1, 1, 0), a_slice())
     assert books.live_peak == 2
-    for unit in ((0, 0), (1, 0)):
+    for unit in ((1, 0, 0), (1, 1, 0)):
         books.drop(unit)
     books.assert_done(expected_peak=2)
     for wrong in (1, 3):
@@ -65,16 +65,16 @@ def test_the_peak_of_live_slices() -> None:
 
 def test_what_is_left_at_the_end() -> None:
     books = batch()
-    books.put((1, 1), a_slice())
-    books.put((0, 1), a_slice())
-    with pytest.raises(InFlightError, match=r"stage 1 still holds slices \[\(0, 1\), \(1, 1\)\]"):
+    books.put((1, 1, 1), a_slice())
+    books.put((1, 0, 1), a_slice())
+    with pytest.raises(InFlightError, match=r"stage 1 still holds slices \[\(1, 0, 1\), \(1, 1, 1\)\]"):
         books.assert_done(expected_peak=2)
 
 
 def test_evaluation_has_no_peak_to_keep() -> None:
     books = batch(training=False)
-    books.put((0, 0), a_slice())
-    books.drop((0, 0))
+    books.put((1, 0, 0), a_slice())
+    books.drop((1, 0, 0))
     books.assert_done(expected_peak=5)
 
 

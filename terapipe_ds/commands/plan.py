@@ -109,7 +109,7 @@ def _setup(arguments: argparse.Namespace) -> _Setup:
     profile = _profile(arguments.profile) if arguments.profile else None
     if profile is None and not (arguments.model and arguments.device):
         raise CommandError("no costs: give --model and --device, or --profile with measured costs")
-    values = {
+    values: dict[str, Any] = {
         "tensor_parallel": 1, "data_parallel": 1, "micro_batches": 1, "micro_batch_size": 1, "zero_stage": 0,
         "dtype": "auto", "activation_checkpointing": False, "granularity": 64, "schedule": "auto",
     }  # fmt: skip

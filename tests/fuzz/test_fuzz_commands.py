@@ -88,7 +88,8 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
     "bench": {
         "": NAMES, "--full": None, "--systems": NAMES, "--schedules": NAMES, "--slices": COUNTS, "--pairs": NUMBERS,
         "--accumulation": COUNTS, "--config": FILES, "--model": [*FILES, *NAMES], "--stages": NUMBERS,
-        "--sequence-length": NUMBERS, "--hidden": NUMBERS, "--layers": NUMBERS, "--heads": NUMBERS, "--micro-batch": NUMBERS,
+        "--sequence-length": NUMBERS, "--hidden": NUMBERS, "--layers": NUMBERS, "--heads": NUMBERS,
+        "--micro-batch": NUMBERS,
         "--granularity": NUMBERS, "--device": NAMES, "--json": OUTPUTS, "--html": OUTPUTS, "--check-replay": None,
     },
     "index": {"": FILES, " ": FILES, "--out": OUTPUTS, "--tokenizer": NAMES, "--json-key": NAMES, "--force": None},

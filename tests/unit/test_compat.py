@@ -131,6 +131,7 @@ def fake_modules(hooks: Sequence[compat.Hook]) -> dict[str, ModuleType]:
 @pytest.fixture
 def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Stand-ins for all modules of DeepSpeed that have hooks."""
+    register.unregister()
     modules = fake_modules([hook for hook in compat.HOOKS if hook.module.partition(".")[0] == "deepspeed"])
     modules["deepspeed"].initialize = fake_initialize  # type: ignore[attr-defined]
     for name, module in modules.items():
@@ -199,6 +200,7 @@ REAL = [hook for hook in DEEPSPEED_HOOKS if hook.path.startswith(("PipelineEngin
 
 @pytest.mark.parametrize("hook", REAL, ids=lambda hook: hook.path)
 def test_the_real_deepspeed_without_a_private_name(monkeypatch: pytest.MonkeyPatch, hook: compat.Hook) -> None:
+    register.unregister()
     importlib.import_module(hook.module)
     owner, name = owner_of(hook)
     if not hasattr(owner, name):  # an attribute of instances: see below
@@ -232,6 +234,7 @@ def test_attributes_of_instances_are_found_where_a_method_mentions_them(monkeypa
 
 
 def test_megatron_core_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_megatron", lambda: True)
     modules = fake_modules(compat.MEGATRON_HOOKS)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.bench.report_data import Group, ReportError, Result, Run, read_result
 from terapipe_ds.bench.report_style import STYLE
-from terapipe_ds.bench.report_table import definitions_table, facts_table, runs_table, systems_legend
+from terapipe_ds.bench.report_table import activations_table, definitions_table, facts_table, runs_table, systems_legend
 from terapipe_ds.bench.report_text import EQUAL_WITHIN, headline, notes, seconds, torch_sentence
 from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.timeline import COMPUTE_KINDS, write_atomically
@@ -130,6 +130,17 @@ def _plots(result: Result) -> Iterator[str]:
         yield from _timelines(result)
         yield from _prediction(result)
         yield from _plot("Memory per stage", "memory", _MEMORY, report_plots.memory(result))
+    yield from _activations(result)
+
+
+def _activations(result: Result) -> Iterator[str]:
+    tables = [(group, table) for group in result.groups if (table := activations_table(group))]
+    if tables:
+        yield "<h2>Activations</h2>\n<p>What a stage keeps for its backward, of the stage with most: without "
+        yield "parameters, their gradients and optimizer states. Beside it its share of the stock engine’s, and the "
+        yield "share that the schedule and the memory model predict.</p>\n"
+    for group, table in tables:
+        yield f"<h3>{escape(result.title(group).capitalize())}</h3>\n{table}"
 
 
 def _plot(title: str, key: str, caption: str, figure: Figure | None) -> Iterator[str]:

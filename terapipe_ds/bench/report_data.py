@@ -37,6 +37,7 @@ class Run:
     bubble: float | None = None
     peak_bytes: tuple[float | None, ...] | None = None
     predicted_peak_bytes: tuple[float | None, ...] | None = None
+    static_bytes: tuple[float | None, ...] | None = None
     exposed_comm_s: float | None = None
     loss: float | None = None
     planned: bool = False
@@ -63,9 +64,24 @@ class Run:
         return max((peak for peak in self.peak_bytes or () if peak is not None), default=None)
 
     @property
+    def activation_bytes(self) -> float | None:
+        """Of the stage that needs most: the peak without parameters, their gradients and optimizer states, or None."""
+        return _most_above(self.peak_bytes, self.static_bytes)
+
+    @property
+    def predicted_activation_bytes(self) -> float | None:
+        """The same of the predicted peak."""
+        return _most_above(self.predicted_peak_bytes, self.static_bytes)
+
+    @property
     def prediction_error(self) -> float | None:
         """How far ``predicted_s`` is from ``step_s``, as a share of ``step_s``; above 0: predicted too slow."""
         return None if self.predicted_s is None or not self.ok else self.predicted_s / self.step_s - 1
+
+
+def _most_above(peaks: Sequence[float | None] | None, floors: Sequence[float | None] | None) -> float | None:
+    pairs = zip(peaks or (), floors or (), strict=False)
+    return max((peak - floor for peak, floor in pairs if peak is not None and floor is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -216,8 +232,9 @@ def _read_run(data: object, where: str) -> Run:
         return Run(system, schedule, slices, error=_need(data, "error", where, _TEXT), **same)
     slices = tuple(_need(data, "slices", where, _LENGTHS))
     figures = {key: _need(data, key, where, kind) for key, kind in _FIGURES.items()}
-    figures["predicted_peak_bytes"] = _take(data, "predicted_peak_bytes", where, _or_null(_BYTES))
-    for key in ("peak_bytes", "predicted_peak_bytes"):
+    for key in ("predicted_peak_bytes", "static_bytes"):
+        figures[key] = _take(data, key, where, _or_null(_BYTES))
+    for key in ("peak_bytes", "predicted_peak_bytes", "static_bytes"):
         if figures[key] is not None:
             if len(figures[key]) != same["stages"]:
                 raise ReportError(f"{where} has {len(figures[key])} {key} for {same['stages']} stages: give one each")

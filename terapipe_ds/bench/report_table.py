@@ -54,6 +54,38 @@ def _row(group: Group, run: Run, best: bool, per_s: float, per_byte: float) -> s
     return f"<tr{marked}><td>{_name(run)}{tags}</td>{row}</tr>\n"
 
 
+def activations_table(group: Group) -> str:
+    """How much less each run keeps for its backward than the stock engine does, measured and predicted; "" where
+    nothing is known of the stock engine."""
+    stock = group.stock(False) or group.stock(True)
+    runs = [run for run in group.runs if run.ok and run.activation_bytes]
+    if stock is None or not stock.activation_bytes or len(runs) < 2:
+        return ""
+    unit, per_byte = bytes_unit([run.activation_bytes for run in runs])
+    heads = ("run", "slices", f"activations<br>{unit}", "of&nbsp;stock", "predicted<br>of&nbsp;stock", "difference")
+    body = "".join(_activations_row(run, stock, per_byte) for run in runs)
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
+    return (
+        f'<div class="scroll"><table class="runs"><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}</tbody></table></div>\n"
+    )
+
+
+def _activations_row(run: Run, stock: Run, per_byte: float) -> str:
+    mine, theirs = run.activation_bytes, stock.activation_bytes
+    assert mine and theirs
+    share = mine / theirs
+    expected = None
+    if run.predicted_activation_bytes and stock.predicted_activation_bytes:
+        expected = run.predicted_activation_bytes / stock.predicted_activation_bytes
+    cells = (
+        slices_text(run), digits(mine * per_byte, 3), f"{share:.3f}", "–" if expected is None else f"{expected:.3f}",
+        "–" if expected is None else _signed(expected / share - 1),
+    )  # fmt: skip
+    row = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f"<tr><td>{_name(run)}</td>{row}</tr>\n"
+
+
 def _failed(run: Run) -> str:
     tags = '<span class="tag">failed</span>' + '<span class="tag">replayed</span>' * run.replayed
     reason = escape(run.error or "no reason given")

@@ -27,8 +27,10 @@ DEFINITIONS = (
     ("tokens/s", "tokens_per_s", "Tokens of one step over its median time."),
     ("bubble", "bubble", "1 − (sum of F, B and W seconds) / (K × (last end − first start)); reduce and optimizer "
      "excluded. K is the number of stages."),
-    ("peak memory", "peak_bytes", "Of the stage that needs most: resident set on a CPU, allocated memory on a CUDA "
-     "device. All stages stand in the plot."),
+    ("peak memory", "peak_bytes", "Of the stage that needs most, in bytes of tensors: parameters, gradients, optimizer "
+     "states, and the most that a step adds. All stages stand in the plot."),
+    ("activations", "static_bytes", "The peak less the part that is there at any time (parameters, their gradients, "
+     "optimizer states), of the stage where most is left."),
     ("exposed comm.", "exposed_comm_s", "Seconds of a step spent on transfers that computation does not hide."),
     ("loss", "loss", "All systems train the same model on the same data, so it must agree."),
 )  # fmt: skip

@@ -25,10 +25,10 @@ def render(result: Mapping[str, Any]) -> str:
 
 def _head(result: Mapping[str, Any]) -> str:
     work, machine = result["workload"], result["machine"]
+    tokens = f"{work['micro_batch']} x {work['sequence_length']} tokens"
     return (
-        f"{result['preset']}: {work['stages']} stages, {work['layers']} layers, hidden {work['hidden']}, "
-        f"{work['micro_batch']} x {work['sequence_length']} tokens, {work['pairs']} turns; {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['date']}"
+        f"{result['preset']}: {work['stages']} stages, {work['layers']} layers, hidden {work['hidden']}, {tokens}, "
+        f"{work['pairs']} turns; {machine['cpu']}, {machine['cores']} cores, {machine['date']}"
     )
 
 

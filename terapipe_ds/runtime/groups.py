@@ -10,6 +10,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.header import TensorPeers
 from terapipe_ds.runtime.link import Wire
+from terapipe_ds.runtime.staging import needs_staging
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,9 @@ class PipelineGroups:
 
     def wire(self, what: str, stage_id: int, towards: bool, device: torch.device) -> Wire:
         """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``."""
-        return Wire(
-            peer=self.ranks[stage_id],
-            group=self.activations if what == "activations" else self.gradients,
-            control=self.control,
-            device=device,
-            name=f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})",
-        )
+        group = self.activations if what == "activations" else self.gradients
+        name = f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})"
+        return Wire(self.ranks[stage_id], group, self.control, device, name, needs_staging(group, device))
 
     def connect(self, stage_id: int, device: torch.device) -> None:
         """Send one number over each link, in an order that cannot deadlock.
@@ -59,7 +56,7 @@ class PipelineGroups:
             if upper < 0 or upper + 1 >= len(self.ranks):
                 continue
             for group, sender in ((self.activations, upper), (self.gradients, upper + 1)):
-                number = torch.zeros(1, device=device)
+                number = torch.zeros(1, device="cpu" if needs_staging(group, device) else device)
                 if stage_id == sender:
                     torch_dist.send(number, self.ranks[2 * upper + 1 - sender], group=group)
                 else:

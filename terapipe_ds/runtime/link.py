@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch import Tensors
+from terapipe_ds.runtime.staging import host_buffer, to_host
 
 Unit = tuple[int, int]
 Signature = Hashable
@@ -95,19 +96,32 @@ class MessageSpec:
 @dataclass(frozen=True)
 class Wire:
     """Where the messages of one channel go: a peer rank, the group of this direction and the control group (gloo,
-    CPU)."""
+    CPU). ``staged``: by way of the host's memory, see ``staging``."""
 
     peer: int
     group: Any
     control: Any
     device: torch.device
     name: str  # "activations to stage 1", for messages
+    staged: bool = False
 
+    def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
+        tensor = tensor.detach().contiguous()
+        tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return to_host(tensor) if self.staged else tensor
 
-def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
-    tensor = tensor.detach().contiguous()
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    def buffer(self, spec: TensorSpec) -> torch.Tensor:
+        """Memory that the backend can receive such a tensor in."""
+        dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
+        if self.staged:
+            return host_buffer(spec.shape, dtype)
+        return torch.empty(spec.shape, dtype=dtype, device=self.device)
+
+    def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """The tensor that came in ``buffer``, on the device."""
+        buffer = buffer.to(self.device) if self.staged else buffer
+        return buffer.view(torch.bool) if spec.dtype == torch.bool else buffer
 
 
 class SendChannel:
@@ -134,7 +148,7 @@ class SendChannel:
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
         """Send without blocking. ``consumed_at``: the place in the peer's order of the unit that waits for it."""
-        ready = [_on_wire(t) for t in tensors]
+        ready = [self.wire.outgoing(t) for t in tensors]
         works = [torch_dist.isend(t, self.wire.peer, group=self.wire.group) for t in ready]
         self._in_flight.append((consumed_at, works, ready))
 
@@ -197,10 +211,7 @@ class ReceiveChannel:
             posted.spec = self._spec_of(posted.unit)
             if posted.spec is None:
                 return
-            posted.buffers = tuple(
-                torch.empty(s.shape, dtype=torch.uint8 if s.dtype == torch.bool else s.dtype, device=self.wire.device)
-                for s in posted.spec.tensors
-            )
+            posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
             posted.works = tuple(
                 torch_dist.irecv(buffer, self.wire.peer, group=self.wire.group) for buffer in posted.buffers
             )
@@ -218,11 +229,8 @@ class ReceiveChannel:
         assert posted.spec is not None
         for work in posted.works:
             work.wait()
-        tensors = tuple(
-            b.view(torch.bool) if s.dtype == torch.bool else b
-            for b, s in zip(posted.buffers, posted.spec.tensors, strict=True)
-        )
-        return posted.spec, tensors
+        buffers = zip(posted.buffers, posted.spec.tensors, strict=True)
+        return posted.spec, tuple(self.wire.incoming(buffer, spec) for buffer, spec in buffers)
 
     def assert_empty(self) -> None:
         """At the end of a batch: every receive that was posted was used."""

@@ -190,24 +190,26 @@ def _there_and_back(
     On a CPU that is all the processor time of sending or receiving, whichever thread carries the message: there is no
     other processor. On an accelerator it is the calls alone.
     """
-    there = [torch.zeros(t.shape, dtype=torch.uint8 if t.dtype == torch.bool else t.dtype, device=device)
-             for t in spec.tensors]  # fmt: skip
-    back = [torch.empty_like(tensor) for tensor in there]
-    peer = groups.ranks[upper + 1 if stage_id == upper else upper]
+    other = upper + 1 if stage_id == upper else upper
+    ahead, behind = ("activations", "gradients") if stage_id == upper else ("gradients", "activations")
+    outgoing = groups.wire(ahead, other, towards=True, device=device)
+    incoming = groups.wire(behind, other, towards=False, device=device)
+    there = [torch.zeros(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
+    back = [incoming.buffer(t) for t in spec.tensors]
     synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    incoming, outgoing = groups.gradients, groups.activations
-    if stage_id > upper:
-        incoming, outgoing = outgoing, incoming
-    works: list[Any] = [torch_dist.irecv(tensor, peer, group=incoming) for tensor in back]
+    works: list[Any] = [torch_dist.irecv(buffer, incoming.peer, group=incoming.group) for buffer in back]
     called_s = time.perf_counter() - begin_s
     if stage_id > upper:
         _wait(works)
         works = []
     again_s = time.perf_counter()
-    works += [torch_dist.isend(tensor, peer, group=outgoing) for tensor in there]
+    ready = [outgoing.outgoing(tensor) for tensor in there]
+    works += [torch_dist.isend(tensor, outgoing.peer, group=outgoing.group) for tensor in ready]
     called_s += time.perf_counter() - again_s
     _wait(works)
+    for buffer, tensor in zip(back, spec.tensors, strict=True):
+        incoming.incoming(buffer, tensor)
     synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2

@@ -132,6 +132,19 @@ def test_the_best_row_alone_is_marked() -> None:
     assert page.row("torch 1f1b")[0].endswith("fastest")
 
 
+def test_activations_are_a_share_of_the_stock_engines() -> None:
+    """By hand: stock keeps 900 - 100 = 800 on stage 0, slices 400 - 100 = 300 on stage 1; predicted 840 and 294."""
+    memory = {"peak_bytes": [900, 500], "static_bytes": [100, 100], "predicted_peak_bytes": [940, 460]}
+    less = {"peak_bytes": [300, 400], "static_bytes": [100, 100], "predicted_peak_bytes": [350, 394]}
+    page = page_of(result(STOCK | memory, SLICED | less))
+    own = [cells for cells in page.rows if cells[:1] == ["terapipe seq1f1b"]]
+    share, predicted, difference = own[-1][3:]
+    assert (share, predicted) == ("0.375", "0.350")
+    assert difference == "−6.7 %"
+    without = page_of(result(STOCK, SLICED))
+    assert "Activations" not in without.data and "Activations" in page.data
+
+
 def test_small_times_and_bytes_have_small_units() -> None:
     page = page_of(result(row(step_s=0.01234, step_s_all=[0.01234], peak_bytes=[5 * 2**20, 2**20])))
     assert page.row("run")[2] == "stepms" and page.row("run")[9] == "peakMiB"

@@ -120,7 +120,7 @@ def test_a_system_that_learned_something_else_is_an_error() -> None:
 
 def test_the_table_has_a_line_per_run() -> None:
     lines = render(result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())).splitlines()
-    assert lines[0].startswith("cpu-2stage: 2 stages, 2 layers, hidden 4, 8 tokens, 2 turns; made up, 2 cores")
+    assert lines[0].startswith("cpu-2stage: 2 stages, 2 layers, hidden 4, 2 x 8 tokens, 2 turns; made up, 2 cores")
     assert [word in line for word, line in zip(("deepspeed", "seq1f1b, 2", "no such thing"), lines[2:], strict=True)]
     assert "7.500 s" in lines[3] and "1.929" in lines[3] and "7.000-8.000 s" in lines[3]
 

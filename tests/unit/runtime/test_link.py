@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from terapipe_ds.runtime.link import (
     Unit,
     Wire,
 )
+from terapipe_ds.runtime.staging import needs_staging
 
 SPEC = MessageSpec((TensorSpec((2, 3), torch.float32, True),), is_tuple=False)
 
@@ -224,3 +226,43 @@ class TestMemoryOfSends:
         assert kept.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
         sender.flush()
         assert not sender._in_flight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_a_staged_wire_carries_copies_in_memory_of_the_host(post: Post, dtype: torch.dtype) -> None:
+    """What is sent may change at once, because the backend reads the copy; what comes is on the device again."""
+    values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
+    spec = MessageSpec((TensorSpec((2, 2), dtype, False),), is_tuple=False)
+    staged = dataclasses.replace(wire(), staged=True)
+    sent = values.t().clone().t()  # not contiguous
+    sending, receiving = SendChannel(staged), ReceiveChannel(staged, lambda unit: spec, lambda unit: None)
+    receiving.post((0, 0))
+    sending.send([sent], consumed_at=0)
+    (copy,) = post.mail["data"]
+    assert copy.device.type == "cpu" and copy.dtype == (torch.uint8 if dtype == torch.bool else dtype)
+    sending._in_flight[0][2][0].zero_()  # the copy is not what the layers gave
+    assert torch.equal(sent, values)
+    _, (came,) = receiving.wait((0, 0))
+    assert came.dtype == dtype and torch.equal(came, values)
+
+
+def test_only_devices_beside_the_host_are_staged() -> None:
+    """gloo carries CPU tensors itself; of CUDA tensors it knows nothing between two ranks, NCCL does."""
+
+    @dataclass
+    class Backend:
+        said: str
+
+        def name(self) -> str:
+            return self.said
+
+    class Group:
+        def __init__(self, **backends: str) -> None:
+            self.backends = backends
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend(self.backends[device.type])
+
+    assert not needs_staging(Group(cpu="gloo"), torch.device("cpu"))
+    assert needs_staging(Group(cpu="gloo", cuda="gloo"), torch.device("cuda", 0))
+    assert not needs_staging(Group(cpu="gloo", cuda="nccl"), torch.device("cuda", 0))

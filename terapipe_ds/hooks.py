@@ -6,6 +6,7 @@ imported), so that a version without one is an error then, with the name, and no
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ class Hook:
     """One name: ``path``, dotted, inside ``module``; ``use`` says what for.
 
     The last name of a path that starts with a class may be an attribute that its instances get: then some method of
-    the class or of a base must mention it. ``parameters``: what a function must take by these names, in this order.
+    the class or of a base must set it. ``parameters``: what a function must take by these names, in this order.
     """
 
     module: str
@@ -40,7 +41,7 @@ class Hook:
             value = getattr(value, name)
         if hasattr(value, last):
             return not self.parameters or _takes(getattr(value, last), self.parameters)
-        return inspect.isclass(value) and last in _mentioned(value) and not self.parameters
+        return inspect.isclass(value) and _is_set(value, last) and not self.parameters
 
 
 def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
@@ -51,14 +52,26 @@ def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
     return tuple(names[: len(parameters)]) == parameters
 
 
-def _mentioned(owner: type) -> set[str]:
-    """The attributes that methods of a class and of its bases read or write."""
-    names: set[str] = set()
-    for function in (value for base in owner.__mro__ for value in vars(base).values()):
-        found = getattr(function, "fget", None) or inspect.unwrap(getattr(function, "__func__", function))
+def _is_set(owner: type, name: str) -> bool:
+    """Whether a method of a class or of its bases gives its instances an attribute. That some read or call it says
+    nothing: what calls a method is still there when the method is gone."""
+    return any(_sets(code, name) for function in _functions(owner) for code in _codes(function))
+
+
+def _functions(owner: type) -> Iterator[CodeType]:
+    for value in (value for base in owner.__mro__ for value in vars(base).values()):
+        found = getattr(value, "fget", None) or inspect.unwrap(getattr(value, "__func__", value))
         if isinstance(code := getattr(found, "__code__", None), CodeType):
-            names.update(name for inner in _codes(code) for name in inner.co_names)
-    return names
+            yield code
+
+
+def _sets(code: CodeType, name: str) -> bool:
+    """``self.name = ...``, or ``self.__dict__["name"] = ...`` (so DeepSpeed keeps its module)."""
+    if name not in code.co_names and name not in code.co_consts:  # reading all of the code takes long
+        return False
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    by_key = [("LOAD_ATTR", "__dict__"), ("LOAD_CONST", name), ("STORE_SUBSCR", None)]
+    return ("STORE_ATTR", name) in steps or any(steps[at : at + 3] == by_key for at in range(len(steps)))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -256,8 +255,6 @@ def parse_file_name(name: str) -> tuple[int, int] | None:
 def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``path``, then put it in place in one move."""
     target = Path(path)
-    if not target.name:  # "" and "."
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(target))
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -33,5 +33,15 @@ def read_json(path: str, option: str) -> dict[str, Any]:
     return found
 
 
+def check_output(path: str | None, option: str) -> None:
+    """Refuse a path without the name of a file, before anything is computed for it; None is no path.
+
+    Raises:
+        CommandError: the path is empty or ".".
+    """
+    if path is not None and not Path(path).name:
+        raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
+
+
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
 """Short names of device cards, and what the memory model calls them."""

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.commands import CommandError, check_output, read_json
 
 if TYPE_CHECKING:
     from terapipe_ds.bench.cases import Job
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
     for option in ("json", "html"):
         path = getattr(arguments, option)
+        check_output(path, f"--{option}")
         if path is not None and not Path(path).absolute().parent.is_dir():  # before minutes of measuring
             raise CommandError(f"--{option} {path}: there is no such folder; give a path in one that exists")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output, read_json
 from terapipe_ds.plan import show_value
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.picture and Path(arguments.picture).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
+    check_output(arguments.out, "--out")
     setup = _setup(arguments)
     granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
     result = plan_slices(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.commands import CommandError, check_output, read_json
 from terapipe_ds.plan import show_value
 
 HELP = "measure what slices of a model take on one device"
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
+    check_output(arguments.out, "--out")
     if not Path(arguments.out).absolute().parent.is_dir():  # before minutes of measuring
         raise CommandError(f"--out {arguments.out}: there is no such folder; give a path in one that exists")
     ds_config = read_json(arguments.config, "--config")

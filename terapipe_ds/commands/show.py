@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_output
 
 if TYPE_CHECKING:
     from terapipe_ds.schedule import Schedule
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.lowered and arguments.stage is None:
         raise CommandError("--lowered needs --stage N: give the stage to print")
+    check_output(arguments.csv, "--csv")
     try:
         schedule = read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)
         validate(schedule)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
@@ -158,6 +158,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise CommandError("--model needs --device NAME: on which device shall it run?")
     if arguments.unit_send is not None and not arguments.unit:
         raise CommandError("--unit-send goes with --unit only: leave it out")
+    for option in ("trace", "csv", "timeline"):
+        check_output(getattr(arguments, option), f"--{option}")
 
 
 def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[SlicePlan]]:

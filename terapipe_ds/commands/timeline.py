@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_output
 
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the timeline of one step."""
+    check_output(arguments.out, "--out")
     step, timeline = load_step([Path(trace) for trace in arguments.traces], arguments.step)
     timeline.draw(arguments.out, title=f"step {step}, {timeline.name}" if timeline.name else f"step {step}")
     print(

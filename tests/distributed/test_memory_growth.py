@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +17,10 @@ from tests.distributed.engines import batches, build, config, gpt_layers, sectio
 from tests.distributed.harness import RankFailure, rank_pool
 
 CASES = tuple((length, count) for length in (9, 16, 23) for count in (1, 2, 4))
-WARM_UP = 2 * len(CASES)  # every length and plan twice: buffers, schedules and allocator have what they need
+CYCLE = 2 * len(CASES)
+"""Steps after which lengths, plans, schedules and evaluations come round. What the last step left (its batch, its
+outputs) is as large as its lengths ask for, so that only looks that are whole cycles apart can be compared."""
+WARM_UP = CYCLE  # buffers, schedules and allocator have what they need
 LEAKS = ("tensor", "object", "bytes", "store")
 
 
@@ -45,20 +48,40 @@ class Held:
         )  # fmt: skip
 
 
+class Work(NamedTuple):
+    """All that decides how large the tensors of a step are."""
+
+    length: int
+    num_slices: int
+    schedule: str
+    evaluates: bool
+    returns_logits: bool
+
+    @classmethod
+    def of_step(cls, step: int) -> Work:
+        schedule, evaluates = "terapipe" if step % 2 else "seq1f1b", step % 3 == 0
+        return cls(*CASES[step % len(CASES)], schedule, evaluates, evaluates and step % 2 == 0)
+
+
+def look_steps(steps: int) -> tuple[int, int, int]:
+    """Before which steps to look: after the warm-up, in the middle, at the end."""
+    return WARM_UP, WARM_UP + steps // 2, WARM_UP + steps
+
+
 def train_and_look(steps: int, leak: str | None = None) -> tuple[Held, Held, Held]:
     """On a rank: what is held after the warm-up, in the middle and at the end."""
     engine = build(gpt_layers(), section(), **config())
     looks = []
     leaked: list[Any] = []
     for step in range(WARM_UP + steps):
-        if step in (WARM_UP, WARM_UP + steps // 2):
+        if step in look_steps(steps):
             looks.append(Held.now(engine))
-        length, count = CASES[step % len(CASES)]
-        engine.use_slice_plan(SlicePlan.equal(length, count), "terapipe" if step % 2 else "seq1f1b")
-        (batch,) = batches(1, first_seed=step % 100, length=length)
+        work = Work.of_step(step)
+        engine.use_slice_plan(SlicePlan.equal(work.length, work.num_slices), work.schedule)
+        (batch,) = batches(1, first_seed=step % 100, length=work.length)
         engine.train_batch(iter(batch))
-        if step % 3 == 0:
-            engine.eval_batch(iter(batch), return_logits=step % 2 == 0)
+        if work.evaluates:
+            engine.eval_batch(iter(batch), return_logits=work.returns_logits)
         if leak is not None and step >= WARM_UP:
             leaked.append(_leak(leak, engine, step))
     looks.append(Held.now(engine))
@@ -95,8 +118,17 @@ def job(steps: int, leak: str | None = None) -> Any:
     return [dataclasses.astuple(look) for look in looks]
 
 
-STEPS = 500 if FULL else 54
-LEAK_STEPS = 4 * len(CASES)
+STEPS = (28 if FULL else 2) * CYCLE  # 504, 36
+LEAK_STEPS = 2 * CYCLE
+
+
+@pytest.mark.parametrize("steps", [28 * CYCLE, STEPS, LEAK_STEPS])
+def test_looks_are_whole_cycles_apart(steps: int) -> None:
+    works = [Work.of_step(step) for step in range(WARM_UP + steps + CYCLE)]
+    for look in look_steps(steps):
+        assert works[look : look + CYCLE] == works[:CYCLE]
+        assert works[look - 1] == works[CYCLE - 1], "what the step before left is of one size"
+    assert all(works[shift : shift + CYCLE] != works[:CYCLE] for shift in range(1, CYCLE)), "no shorter cycle"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")

@@ -51,7 +51,7 @@ FILES = [
     "text.txt", "lines.jsonl", "list.json", "binary", "traces", "missing", "missing/missing", ".", "", "bench.json/x",
     "traces/timeline-step000020-rank0001.json", "x" * 300,
 ]  # fmt: skip
-OUTPUTS = ["out.json", "out.csv", "out.svg", "out.txt", "missing/out.json", "traces", "", "bench.json", "-"]
+OUTPUTS = ["out.json", "out.csv", "out.svg", "out.txt", "missing/out.json", "traces", "", ".", "/", "bench.json", "-"]
 NUMBERS = ["1", "2", "3", "4", "8", "64", "0", "-1", "1000000", str(2**63), "1.5", "nan", "inf", "1e400", "x", "", "²"]
 COUNTS = [*NUMBERS, "2,1", "512,384,128", "4,4", ",", "1,,2", "plan", "auto", "0,0", "-3,4", "1," * 50 + "1"]
 NAMES = [

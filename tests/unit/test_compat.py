@@ -208,27 +208,37 @@ def test_the_real_deepspeed_without_a_private_name(monkeypatch: pytest.MonkeyPat
     for base in owner.__mro__:
         if name in vars(base):
             monkeypatch.delattr(base, name)
-    monkeypatch.setattr(hooks, "_mentioned", lambda owner: set())
+    monkeypatch.setattr(hooks, "_is_set", lambda owner, name: False)
     with pytest.raises(compat.CompatError, match=re.escape(f"{hook.path} ({hook.use})")):
         register.register()
 
 
-def test_attributes_of_instances_are_found_where_a_method_mentions_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attributes_of_instances_are_found_where_a_method_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     class Base:
+        read: Any
+        called_only: Any
+
         def __init__(self) -> None:
-            self.kept = [self.read for _ in ()]
+            self.kept, self.pair = [self.read() for _ in ()], 1
+            self.__dict__["hidden"] = 2
+
+        def later(self) -> None:
+            def inside() -> None:
+                self.inner = 3
+
+            inside()
 
     class Engine(Base):
         @property
         def shown(self) -> object:
-            return self.inner
+            return self.called_only()
 
     module = ModuleType("some_module")
     module.Engine = Engine  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "some_module", module)
-    for name in ("kept", "read", "inner", "shown"):
+    for name in ("kept", "pair", "hidden", "inner", "shown", "later"):
         assert compat.Hook("some_module", f"Engine.{name}", "use").is_there()
-    for path in ("Engine.gone", "Engine.kept.more", "Other.kept", "gone"):
+    for path in ("Engine.gone", "Engine.read", "Engine.called_only", "Engine.kept.more", "Other.kept", "gone"):
         assert not compat.Hook("some_module", path, "use").is_there()
     assert not compat.Hook("no_such_module", "Engine", "use").is_there()
 
@@ -271,7 +281,8 @@ def test_every_attribute_of_the_engine_that_is_not_ours_is_a_hook() -> None:
     """``self.NAME`` in the engine, ``engine.NAME`` beside it, and the methods that it overrides."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    stock = {*dir(PipelineEngine), *hooks._mentioned(PipelineEngine)} - set(dir(object))
+    mentioned = {name for f in hooks._functions(PipelineEngine) for code in hooks._codes(f) for name in code.co_names}
+    stock = {*dir(PipelineEngine), *mentioned} - set(dir(object))
     of_engines = ("PipelineEngine.", "DeepSpeedEngine.")
     table = {hook.path.split(".")[1] for hook in compat.HOOKS if hook.path.startswith(of_engines)}
     for path in sorted(RUNTIME.glob("*.py")):

@@ -21,6 +21,9 @@ CYCLE = 2 * len(CASES)
 """Steps after which lengths, plans, schedules and evaluations come round. What the last step left (its batch, its
 outputs) is as large as its lengths ask for, so that only looks that are whole cycles apart can be compared."""
 WARM_UP = CYCLE  # buffers, schedules and allocator have what they need
+ONE_SCALAR = {"tensors": 1, "tensor_bytes": 8}
+"""What a look may find above another one: now and then one scalar of the last step is let go of a moment later. What
+grows with steps, or only with cycles, is more."""
 LEAKS = ("tensor", "object", "bytes", "store")
 
 
@@ -37,15 +40,21 @@ class Held:
 
     @classmethod
     def now(cls, engine: Any) -> Held:
-        gc.collect()
-        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        tensors, tensor_bytes = min(_count_tensors() for _ in range(3))  # see ONE_SCALAR
         with open("/proc/self/statm", encoding="ascii") as statm:
             pages = int(statm.read().split()[1])
         store = engine.slice_store
         return cls(
-            pages * os.sysconf("SC_PAGE_SIZE"), len(tensors), sum(t.untyped_storage().nbytes() for t in tensors),
-            sys.getallocatedblocks(), store.live_bytes(), store.reserved_bytes(),
+            pages * os.sysconf("SC_PAGE_SIZE"), tensors, tensor_bytes, sys.getallocatedblocks(),
+            store.live_bytes(), store.reserved_bytes(),
         )  # fmt: skip
+
+
+def _count_tensors() -> tuple[int, int]:
+    """Tensors, and bytes of their storages."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return len(tensors), sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 class Work(NamedTuple):
@@ -103,11 +112,11 @@ def _leak(kind: str, engine: Any, step: int) -> Any:
 
 
 def check(looks: tuple[Held, Held, Held], steps: int) -> None:
-    """Raises where something grows. The same lengths come round, so that counts must be the same to the last one;
+    """Raises where something grows. The same lengths come round, so that counts must be the same but for a scalar;
     Python's and the system's allocators get what their own caches and fragments take."""
     start, middle, end = looks
     for name in ("tensors", "tensor_bytes", "store_live_bytes", "store_reserved_bytes"):
-        assert getattr(end, name) <= getattr(start, name), f"{name} grow: {looks}"
+        assert getattr(end, name) <= getattr(start, name) + ONE_SCALAR.get(name, 0), f"{name} grow: {looks}"
     assert end.store_live_bytes == 0, looks
     assert end.blocks - middle.blocks < 100 + steps // 2, f"Python objects grow: {looks}"
     assert end.resident_bytes - start.resident_bytes < (2 << 20) + 8192 * steps, f"the resident set grows: {looks}"
@@ -135,7 +144,7 @@ def test_looks_are_whole_cycles_apart(steps: int) -> None:
 class TestMemoryGrowth:
     @pytest.mark.parametrize("ranks", [2])
     def test_nothing_grows(self, ranks: int) -> None:
-        for looks in rank_pool(ranks).run(job, steps=STEPS):
+        for looks in rank_pool(ranks).run(job, timeout_s=600 if FULL else None, steps=STEPS):
             check(tuple(Held(*look) for look in looks), STEPS)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("leak", LEAKS if FULL else LEAKS[:2])

@@ -131,7 +131,9 @@ def _tokens(document: _Document, tokenizer: Tokenizer) -> numpy.ndarray:
             f"{document.place} is not UTF-8 text ({error}): convert it, or index bytes as they are (--tokenizer bytes)"
         ) from error
     except (ValueError, OverflowError) as error:
-        raise MegatronDataError(f"{document.place}: the tokenizer cannot take it: {error}") from error
+        raise MegatronDataError(
+            f"{document.place}: the tokenizer cannot take it ({error}): give the tokenizer that the text is for"
+        ) from error
     if len(tokens) > MAX_DOCUMENT_TOKENS:
         raise MegatronDataError(f"{document.place} has {len(tokens)} tokens, more than {MAX_DOCUMENT_TOKENS}: split it")
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
@@ -169,7 +171,7 @@ def _text_of(line: bytes, key: str, place: str) -> str:
         raise MegatronDataError(f"{place} holds {show_value(found)}: give one object per line")
     if not isinstance(found.get(key), str):
         strings = [name for name, value in found.items() if isinstance(value, str)]
-        known = ", ".join(strings) or "none"
+        known = ", ".join(map(show_value, strings[:8])) or "none"
         raise MegatronDataError(f"{place} has no text under {key!r}: give a --json-key that has (here: {known})")
     return str(found[key])
 

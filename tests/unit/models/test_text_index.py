@@ -119,7 +119,7 @@ class TestCommand:
         [
             ("", (), "no text in 1 files"),
             ('["a"]', (), "x.jsonl:1 holds list"),
-            ('{"body": "a", "n": 3}', (), "no text under 'text': give a --json-key that has (here: body)"),
+            ('{"body": "a", "n": 3}', (), "no text under 'text': give a --json-key that has (here: 'body')"),
             ('{"text": 3}', (), "(here: none)"),
             ('{"text": "\\ud800"}', (), "x.jsonl:1 is not UTF-8"),
             ('{"text": "5 x"}', ("--tokenizer", "null:9"), "x.jsonl:1: the tokenizer cannot take it"),

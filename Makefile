@@ -1,4 +1,4 @@
-# make venv | test | test-full | demo | lint | clean
+# make venv | test | test-full | mutations | demo | lint | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 CHECK := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: venv test test-full demo lint clean
+.PHONY: venv test test-full mutations demo lint clean
 
 venv: $(STAMP)
 
@@ -31,6 +31,9 @@ test: lint
 
 test-full: lint
 	TERAPIPE_TEST_FULL=1 $(BIN)/pytest
+
+mutations: venv
+	$(BIN)/python -m tests.mutation_check
 
 demo: venv
 	$(BIN)/python examples/demo.py

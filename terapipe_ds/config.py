@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
 
-SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b")
+SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
 _SECTION = "terapipe"
 _MAX_INT = 2**63 - 1  # torch's int64
 _MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
@@ -103,7 +103,7 @@ class TeraPipeConfig(_StrictModel):
         default=PlannerConfig(),
         description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
     )
-    verify: Literal["off", "first_batch"] = Field("off", description='"off"')
+    verify: Literal["off", "first_batch"] = Field("off", description='"off" or "first_batch"')
     stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
         300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
     )
@@ -267,9 +267,6 @@ def _not_available_yet(section: Mapping[str, Any]) -> Iterator[str]:
             f"{_name(('schedule',))} = {show_value(schedule)}: schedules from a file come in a later release; give one "
             f'of {known}, or "auto"'
         )
-    verify = section.get("verify")
-    if isinstance(verify, str) and verify == "first_batch":
-        yield f'{_name(("verify",))} = "first_batch": comes in a later release; give "off"'
 
 
 @dataclasses.dataclass(frozen=True)

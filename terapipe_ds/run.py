@@ -3,6 +3,9 @@
 ``deepspeed --module terapipe_ds.run train.py ARGS`` registers the plugin and then runs ``train.py`` as ``__main__``.
 DeepSpeed's launcher starts ``python -m terapipe_ds.run --local_rank=N train.py ARGS``: the launcher's own option stands
 in front of the script and is handed on to it, exactly where the launcher would have put it.
+
+``deepspeed --module terapipe_ds.run --verify train.py ARGS`` only checks the layers: the script runs until its first
+training batch, which every stage runs whole and in slices; rank 0 prints the report, and the exit code is 0 or 1.
 """
 
 from __future__ import annotations
@@ -12,9 +15,12 @@ import sys
 from pathlib import Path
 
 _USAGE = (
-    "usage: deepspeed [LAUNCHER OPTIONS] --module terapipe_ds.run SCRIPT.py [SCRIPT OPTIONS]\n"
+    "usage: deepspeed [LAUNCHER OPTIONS] --module terapipe_ds.run [--verify] SCRIPT.py [SCRIPT OPTIONS]\n"
     "Runs SCRIPT.py unchanged; a PipelineModule trains with token slices when the DeepSpeed config has an enabled\n"
-    "'terapipe' section."
+    "'terapipe' section.\n"
+    "  --verify  run up to the first training batch only: compare the layers on slices with the layers on whole\n"
+    "            sequences, print the report, and exit with 0, or with 1 where they differ\n"
+    "example: deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json"
 )
 
 
@@ -35,12 +41,24 @@ def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
     return rest[0], forwarded + rest[1:]
 
 
+def take_verify(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Whether ``--verify`` stands in front of the script, and the arguments without it; behind the script it is the
+    script's own."""
+    front = 0
+    while front < len(arguments) and arguments[front].startswith("-"):
+        if arguments[front] == "--verify":
+            return True, [*arguments[:front], *arguments[front + 1 :]]
+        front += 2 if arguments[front].startswith("--local") and "=" not in arguments[front] else 1
+    return False, arguments
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Register the plugin, then run the script named in ``arguments`` (default: ``sys.argv[1:]``) as ``__main__``."""
     given = sys.argv[1:] if arguments is None else arguments
     if any(option in given[:1] for option in ("-h", "--help")):
         print(_USAGE)
         return
+    verify_only, given = take_verify(given)
     try:
         script, script_arguments = split_arguments(given)
     except ValueError as error:
@@ -52,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from terapipe_ds.runtime.register import register
 
-    register()
+    register(verify_only=verify_only)
     sys.argv = [script, *script_arguments]
     sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
     runpy.run_path(script, run_name="__main__")

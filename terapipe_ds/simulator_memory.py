@@ -20,12 +20,14 @@ def during_and_after(
 
     ``spans[micro_batch_id][slice_id]`` is (start, stop). ``memory`` has ``static_bytes(part_id)``,
     ``store_bytes(part_id, sequence_length)``, ``store_grad_bytes(part_id, sequence_length)``, ``slice_bytes(part_id,
-    tokens, prefix)`` and ``working_bytes(part_id, tokens, prefix)``. Two more are asked where it has them:
-    ``gradient_bytes(part_id)``, and ``whole_bytes(part_id, sequence_length)``, which takes the place of the two of the
-    store for a micro-batch that is one slice.
+    tokens, prefix)`` and ``working_bytes(part_id, tokens, prefix)``. Three more are asked where it has them:
+    ``gradient_bytes(part_id)``; ``whole_bytes(part_id, sequence_length)``, which takes the place of the two of the
+    store for a micro-batch that is one slice; ``weight_bytes(part_id, tokens, prefix)``, what is left of a slice
+    between its B and its W.
 
-    A slice counts from its F to the end of its last of B and W; the store of a micro-batch from its first F to its last
-    B or W on the part; the gradients of the store from its first B to its last. Without backward a slice counts while
+    A slice counts from its F to the end of its B; then what its W needs, if it has one (all of it, where memory does
+    not say). The store of a micro-batch counts from its first F to its last B on the part, the gradients of the store
+    from its first B to its last. Without backward a slice counts while
     its F runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
     parameters come while its first B runs, as much as what the slice kept goes, and stay.
     """
@@ -42,7 +44,7 @@ def _of_stage(
     last: dict[_Held, int] = {}
     for index, action in enumerate(order):
         whole = len(spans[action.micro_batch_id]) == 1 and hasattr(memory, "whole_bytes")
-        for held in _held_for(action, whole):
+        for held in _held_for(action, whole, hasattr(memory, "weight_bytes")):
             first.setdefault(held, index)
             last[held] = index
     gained, lost = [0] * len(order), [0] * len(order)
@@ -53,10 +55,11 @@ def _of_stage(
     bytes_of = []
     now = static
     gradients = _gradients(order, memory)
+    kept = _kept_for_weights(order, spans, memory)
     for index, action in enumerate(order):
         now += gained[index]
         start, stop = spans[action.micro_batch_id][action.slice_id]
-        after = now - lost[index] + gradients.get(index, 0)
+        after = now - lost[index] + gradients.get(index, 0) + kept.get(index, 0)
         during = max(now, after) + memory.working_bytes(action.part_id, stop - start, start)
         now = after
         bytes_of.append((during, now))
@@ -74,9 +77,30 @@ def _gradients(order: Sequence[Action], memory: Any) -> dict[int, int]:
     return {index: memory.gradient_bytes(part_id) for part_id, index in first.items()}
 
 
-def _held_for(action: Action, whole: bool) -> list[_Held]:
+def _kept_for_weights(
+    order: Sequence[Action], spans: Sequence[Sequence[tuple[int, int]]], memory: Any
+) -> dict[int, int]:
+    """Where in the order what W needs comes (while B runs, as much as what the slice kept goes) and where it goes."""
+    if not hasattr(memory, "weight_bytes"):
+        return {}
+    changes: dict[int, int] = {}
+    sizes = {}
+    for action in order:
+        if action.kind is Kind.WEIGHT:
+            held = ("weight_bytes", action.part_id, *action.unit)
+            sizes[held] = _size(held, spans, memory)
+    for index, action in enumerate(order):
+        size = sizes.get(("weight_bytes", action.part_id, *action.unit))
+        if size is not None and action.kind is not Kind.FORWARD:
+            changes[index] = size if action.kind is Kind.BACKWARD else -size
+    return changes
+
+
+def _held_for(action: Action, whole: bool, says_weights: bool) -> list[_Held]:
     """What has to be there while an action runs, as (method that says its bytes, part, micro-batch, slice)."""
     part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
+    if action.kind is Kind.WEIGHT:  # keys and values are of no use any more
+        return [] if says_weights else [("slice_bytes", part_id, micro_batch_id, slice_id)]
     held = [("slice_bytes", part_id, micro_batch_id, slice_id)]
     held.append(("whole_bytes" if whole else "store_bytes", part_id, micro_batch_id, -1))
     if action.kind is Kind.BACKWARD and not whole:

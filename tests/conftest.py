@@ -13,8 +13,9 @@ from hypothesis import settings
 
 FULL = os.environ.get("TERAPIPE_TEST_FULL", "") not in ("", "0")
 
-settings.register_profile("default", deadline=None, max_examples=200)
-settings.load_profile("default")
+settings.register_profile("default", deadline=None, max_examples=100)
+settings.register_profile("full", deadline=None, max_examples=1000)
+settings.load_profile("full" if FULL else "default")
 
 
 def _has_gpu() -> bool:

@@ -17,7 +17,7 @@ PLAN = "plan"
 """In the place of a number of slices: what the planner makes of the costs that this run has measured."""
 
 DEEPSPEED = ("1f1b", "dualpipev")
-TERAPIPE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
+TERAPIPE = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
 TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
 SCHEDULES = {"deepspeed": DEEPSPEED, "terapipe": TERAPIPE, "torch": TORCH}
 """What each system can run, by the names used here. interleaved1f1b and zbv hold two parts per stage, as dualpipev."""
@@ -103,10 +103,11 @@ class Preset:
 
 
 def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
-    """Every schedule of every system; ours with one slice in 1F1B, and with each of ``slices``."""
+    """Every schedule of every system; ours with one slice in 1F1B and ZB-H1, the others with each of ``slices``."""
     stock = [Case("deepspeed", name) for name in DEEPSPEED]
-    ours = [Case("terapipe", name, given) for name in TERAPIPE for given in slices]
-    return (*stock, Case("terapipe", "1f1b", 1), *ours, *(Case("torch", name) for name in TORCH))
+    ours = [Case("terapipe", name, given) for name in TERAPIPE if name != "zb-h1" for given in slices]
+    whole = [Case("terapipe", name, 1) for name in ("1f1b", "zb-h1")]
+    return (*stock, *whole, *ours, *(Case("torch", name) for name in TORCH))
 
 
 # Slices of 256 tokens of two sequences: 512 rows. With 256 a core's matrix products are about 3 % slower, for they read
@@ -120,6 +121,7 @@ PRESETS = {
     "cpu-2stage": Preset(
         _TWO, (1, 4), 5,
         (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", PLAN),
+         Case("terapipe", "zb-h1", 1, (4,)), Case("terapipe", "seq1f1b-zb", PLAN, (4,)),
          Case("torch", "gpipe", accumulations=(1,)), Case("torch", "interleaved1f1b", accumulations=(4,)),
          Case("torch", "zbv", accumulations=(4,))),
     ),

@@ -20,7 +20,8 @@ from terapipe_ds.planner import plan_slices
 
 @dataclass
 class Planned:
-    """What was measured before the first turn; ``costs`` is None where nothing needs it, or where it cannot be had."""
+    """What was measured before the first turn; ``costs`` is None where nothing needs it, or where it cannot be had:
+    with fewer cores than stages bytes are what they are, but seconds mean nothing."""
 
     job: Job
     costs: list[CostModel] | None = None
@@ -30,7 +31,7 @@ class Planned:
     @classmethod
     def measure(cls, job: Job, folder: Path) -> Planned:
         """Let an engine measure its slices as ``"slices": "auto"`` does. A collective."""
-        if job.replayed or not any(case.system == "terapipe" for case in job.cases):
+        if not any(case.system == "terapipe" for case in job.cases):
             return cls(job)
         section = {
             "enabled": True, "schedule": "seq1f1b", "slices": "auto", "granularity_tokens": job.granularity,
@@ -44,8 +45,10 @@ class Planned:
         torch_dist.barrier()  # rank 0 has written the profile
         memory_path = next(folder.glob("profile-*.memory.json"))
         (path,) = [file for file in folder.glob("profile-*.json") if file != memory_path]
-        text = path.read_text()
         memory = json.loads(memory_path.read_text())
+        if job.replayed:
+            return cls(job, memory=memory)
+        text = path.read_text()
         return cls(job, CostModel.from_profile(Profile.from_json(text)), text, memory)
 
     def plan(self, schedule: str, accumulation: int) -> SlicePlan:

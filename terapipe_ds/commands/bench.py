@@ -31,7 +31,7 @@ EXAMPLES = """\
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
 
 Presets: cpu-2stage, cpu-8stage, gpu-attention, gpu-layer. What a system is allowed to be: deepspeed (1f1b, dualpipev),
-terapipe (gpipe, 1f1b, terapipe, seq1f1b), torch (gpipe, 1f1b, interleaved1f1b, zbv).
+terapipe (gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb), torch (gpipe, 1f1b, interleaved1f1b, zbv).
 """
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")

@@ -28,7 +28,7 @@ _MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe or seq1f1b")
+    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe, seq1f1b, zb-h1 or seq1f1b-zb")
     source.add_argument(
         "--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3"
     )

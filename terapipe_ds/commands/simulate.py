@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe or seq1f1b")
+    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe, seq1f1b, zb-h1 or seq1f1b-zb")
     source.add_argument("--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3")
     parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")

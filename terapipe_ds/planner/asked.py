@@ -35,6 +35,8 @@ class AskedCosts:
         self._sends: dict[int, float] = {}
         if callable(getattr(costs, "send_s", None)):  # a part without links must not look as if it had them
             self.send_s = self._send_s
+        if callable(getattr(costs, "weight_s", None)):  # nor as if its W had been measured
+            self.weight_s = self._weight_s
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         """Seconds of a forward; ints give a float, arrays an array."""
@@ -43,6 +45,19 @@ class AskedCosts:
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
         """Seconds of a backward."""
         return self._ask("backward_s", tokens, prefix)
+
+    def _weight_s(self, tokens: Any, prefix: Any) -> Any:
+        """Of the backward, the seconds of W; no table has it."""
+        if np.ndim(tokens) == 0:
+            return self._pair("weight_s", int(tokens), int(prefix))
+        pairs = [("weight_s", int(i), int(j)) for i, j in zip(tokens, prefix, strict=True)]
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self._pairs]
+        if new and getattr(self._costs, "vectorized", False):
+            asked = np.array([pair[1:] for pair in new])
+            answers = np.broadcast_to(self._costs.weight_s(asked[:, 0], asked[:, 1]), len(new))
+            for pair, answer in zip(new, answers.tolist(), strict=True):
+                self._pairs[pair] = check_seconds(*pair, answer)
+        return np.array([self._pair(*pair) for pair in pairs])
 
     def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
         """Forward, backward and send seconds of slices given as arrays."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from terapipe_ds.planner.asked import AskedCosts
 from terapipe_ds.planner.branch import Objective, Search
-from terapipe_ds.planner.equal_stages import search_plans
+from terapipe_ds.planner.equal_stages import band_of, search_plans
 from terapipe_ds.planner.programs import Band, Floats
 
 _MANY_GRANULES = 512  # above, one bound, and a limit on its work
@@ -45,6 +45,17 @@ def searches(
         work = None if band.num_granules <= 64 else _WORK
         found.append(search_plans(band, Objective(1, 1.0), max_slices, work))
     return found, max(search.lower_bound_s for search in found)
+
+
+def busy_bound_s(parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None) -> float:
+    """What holds whatever the order, split backwards included: no stage works less than the least work of any plan,
+    however long the first forward takes to reach it."""
+    least = 0.0
+    for part in {id(part): part for part in parts}.values():
+        if part.table is not None:
+            search = search_plans(band_of(part.table), Objective(num_micro_batches, 0.0), max_slices, _WORK)
+            least = max(least, search.lower_bound_s)
+    return least
 
 
 def _pairs(parts: Sequence[AskedCosts]) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.result import PlanResult, choose
-from terapipe_ds.schedule import SCHEDULE_NAMES, build
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay
 
 
@@ -23,7 +23,10 @@ def best_schedule(
         MemoryLimitError: no schedule fits ``memory_limit_bytes``.
     """
     found, needs = [], []
-    for name in SCHEDULE_NAMES:
+    each = costs if isinstance(costs, list | tuple) else [costs]
+    knows_weights = all(callable(getattr(one, "weight_s", None)) for one in each)
+    names = [name for name in SCHEDULE_NAMES if knows_weights or name not in SPLIT_SCHEDULES]
+    for name in names:
         replay = Replay.of(build(name, num_stages, num_micro_batches, plan.num_slices))
         timeline = replay.run(plan, costs, memory=memory)
         peaks = timeline.peak_bytes
@@ -34,7 +37,7 @@ def best_schedule(
         unsliced_s = Replay.of(build(name, num_stages, num_micro_batches, 1)).makespan(whole, costs)
         result = PlanResult(
             plan, name, timeline.makespan_s, False, 0.0, num_stages, num_micro_batches, unsliced_s, plan,
-            timeline.makespan_s, timeline.bubble_fraction, peaks, memory_limit_bytes, len(SCHEDULE_NAMES),
+            timeline.makespan_s, timeline.bubble_fraction, peaks, memory_limit_bytes, len(names),
         )  # fmt: skip
         found.append(result)
     if found:

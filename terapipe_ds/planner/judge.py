@@ -13,7 +13,7 @@ from terapipe_ds.planner.candidates import Lengths, to_plan
 from terapipe_ds.planner.flow_shop import ends_s, fill_drain_s
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.programs import Floats
-from terapipe_ds.schedule import build
+from terapipe_ds.schedule import SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay
 
 Progress = Callable[[str, int, int], None]
@@ -32,9 +32,9 @@ _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand fo
 class Judge:
     """Scores slice lengths (in granules) under one schedule; every score is kept.
 
-    ``terapipe``, ``gpipe`` and every schedule of a single micro-batch are two flow shops one after the other, whose
-    recursion takes no replay. The others are replayed: as they are (`seconds`), or, where they are large, with two
-    smaller numbers of micro-batches that are continued on a line (`estimate`).
+    ``terapipe``, ``gpipe`` and every schedule of a single micro-batch (but those that split backwards) are two flow
+    shops one after the other, whose recursion takes no replay. The others are replayed: as they are (`seconds`), or,
+    where they are large, with two smaller numbers of micro-batches that are continued on a line (`estimate`).
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Judge:
         self.num_granules = -(-sequence_length // granularity_tokens)
         self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
         self.budget, self.spent, self._progress = budget, 0, progress
-        self.is_flow_shop = schedule in FILL_DRAIN or num_micro_batches == 1
+        self.splits_backward = schedule in SPLIT_SCHEDULES
+        self.is_flow_shop = schedule in FILL_DRAIN or (num_micro_batches == 1 and not self.splits_backward)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._bounds: dict[Lengths, float] = {}
@@ -90,7 +91,8 @@ class Judge:
 
         On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
         of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
-        backward from k up to stage 0 (the mirror image). See `bounds`.
+        backward from k up to stage 0 (the mirror image). See `bounds`. Where backwards are split a stage may end with
+        W of any micro-batch: there all that it has to do after its first forwards counts, and no way back.
         """
         if self.is_flow_shop:
             return self.seconds(lengths)
@@ -98,7 +100,8 @@ class Judge:
             self.spent += self._flow_shop_cost(0)
             forward, backward, send = self._times(lengths)
             between = (self.num_micro_batches - 1) * (forward + backward).sum(axis=1)
-            self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + ends_s(backward, send[1:])).max())
+            end = backward.sum(axis=1) if self.splits_backward else ends_s(backward, send[1:])
+            self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + end).max())
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
@@ -116,7 +119,7 @@ class Judge:
         """What it takes of the budget to judge so many plans: number of slices -> number of plans."""
         if self.is_flow_shop:
             return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
-        per_slice = 2 * self.num_stages * self.num_micro_batches
+        per_slice = self._kinds * self.num_stages * self.num_micro_batches
         walk = _WALK if self.memory_limit_bytes is not None else 0
         return sum(
             per_slice * slices * (_BUILD + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
@@ -153,9 +156,10 @@ class Judge:
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
         """More of them change no peak: a stage of ``1f1b`` has at most K micro-batches live, one of ``seq1f1b``
-        K + s - 1 slices; then every micro-batch is like the one before."""
-        live = -(-self.num_stages // num_slices) + 2 if self.schedule == "seq1f1b" else self.num_stages
-        return min(self.num_micro_batches, live + 1)
+        K + s - 1 slices; then every micro-batch is like the one before. So it is with W."""
+        by_slices = self.schedule in ("seq1f1b", "seq1f1b-zb")
+        live = -(-self.num_stages // num_slices) + 2 if by_slices else self.num_stages
+        return min(self.num_micro_batches, live + 1 + self.splits_backward)
 
     def fits(self, lengths: Lengths) -> bool:
         """Every stage stays within the limit; True without one."""
@@ -178,7 +182,12 @@ class Judge:
         return forward, backward, send
 
     def _computations(self, num_micro_batches: int, lengths: Lengths) -> int:
-        return 2 * self.num_stages * num_micro_batches * len(lengths)
+        return self._kinds * self.num_stages * num_micro_batches * len(lengths)
+
+    @property
+    def _kinds(self) -> int:
+        """F and B, or F, B and W."""
+        return 3 if self.splits_backward else 2
 
     def _flow_shop_cost(self, num_slices: int) -> int:
         return _CALL + self.num_stages * (60 + self.num_micro_batches * num_slices // 20)
@@ -201,6 +210,6 @@ class Judge:
     def _replay(self, num_micro_batches: int, num_slices: int) -> Replay:
         key = num_micro_batches, num_slices
         if key not in self._replays:
-            self.spent += _BUILD * 2 * self.num_stages * num_micro_batches * num_slices
+            self.spent += _BUILD * self._kinds * self.num_stages * num_micro_batches * num_slices
             self._replays[key] = Replay(build(self.schedule, self.num_stages, num_micro_batches, num_slices))
         return self._replays[key]

@@ -35,12 +35,13 @@ class PartMemory:
     working_bytes_per_prefix_token: float = 0
     gradient_bytes: int = 0  # of the parameters, from a batch's first backward to its optimizer step
     whole_bytes_per_token: float | None = None  # keys and values of a sequence in one slice; None: as with the store
+    weight_bytes_per_token: float | None = None  # what is left between a slice's B and W; None: as before its B
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is None and field.name == "whole_bytes_per_token":
+            if value is None and field.name in ("whole_bytes_per_token", "weight_bytes_per_token"):
                 continue
             if not (number and math.isfinite(value) and value >= 0):
                 raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
@@ -107,8 +108,13 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].store_grad_bytes_per_token * sequence_length)
 
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        """What a live slice keeps from its F to the end of its last of B and W."""
+        """What a live slice keeps from its F to the end of its B."""
         return math.ceil(self.parts[part_id].slice_bytes_per_token * tokens)
+
+    def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
+        """What its W needs, from its B to its W: inputs and output gradients of linear layers."""
+        rate = self.parts[part_id].weight_bytes_per_token
+        return self.slice_bytes(part_id, tokens, prefix) if rate is None else math.ceil(rate * tokens)
 
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """More, only while an F, B or W of that slice runs."""

@@ -12,6 +12,8 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
   loss          the log-probabilities in fp32 at least, V, and the labels
+  W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
+                untied output matrix (a tied one has its gradient in B), whatever was kept before
   links         the received input and, kept until the gradient arrives, the output: i h each
 
 Beside what is kept, while a slice runs (peaks in its backward, in which kept things go as gradients come):
@@ -159,6 +161,7 @@ def _count_part(setup: Setup, part_id: int, layers: int) -> PartMemory:
         working_bytes_per_token=rows * _working(setup, is_first, is_last, layers),
         working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # one layer's dK, dV of the prefix
         gradient_bytes=gradients,
+        weight_bytes_per_token=rows * _weights_kept(setup, is_last, layers),
         whole_bytes_per_token=rows * (min(layers, 1) if setup.activation_checkpointing else layers) * whole * item,
     )
 
@@ -242,6 +245,16 @@ def _layer_saved(setup: Setup) -> int:
     attention = 2 * size.num_heads * size.head_dim * item + size.num_heads * max(4, item)
     mlp = (4 if size.gated_mlp else 2) * size.ffn_size * item
     return norms + (attention + mlp) // degree
+
+
+def _weights_kept(setup: Setup, is_last: bool, layers: int) -> int:
+    """What W needs per token: input and output gradient of every linear layer, after B."""
+    size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
+    query, key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+    divided = (query + 2 * key_value) + query + (3 if size.gated_mlp else 2) * size.ffn_size
+    layer = 4 * _residual(setup) + divided // degree
+    head = _residual(setup) + size.vocab_size // degree if is_last and not size.tied_embedding else 0
+    return (layers * layer + head) * item
 
 
 def _head_saved(setup: Setup) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan, show_value
 from terapipe_ds.planner import candidates
 from terapipe_ds.planner.asked import AskedCosts, ask_parts, whole_s
-from terapipe_ds.planner.bounds import searches
+from terapipe_ds.planner.bounds import busy_bound_s, searches
 from terapipe_ds.planner.branch import Search
 from terapipe_ds.planner.candidates import Lengths
 from terapipe_ds.planner.climb import climb
@@ -28,11 +28,13 @@ from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
 from terapipe_ds.planner.slice_dp import candidates as program_plans
 from terapipe_ds.planner.tabulate import check_count
-from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES
 
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 """What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
 _AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
+_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}
+"""On top, where costs say what W takes."""
 
 _BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
@@ -68,10 +70,16 @@ def plan_slices(
         if schedule not in SCHEDULE_NAMES:
             known = ", ".join((*SCHEDULE_NAMES, "auto"))
             raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
+        if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
+            raise PlannerError(
+                f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
+                "add it, or plan for 'seq1f1b'"
+            )
         return problem.best(schedule, budget)
     found: list[PlanResult] = []
     refused: list[MemoryLimitError] = []
-    for name, share in (_AUTO if problem.num_micro_batches > 1 else _AUTO_OF_ONE).items():
+    tried = _AUTO if problem.num_micro_batches > 1 else _AUTO_OF_ONE
+    for name, share in (tried | _AUTO_SPLIT if problem.knows_weights else tried).items():
         try:
             found.append(problem.best(name, round(share * budget)))
         except MemoryLimitError as error:
@@ -133,6 +141,11 @@ class _Problem:
         return len(self.parts)
 
     @property
+    def knows_weights(self) -> bool:
+        """Whether all costs say what W takes of a backward."""
+        return all(hasattr(part, "weight_s") for part in self.parts)
+
+    @property
     def num_granules(self) -> int:
         return -(-self.sequence_length // self.granularity_tokens)
 
@@ -153,7 +166,10 @@ class _Problem:
         if self._can_judge_all(judge):
             lengths = self._best_of_all(judge)
             return self._result(judge, lengths, True, judge.seconds(lengths))
-        bound_s = max(self.searched[1], self.solution.lower_bound_s if judge.is_flow_shop else 0.0)
+        if judge.splits_backward:
+            bound_s = busy_bound_s(self.parts, self.num_micro_batches, self.max_slices)
+        else:
+            bound_s = max(self.searched[1], self.solution.lower_bound_s if judge.is_flow_shop else 0.0)
         return self._result(judge, climb(judge, self.sure_starts(), self.more_starts()), False, bound_s)
 
     # --- all plans

@@ -47,6 +47,7 @@ from terapipe_ds.runtime.stock_faults import (
     tied_copies_left_out,
 )
 from terapipe_ds.runtime.trace import Tracer
+from terapipe_ds.runtime.verify import verify_first_batch
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
@@ -72,6 +73,7 @@ class TeraPipeEngine(PipelineEngine):
     ``eval_batch``, ``save_checkpoint``, ``load_checkpoint``, ``set_train_batch_size`` and the rest.
     """
 
+    verify_only: bool = False  # the first batch is checked and then the process ends
     closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
     total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
     total_additional_losses: Any
@@ -112,9 +114,8 @@ class TeraPipeEngine(PipelineEngine):
         self._plans = Plans(self, self._groups, self._watchdog.note)
         self._batch: BatchInFlight | None = None
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
-        self._parts = self._make_parts()  # by chunk_id
+        self._parts = self._make_parts()  # by chunk_id; linear layers accumulate in their products from now on
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
-        accumulate_in_products(self.module, self.optimizer)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
         warn_of_checkpoints(self)
@@ -122,7 +123,11 @@ class TeraPipeEngine(PipelineEngine):
     def _make_parts(self) -> tuple[PartRunner, ...]:
         """A runner for each place of this stage."""
         place = Place(self.stage_id, 0, is_first=self.is_first_stage(), is_last=self.is_last_stage())
-        return (PartRunner(self, place, links=self._links, store=self._store, watchdog=self._watchdog),)
+        self.weight_gradients = accumulate_in_products(self.module, self.optimizer)
+        part = PartRunner(
+            self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=self.weight_gradients
+        )  # fmt: skip
+        return (part,)
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -243,6 +248,7 @@ class TeraPipeEngine(PipelineEngine):
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        verify_first_batch(self, training, micro_batches)
         self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
         self._links.open_batch(self._open())
         self._tracer.begin(self.global_steps + 1 if training else None)
@@ -272,6 +278,8 @@ class TeraPipeEngine(PipelineEngine):
             super()._exec_schedule(pipe_schedule)
         self._guarded_modes.add(batch.training)
         self._links.close_batch()
+        for part in self._parts:
+            part.close_batch()
         batch.assert_done(pipe_schedule.peak_live_slices)
         self._store.assert_drained()
         self._set_batch(None)
@@ -332,6 +340,7 @@ class TeraPipeEngine(PipelineEngine):
         Kind.SEND_ACTIVATION: _on_its_part(PartRunner.send_activation),
         Kind.RECV_GRAD: _on_its_part(PartRunner.post_gradients),
         Kind.BACKWARD: _on_its_part(PartRunner.backward),
+        Kind.WEIGHT: _on_its_part(PartRunner.weight),
         Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),
         Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),

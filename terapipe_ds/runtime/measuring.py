@@ -28,7 +28,7 @@ from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.probe import StageProbe, synchronize
-from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning
+from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
@@ -94,11 +94,12 @@ def measure_stage(
                 probe, points, sequence_length, num_stages=engine.num_stages,
                 num_micro_batches=engine.micro_batches, peers=peers, progress=progress,
             )  # fmt: skip
+            weight_s = weights(probe, lengths, peers)
             memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
     finally:
         store.reset()
     links, message_s = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
-    samples = measured.samples()
+    samples = with_weights(measured.samples(), weight_s)
     return StageCosts(
         engine.stage_id, samples, links, message_s, memory, noise_warning(samples), measured.seconds,
         engine.grid.get_data_parallel_rank(),
@@ -127,6 +128,7 @@ def _probe(
     return StageProbe(
         engine.module, engine.module, length, device, store, part_id=engine.stage_id, inputs=inputs, labels=labels,
         is_last=engine.is_last_stage(), loss_fn=engine.module.loss_fn, autocast=partial(autocast_if_enabled, engine),
+        weights=engine.weight_gradients,
     )  # fmt: skip
 
 
@@ -247,6 +249,7 @@ def _memory(
         working_bytes_per_prefix_token=per_prefix,
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
+        weight_bytes_per_token=probe.weight_bytes(tokens) / tokens,
     )
 
 

@@ -26,8 +26,9 @@ from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.probe import StageProbe
 from terapipe_ds.runtime.profile_key import describe_layers, profile_key
-from terapipe_ds.runtime.profiler import grid, measure, noise_warning
+from terapipe_ds.runtime.profiler import grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def profile_model(
                     probe, points, length, num_stages=job.num_stages, num_micro_batches=job.num_micro_batches,
                     progress=partial(progress, part_id),
                 )  # fmt: skip
-                known[same] = measured.samples()
+                known[same] = with_weights(measured.samples(), weights(probe, lengths))
                 warning = noise_warning(known[same])
                 if warning is not None:
                     warn(f"part {part_id}: {warning}")
@@ -126,7 +127,7 @@ def _probe(job: OfflineJob, module: Any, part_id: int) -> StageProbe:
     inputs = SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1)
     return StageProbe(
         module, module, labels.length, device, SliceStore(), part_id, inputs if part_id == 0 else None,
-        labels if is_last else None, is_last, job.loss_fn,
+        labels if is_last else None, is_last, job.loss_fn, weights=accumulate_in_products(module, None),
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ holds no tensors: those of a batch are in its ``BatchInFlight``, by part, micro-
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,13 @@ from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import missing_loss_scale
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.watchdog import Watchdog
-from terapipe_ds.schedule.action import Action
+from terapipe_ds.runtime.weight_gradients import WeightGradients
+from terapipe_ds.schedule.action import Action, Kind
 
 if TYPE_CHECKING:
     from terapipe_ds.runtime.engine import TeraPipeEngine
+
+logger = logging.getLogger("terapipe_ds")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class PartRunner:
         engine: DeepSpeed's side of it: ``forward`` and ``backward`` of layers, the loss of the batch, results, timers.
         links: the channels of this part.
         store: of keys and values, shared by the parts of a stage (which have names of their own in it).
+        weights: the weight gradients of the part's layers, for schedules that split backwards.
     """
 
     def __init__(
@@ -75,14 +80,31 @@ class PartRunner:
         links: StageLinks,
         store: SliceStore,
         watchdog: Watchdog,
+        weights: WeightGradients,
     ) -> None:
-        self.place = place
+        self.place, self._weights = place, weights
+        self._defers_nothing = False  # a batch with W has run, and no W had anything to do
         self._engine, self._links, self._store, self._watchdog = engine, links, store, watchdog
         self._batch: BatchInFlight | None = None
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
         """Actions are those of ``batch`` from now on; None: of no batch."""
         self._batch = batch
+        order = () if batch is None or not batch.training else batch.schedule.orders[batch.stage_id]
+        split = [a.unit for a in order if a.kind is Kind.WEIGHT and a.chunk_id == self.place.chunk_id]
+        self._weights.open_batch(split)
+        self._products = -1 if not split else 0
+
+    def close_batch(self) -> None:
+        """Every W of the batch has run. Raises InFlightError."""
+        self._weights.assert_done()
+        if self._products == 0 and not self._defers_nothing:
+            self._defers_nothing = True
+            logger.warning(
+                "stage %d, chunk %d: the schedule splits backwards, but no layer here leaves weight gradients to W: "
+                "only torch's own nn.Linear does, in the dtype of its weight and without autocast. Gradients are "
+                "right; an unsplit schedule is as fast.", self._engine.stage_id, self.place.chunk_id,
+            )  # fmt: skip
 
     def _open(self) -> BatchInFlight:
         assert self._batch is not None, "no batch is open"
@@ -207,7 +229,9 @@ class PartRunner:
         batch = self._open()
         slice_ = batch.get(self._key(action))
         gradients = () if self.place.is_last else self._receive_gradients(action)
-        with push_slice(self._active(action, "recompute")):
+        splits = self._weights.splits(action.unit)
+        deferred = self._weights.deferred(action.unit) if splits else nullcontext()
+        with push_slice(self._active(action, "recompute")), deferred:
             if self.place.is_last:
                 assert slice_.loss is not None
                 scale = missing_loss_scale(self._engine.optimizer)
@@ -216,9 +240,24 @@ class PartRunner:
                 self._backward_from(slice_.outputs, gradients)
         slice_.outputs = slice_.loss = None
         if self.place.is_first:
-            batch.drop(self._key(action))
+            self._after_backward(action)
         if action.slice_id == 0:
             self._store.release(self.place.part_id, action.micro_batch_id)
+
+    def _after_backward(self, action: Action) -> None:
+        """B has run and its gradients are on their way: the slice is live as long as it has a W to come."""
+        batch = self._open()
+        if self._weights.splits(action.unit):
+            batch.get(self._key(action)).inputs = ()
+        else:
+            batch.drop(self._key(action))
+
+    def weight(self, action: Action) -> None:
+        """W: the weight gradients that the B of this slice has left."""
+        self._open().get(self._key(action))
+        with push_slice(self._active(action, "weight")):
+            self._products += self._weights.compute(action.unit, self._weight_backward)
+        self._open().drop(self._key(action))
 
     def _receive_gradients(self, action: Action) -> Tensors:
         waiting = self._watchdog.waiting(self._links.describe_wait(action))
@@ -236,13 +275,25 @@ class PartRunner:
         tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
         if not tensors:
             return
+        with self._engine_backward():
+            torch.autograd.backward(tensors, list(gradients))
+
+    @contextmanager
+    def _engine_backward(self) -> Iterator[None]:
         engine = self._engine
         engine._running_engine_backward = True
         try:
-            torch.autograd.backward(tensors, list(gradients))
+            yield
             engine._backward_epilogue()
         finally:
             engine._running_engine_backward = False
+
+    @contextmanager
+    def _weight_backward(self) -> Iterator[None]:
+        """The same for W, on whose leaves no hook of an output is that would run the prologue."""
+        with self._engine_backward():
+            self._engine._backward_prologue()
+            yield
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -267,11 +318,10 @@ class PartRunner:
 
     def send_gradients(self, action: Action) -> None:
         """Send the gradients of what this slice received; zeros where the layers did not use it."""
-        batch = self._open()
-        leaves = batch.get(self._key(action)).inputs
+        leaves = self._open().get(self._key(action)).inputs
         gradients = [
             leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
         ]
         with ds_timed(self._engine, PIPE_SEND_GRAD_TIMER):
             self._links.send_gradients(action, gradients)
-        batch.drop(self._key(action))
+        self._after_backward(action)

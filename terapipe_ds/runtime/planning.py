@@ -169,6 +169,7 @@ class AutoPlanner:
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
+            "weights": True,  # W is measured as well
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ The prefix of a probed slice never ran: its keys and values are made up, because
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
 from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
+from terapipe_ds.runtime.weight_gradients import WeightGradients
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
 
@@ -51,6 +52,7 @@ class StageProbe:
         labels: of one micro-batch, on the last stage; None elsewhere.
         loss_fn: of the last stage, None where the model computes the loss itself.
         autocast: a context in which the engine runs the layers.
+        weights: of the layers, where W is measured as well.
     """
 
     module: nn.Module
@@ -64,6 +66,7 @@ class StageProbe:
     is_last: bool = False
     loss_fn: Callable[[Any, Any], Any] | None = None
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
+    weights: WeightGradients = field(default_factory=WeightGradients)
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
@@ -83,6 +86,34 @@ class StageProbe:
         begin_s = _now_s()
         self._backward(live)
         return _now_s() - begin_s
+
+    def weight(self, tokens: int) -> float:
+        """Seconds of W of a slice of ``tokens`` tokens, after its F and B."""
+        with self._split_backward(tokens) as unit:
+            begin_s = _now_s()
+            self.weights.compute(unit, nullcontext)
+            return _now_s() - begin_s
+
+    def weight_bytes(self, tokens: int) -> int:
+        """Bytes that such a slice keeps from its B to its W."""
+        with self._split_backward(tokens) as unit:
+            kept = self.weights.kept_bytes(unit)
+            self.weights.compute(unit, nullcontext)
+            return kept
+
+    @contextmanager
+    def _split_backward(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """After F and a B that leaves weight gradients to W, as where the schedule splits backwards."""
+        active = self._active(tokens, 0)
+        unit = active.micro_batch_id, active.slice_id
+        self.weights.open_batch([unit])
+        try:
+            live = LiveProbe(active, *self._forward(active))
+            with self.weights.deferred(unit):
+                self._backward(live)
+            yield unit
+        finally:
+            self.weights.open_batch(())
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """What this stage hands on for a slice of ``tokens`` tokens. Runs it once, which warms it up as well."""

@@ -78,6 +78,9 @@ def _usual(replicas: Iterable[Sequence[_Sample]], names: Sequence[str]) -> list[
 
 def _merged(same: Sequence[_Sample], names: Sequence[str], how: Callable[[Iterable[float]], float]) -> _Sample:
     numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
+    weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
+    if len(weights) == len(same):
+        numbers["weight_s"] = min(how(weights), numbers["backward_s"])
     return dataclasses.replace(same[0], **numbers)
 
 

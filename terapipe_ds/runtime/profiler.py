@@ -8,6 +8,7 @@ round after round, so that a machine that drifts meets all of them alike, and th
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ Point = tuple[int, int]
 """(tokens, prefix)."""
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
+WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
 LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
@@ -93,6 +95,13 @@ class Runs(Protocol):
         """Seconds of B."""
 
 
+class RunsWeights(Protocol):
+    """What W is measured on: ``probe.StageProbe``."""
+
+    def weight(self, tokens: int) -> float:
+        """Seconds of W of a slice whose F and B run before it."""
+
+
 @dataclass
 class Measurement:
     """The times of one rank, in seconds, by point."""
@@ -124,6 +133,26 @@ class Measurement:
             )
             for point, forward in self.forward_s.items()
         )  # fmt: skip
+
+
+def weights(
+    probe: RunsWeights, lengths: Sequence[int], peers: Peers | None = None
+) -> dict[int, float]:
+    """Tokens -> seconds of W, which no prefix changes. Largest slices first, as in :func:`measure`; a collective."""
+    peers = peers or Alone()
+    found: dict[int, list[float]] = {tokens: [] for tokens in sorted(lengths, reverse=True)}
+    for _ in range(1 + WEIGHT_ROUNDS):  # once to warm up
+        for tokens, seconds in found.items():
+            peers.barrier()
+            seconds.append(probe.weight(tokens))
+    return {tokens: statistics.median(seconds[1:]) for tokens, seconds in found.items()}
+
+
+def with_weights(samples: Sequence[CostSample], weight_s: dict[int, float]) -> tuple[CostSample, ...]:
+    """The samples, each with what W takes of its backward."""
+    return tuple(
+        dataclasses.replace(sample, weight_s=min(weight_s[sample.tokens], sample.backward_s)) for sample in samples
+    )
 
 
 def spread(values: Sequence[float]) -> float:

@@ -17,6 +17,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import require_equal_configs
 
 _registered = False
+_verify_only = False
 
 
 def _raw_config(engine_arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,11 @@ def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
     if _section(_raw_config(kwargs)).enabled:
         from terapipe_ds.runtime.engine import TeraPipeEngine
 
-        return TeraPipeEngine(*args, **kwargs)
+        engine = TeraPipeEngine(*args, **kwargs)
+        engine.verify_only = _verify_only
+        return engine
+    if _verify_only:
+        raise TeraPipeConfigError("--verify: the DeepSpeed config has no enabled terapipe section: nothing is sliced")
     return PipelineEngine(*args, **kwargs)
 
 
@@ -83,16 +88,21 @@ def _names() -> dict[str, tuple[type, type]]:
     }
 
 
-def register() -> None:
+def register(verify_only: bool = False) -> None:
     """From now on ``deepspeed.initialize`` returns a ``TeraPipeEngine`` where the model is a ``PipelineModule`` and the
     config has an enabled ``terapipe`` section, and DeepSpeed's own engine in every other case.
 
-    Calling it again changes nothing; :func:`unregister` takes it back.
+    Calling it again changes nothing but ``verify_only``; :func:`unregister` takes it back.
+
+    Args:
+        verify_only: the first ``train_batch`` compares slices with whole sequences, prints the report and ends the
+            process with 0, or with 1 after a difference (``terapipe_ds.run --verify``).
 
     Raises:
         terapipe_ds.compat.CompatError: the installed DeepSpeed lacks a hook that the engine needs.
     """
-    global _registered
+    global _registered, _verify_only
+    _verify_only = verify_only
     if _registered:
         return
     compat.require_hooks()
@@ -106,7 +116,8 @@ def register() -> None:
 
 def unregister() -> None:
     """Take :func:`register` back. Engines that exist already go on."""
-    global _registered
+    global _registered, _verify_only
+    _verify_only = False
     if not _registered:
         return
     import deepspeed
@@ -124,7 +135,7 @@ def is_registered() -> bool:
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the plugin registered for this one call: same arguments, same result."""
     was_registered = _registered
-    register()
+    register(_verify_only)
     import deepspeed
 
     try:

@@ -1,14 +1,19 @@
-"""Linear layers that add their weight gradient to ``.grad`` by the matrix product itself.
+"""Linear layers that compute their weight gradients themselves: into ``.grad`` by the product, and later if need be.
 
 Autograd makes a gradient for each backward and then adds it to ``.grad``: with slices this happens once per slice, and
 costs about three per cent of a step on a CPU. A product with ``beta=1`` reads and writes ``.grad`` once (the fused
 accumulation of Megatron-LM, for plain torch).
+
+Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
+and compute these in W (zero bubble, Qi et al., arXiv 2401.10241). Only ``nn.Linear`` itself does so, for its weight
+alone; biases, norms, embeddings and every other layer have all their gradients in B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,62 +22,198 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.runtime.buffers import InFlightError
+from terapipe_ds.runtime.link import Unit
 
 
-def accumulate_in_products(module: nn.Module, optimizer: Any) -> None:
-    """Let the plain linear layers of ``module`` do so while slices run.
-
-    Nothing changes where somebody else collects gradients, because nobody would be told of them: DeepSpeed's own
-    optimizers for half precision and ZeRO do so by hooks on each parameter's accumulation.
-    """
-    if isinstance(optimizer, DeepSpeedOptimizer):
-        return
+def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
+    """Let the plain linear layers of ``module`` do so while slices run; what is returned splits their backwards."""
+    gradients = WeightGradients(is_watched=isinstance(optimizer, DeepSpeedOptimizer))
     for layer in module.modules():
         if type(layer) is nn.Linear and "forward" not in vars(layer):
-            layer.forward = _forward_of(layer)  # type: ignore[assignment, method-assign]
+            layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
+    return gradients
 
 
-def _forward_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+class _Product(NamedTuple):
+    """What one weight gradient is made of: ``rows^T inputs``, [tokens, out] and [tokens, in]."""
+
+    weight: Tensor
+    rows: Tensor
+    inputs: Tensor
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, weight: Tensor, rows: Tensor, inputs: Tensor) -> _Product:
+        return cls(weight, rows, inputs, (rows._version, inputs._version))
+
+
+class WeightGradients:
+    """The weight gradients of the linear layers of one part that are computed here and not by autograd.
+
+    Args:
+        is_watched: somebody else collects gradients, and must be told of each: DeepSpeed's own optimizers for half
+            precision and ZeRO do so by hooks on a parameter's accumulation.
+    """
+
+    def __init__(self, is_watched: bool = False) -> None:
+        self.is_watched = is_watched
+        self._split: frozenset[Unit] = frozenset()
+        self._running: list[_Product] | None = None
+        self._waiting: dict[Unit, list[_Product]] = {}
+
+    def open_batch(self, split: Iterable[Unit]) -> None:
+        """A batch begins, in which the units ``split`` have a W of their own; nothing of another one is kept."""
+        self._split, self._running, self._waiting = frozenset(split), None, {}
+
+    def splits(self, unit: Unit) -> bool:
+        """Whether the unit has a W of its own in this batch."""
+        return unit in self._split
+
+    @contextmanager
+    def deferred(self, unit: Unit) -> Iterator[None]:
+        """Around the B of a unit that has a W: what W needs is kept."""
+        if unit in self._waiting:
+            raise InFlightError(f"B{unit[0]}.{unit[1]} ran twice before its W")
+        self._running = self._waiting[unit] = []
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def compute(self, unit: Unit, around: Callable[[], Any]) -> int:
+        """The W of a unit: returns how many weight gradients it had.
+
+        ``around`` gives a context for backwards by autograd, which is entered where somebody watches.
+
+        Raises:
+            InFlightError: its B has not run, or its W has run before; or a layer has changed in place what was kept.
+        """
+        try:
+            products = self._waiting.pop(unit)
+        except KeyError:
+            raise InFlightError(f"W{unit[0]}.{unit[1]} ran before its B, or a second time") from None
+        count = len(products)
+        for product in products:  # versions of tensors that anybody may have a view of
+            if product.versions != (product.rows._version, product.inputs._version):
+                raise InFlightError(
+                    f"W{unit[0]}.{unit[1]}: the input or the output gradient of a linear layer with weight "
+                    f"{list(product.weight.shape)} was changed in place after its B"
+                )
+        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+            with around():
+                _in_autograd(products)
+        else:
+            with torch.no_grad():
+                for weight, rows, inputs, _ in products:
+                    fresh = _add_product(weight, rows, inputs)
+                    if fresh is not None:
+                        _accumulate(weight, fresh)
+        return count
+
+    def kept_bytes(self, unit: Unit) -> int:
+        """Of what waits for the W of a unit."""
+        kept = {}
+        for product in self._waiting.get(unit, ()):
+            for tensor in (product.rows, product.inputs):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(kept.values())
+
+    def assert_done(self) -> None:
+        """Every W has run. Raises InFlightError."""
+        if self._waiting:
+            raise InFlightError(f"the W of {sorted(self._waiting)} (micro-batch, slice) did not run in this batch")
+
+    # -- asked by the layers -----------------------------------------------------------------------------------------
+
+    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
+        """Whether a linear layer that runs now is to leave its weight gradient to this object: training in the dtype
+        of the weight, of a slice whose backward is split, or of any slice where nobody watches."""
+        active = active_slice()
+        if active is None or not torch.is_grad_enabled():
+            return False
+        if self.splits_now():
+            if not inputs.requires_grad:  # the output may hang on the weight alone
+                return False
+        elif active.is_whole or self.is_watched or _has_hooks(weight):
+            return False
+        return (
+            weight.requires_grad
+            and weight.is_leaf
+            and inputs.dtype == weight.dtype
+            and not torch.is_autocast_enabled(inputs.device.type)
+        )
+
+    def splits_now(self) -> bool:
+        """Whether the unit that runs now has a W of its own."""
+        active = active_slice()
+        return active is not None and (active.micro_batch_id, active.slice_id) in self._split
+
+    def keep(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        """In a B whose unit has a W. Raises InFlightError in any other backward, where the gradient would get lost."""
+        if self._running is None:
+            raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
+        self._running.append(_Product.of(weight, rows, inputs))
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _in_autograd(products: list[_Product]) -> None:
+    """One at a time and given up at once, so that a single new gradient is there besides. The leaf alone is a graph,
+    with all its hooks."""
+    while products:
+        weight, rows, inputs, _ = products.pop(0)
+        with torch.no_grad():
+            gradient = rows.t() @ inputs
+        del rows, inputs
+        torch.autograd.backward([weight], [gradient])
+
+
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """What autograd does with a gradient that nobody watches."""
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        if _may_accumulate(inputs, layer.weight):
-            return _Linear.apply(inputs, layer.weight, layer.bias)
+        if gradients.takes(inputs, layer.weight):
+            if gradients.splits_now():  # without an edge to the weight: hooks on it would be called in B with nothing
+                return _Linear.apply(inputs, layer.weight.detach(), layer.bias, _Leaf(layer.weight), gradients.keep)
+            return _Linear.apply(inputs, layer.weight, layer.bias, _Leaf(layer.weight), _add_product)
         return F.linear(inputs, layer.weight, layer.bias)
 
     return forward
 
 
-def _may_accumulate(inputs: Tensor, weight: Tensor) -> bool:
-    """Sliced training in the dtype of the weight, whose gradient nobody watches."""
-    active = active_slice()
-    return (
-        active is not None
-        and not active.is_whole
-        and torch.is_grad_enabled()
-        and weight.requires_grad
-        and weight.is_leaf
-        and inputs.dtype == weight.dtype
-        and not torch.is_autocast_enabled(inputs.device.type)
-        and not weight._backward_hooks
-        and not getattr(weight, "_post_accumulate_grad_hooks", None)
-    )
+class _Leaf(NamedTuple):
+    """The weight itself, hidden from autograd, which takes an edge to each tensor argument."""
+
+    weight: Tensor
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, leaf: _Leaf,
+        add: Callable[[Tensor, Tensor, Tensor], Tensor | None],
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(inputs, weight)
-        ctx.weight = weight  # the saved one is another object, without .grad
+        ctx.leaf = leaf  # the saved one is another object, without .grad
+        ctx.add = add
         return F.linear(inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        needs_inputs, _, needs_bias = ctx.needs_input_grad
+        needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
         bias_grad = rows.sum(dim=0) if needs_bias else None
-        return inputs_grad, _add_product(ctx.weight, rows, inputs.reshape(-1, inputs.shape[-1])), bias_grad
+        weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+        return inputs_grad, weight_grad, bias_grad, None, None
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:

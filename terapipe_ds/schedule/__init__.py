@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from .action import Action, Kind, Schedule, ScheduleError, StageSchedule
-from .generate import SCHEDULE_NAMES, build
+from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
 from .lower import lower
 from .show import from_csv, render, to_csv
 from .validate import validate
 
 __all__ = [
     "SCHEDULE_NAMES",
+    "SPLIT_SCHEDULES",
     "Action",
     "Kind",
     "Schedule",

@@ -227,7 +227,7 @@ class RankPool:
 class PoolCache:
     """Pools by world size; those not used for longest are closed before more than `max_ranks` are alive."""
 
-    def __init__(self, max_ranks: int = 5) -> None:
+    def __init__(self, max_ranks: int = 7) -> None:
         self.max_ranks = max_ranks
         self._pools: dict[int, RankPool] = {}  # in the order of their last use
 

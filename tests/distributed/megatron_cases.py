@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.distributed.cases import covering_set, product
+from tests.distributed.cases import FULL, covering_set, product
 
 Array = npt.NDArray[np.floating]
 Weights = dict[str, Array]  # by megatron-core's names in an unsliced GPTModel
@@ -22,7 +22,7 @@ NUM_LAYERS = 4
 MAX_LENGTH = 28
 LENGTH = 24
 ROWS = 2
-NUM_STEPS = 5
+NUM_STEPS = 5 if FULL else 2
 LEARNING_RATE = 1e-3
 # Some gradients are zero but for rounding (a key's bias shifts all scores of a query alike). With Adam's usual eps a
 # step divides noise by noise there; this one is far above the noise in fp32 and far below the other gradients.
@@ -106,7 +106,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "layout": ("tp2_pp2", "tp2_pp2_sp", "pp2_dp2", "tp2_dp2"),
     "schedule": ("terapipe", "seq1f1b"),
     "plan": ("uneven", "whole"),
-    "accumulation": (1, 4),
+    "accumulation": (1, 4 if FULL else 2),
     "clipping": (False, True),
     "recompute": ("off", "uniform", "block", "core_attn", "layernorm", "mlp"),
     "precision": ("fp64", "fp32", "fp32_megatron"),

@@ -128,6 +128,80 @@ def unweighted_losses() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def dropped_weight() -> Iterator[None]:
+    """The W of one slice adds nothing to the gradients."""
+    from terapipe_ds.runtime.weight_gradients import WeightGradients
+
+    compute = WeightGradients.compute
+
+    def compute_less(self: Any, unit: tuple[int, int], around: Any) -> int:
+        if unit == (1, 2):
+            return len(self._waiting.pop(unit))
+        return compute(self, unit, around)
+
+    with mock.patch.object(WeightGradients, "compute", compute_less):
+        yield
+
+
+@contextlib.contextmanager
+def weight_twice() -> Iterator[None]:
+    """The W of one slice adds its gradients twice."""
+    from terapipe_ds.runtime.weight_gradients import WeightGradients
+
+    compute = WeightGradients.compute
+
+    def compute_more(self: Any, unit: tuple[int, int], around: Any) -> int:
+        if unit == (1, 2):
+            kept = list(self._waiting[unit])
+            compute(self, unit, around)
+            self._waiting[unit] = kept
+        return compute(self, unit, around)
+
+    with mock.patch.object(WeightGradients, "compute", compute_more):
+        yield
+
+
+@contextlib.contextmanager
+def _lowered(change: Callable[[list[Any], int], list[Any]]) -> Iterator[None]:
+    """The last W of every stage, at its index in what the engine runs, is changed; the proof is skipped."""
+    from terapipe_ds.runtime import plans
+    from terapipe_ds.schedule import Kind, Schedule
+
+    for_stage = Schedule.for_stage
+
+    def changed(self: Any, stage_id: int) -> Any:
+        stage = for_stage(self, stage_id)
+        actions = list(stage.actions)
+        places = [index for index, action in enumerate(actions) if action.kind is Kind.WEIGHT]
+        return replace(stage, actions=tuple(change(actions, places[-1]) if places else actions))
+
+    with mock.patch.object(Schedule, "for_stage", changed), mock.patch.object(plans, "validate"):
+        yield
+
+
+def weight_before_backward() -> contextlib.AbstractContextManager[None]:
+    """A W runs before the B of its slice."""
+    from terapipe_ds.schedule import Kind
+
+    def swap(actions: list[Any], index: int) -> list[Any]:
+        weight = actions.pop(index)
+        backward = next(i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD and a.unit == weight.unit)
+        return [*actions[:backward], weight, *actions[backward:]]
+
+    return _lowered(swap)
+
+
+def weight_runs_twice() -> contextlib.AbstractContextManager[None]:
+    """A W stands twice."""
+    return _lowered(lambda actions, index: [*actions[: index + 1], *actions[index:]])
+
+
+def weight_never_runs() -> contextlib.AbstractContextManager[None]:
+    """A W is missing."""
+    return _lowered(lambda actions, index: actions[:index] + actions[index + 1 :])
+
+
 MUTATIONS: dict[str, Mutation] = {
     "none": contextlib.nullcontext,
     "backward_in_forward_order": backward_in_forward_order,
@@ -135,4 +209,9 @@ MUTATIONS: dict[str, Mutation] = {
     "missing_position_offset": missing_position_offset,
     "dropped_kv_gradient": dropped_kv_gradient,
     "unweighted_losses": unweighted_losses,
+    "dropped_weight": dropped_weight,
+    "weight_twice": weight_twice,
+    "weight_before_backward": weight_before_backward,
+    "weight_runs_twice": weight_runs_twice,
+    "weight_never_runs": weight_never_runs,
 }

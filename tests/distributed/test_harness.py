@@ -166,7 +166,7 @@ class TestFailures:
         assert "last words" in str(failure.value)
 
     def test_a_rank_that_hangs(self, pool: RankPool) -> None:
-        pool.start()
+        pool.run(environment, names=[])  # a new rank imports this module, which may take a second by itself
         start = time.monotonic()
         with pytest.raises(RankFailure) as failure:
             pool.run(hang_on, failing_rank=1, timeout_s=1.0)

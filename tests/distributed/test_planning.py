@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,25 @@ def _measured_in(
     return measured, plan
 
 
+@pytest.fixture(scope="module")
+def measured_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with one profile. Copy it."""
+    folder = tmp_path_factory.mktemp("profiles")
+    rank_pool(2).run(_measured_in, folder=str(folder), count=1)
+    return folder
+
+
+@pytest.fixture
+def cache(measured_once: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(measured_once, tmp_path / "cache"))
+
+
+@pytest.fixture
+def profile_file(cache: Path) -> Path:
+    (file,) = [f for f in cache.glob("profile-*.json") if ".memory." not in f.name]
+    return file
+
+
 def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     first, second = rank_pool(2).run(_measured_in, folder=str(tmp_path), count=2)
     assert first[0] == second[0] == [1, 0] and first[1] == second[1]
@@ -169,14 +189,13 @@ def test_another_run_is_measured_again(tmp_path: Path, before: dict[str, Any], a
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])
-def test_a_cache_that_cannot_be_used_is_measured_again(tmp_path: Path, text: str) -> None:
-    rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1)
-    for file in tmp_path.glob("profile-*.json"):
+def test_a_cache_that_cannot_be_used_is_measured_again(cache: Path, text: str) -> None:
+    for measured, _ in rank_pool(2).run(_measured_in, folder=str(cache), count=1):
+        assert measured == [0]  # as it is it can be used
+    for file in cache.glob("profile-*.json"):
         file.write_text(text)
-    for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1):
-        assert measured == [1]
-    for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1):
-        assert measured == [0]  # mended
+    for measured, _ in rank_pool(2).run(_measured_in, folder=str(cache), count=2):
+        assert measured == [1, 0]  # and mended
 
 
 def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
@@ -195,11 +214,9 @@ def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
     ],
 )
 def test_the_profile_of_something_else_is_refused_on_every_rank(
-    tmp_path: Path, layers: dict[str, Any], options: dict[str, Any], named: str
+    profile_file: Path, layers: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
-    rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1)
-    (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
-    for message in rank_pool(2).run(_with_profile, path=str(file), layers=layers, **options):
+    for message in rank_pool(2).run(_with_profile, path=str(profile_file), layers=layers, **options):
         assert named in message and "measure" in message
 
 
@@ -215,11 +232,9 @@ def _edited(file: Path, **key: Any) -> Path:
     ("key", "named"), [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")]
 )
 def test_a_profile_of_another_device_or_micro_batch_is_refused(
-    tmp_path: Path, key: dict[str, Any], named: str
+    profile_file: Path, key: dict[str, Any], named: str
 ) -> None:
-    rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1)
-    (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
-    for message in rank_pool(2).run(_with_profile, path=str(_edited(file, **key)), layers={}):
+    for message in rank_pool(2).run(_with_profile, path=str(_edited(profile_file, **key)), layers={}):
         assert named in message
 
 

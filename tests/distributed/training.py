@@ -1,4 +1,4 @@
-"""`train_case`: five steps of a tiny GPT by DeepSpeed's stock engine or by ours. Runs inside the ranks."""
+"""`train_case`: a few steps of a tiny GPT by DeepSpeed's stock engine or by ours. Runs inside the ranks."""
 
 from __future__ import annotations
 

@@ -13,9 +13,12 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 COLLECTIVE_TIMEOUT_S = 120.0
 
@@ -76,13 +79,32 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.distributed.init_process_group(
         backend="gloo",
-        store=torch.distributed.FileStore(rendezvous, world_size),
+        store=_store(rank, rendezvous),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     gc.freeze()  # what is here now stays: the collection after each job need not look at it
+
+
+def _store(rank: int, rendezvous: str) -> Any:
+    """Where ranks meet, in each of the ten groups of an engine. Rank 0 serves it on a free port, which is written to
+    the file `rendezvous`. (A store in a file is polled: each group would wait for it.)
+    """
+    import torch
+
+    path, options = Path(rendezvous), {"wait_for_workers": False, "timeout": timedelta(seconds=COLLECTIVE_TIMEOUT_S)}
+    if rank == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, **options)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        return store
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, "rank 0 serves no store"
+        time.sleep(0.002)
+    return torch.distributed.TCPStore("127.0.0.1", int(path.read_text()), is_master=False, **options)
 
 
 def _serve(connection: Connection) -> None:

@@ -92,6 +92,10 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--micro-batch": NUMBERS,
         "--granularity": NUMBERS, "--device": NAMES, "--json": OUTPUTS, "--html": OUTPUTS, "--check-replay": None,
     },
+    "verify": {
+        "--config": FILES, "--model": [*FILES, *NAMES], "--sequence-length": NUMBERS, "--slices": COUNTS, " ": NUMBERS,
+        "--threads": NUMBERS,
+    },
     "index": {"": FILES, " ": FILES, "--out": OUTPUTS, "--tokenizer": NAMES, "--json-key": NAMES, "--force": None},
 }  # fmt: skip
 USUAL = {
@@ -100,7 +104,7 @@ USUAL = {
     "report": "bench.json --out o.html",
     "plan": "--model tiny --device h100 --stages 2 --sequence-length 64 --granularity 16", "bench": "cpu-2stage",
     "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --out o.txt",
-    "index": "text.txt --out made --force",
+    "index": "text.txt --out made --force", "verify": "--config ds.json --model nano",
 }  # fmt: skip
 SLOW = {"report", "index"}  # drawing, and imports of seconds
 
@@ -158,7 +162,9 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe_ds.runtime import offline
+    from terapipe_ds.runtime.verify import offline as check
 
+    monkeypatch.setattr(check, "verify_model", nothing_is_measured)
     monkeypatch.setattr(offline, "profile_model", nothing_is_measured)
     monkeypatch.setattr(run, "run_benchmark", nothing_is_measured)
     monkeypatch.setattr(gpu, "run_on_gpu", nothing_is_measured)

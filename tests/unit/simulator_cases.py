@@ -183,7 +183,8 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
 
     for part in {action.part_id for action in order}:
         for m, plan in enumerate(case.plans):
-            if lasts(lambda a, p=part, m=m: (a.part_id, a.micro_batch_id) == (p, m)):
+            runs = lambda a, p=part, m=m: a.kind is not Kind.WEIGHT and (a.part_id, a.micro_batch_id) == (p, m)  # noqa: E731
+            if lasts(runs):
                 total += memory.store_bytes(part, lengths[m])
             backward = lambda a, p=part, m=m: a.kind is Kind.BACKWARD and (a.part_id, a.micro_batch_id) == (p, m)  # noqa: E731
             total += memory.store_grad_bytes(part, lengths[m]) if lasts(backward) else 0

@@ -270,7 +270,7 @@ def known(module: str, name: str) -> bool:
 
 
 def test_every_import_from_deepspeed_is_a_hook() -> None:
-    for path in sorted(RUNTIME.glob("*.py")):
+    for path in sorted(RUNTIME.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"):
                 for alias in node.names:
@@ -285,7 +285,7 @@ def test_every_attribute_of_the_engine_that_is_not_ours_is_a_hook() -> None:
     stock = {*dir(PipelineEngine), *mentioned} - set(dir(object))
     of_engines = ("PipelineEngine.", "DeepSpeedEngine.")
     table = {hook.path.split(".")[1] for hook in compat.HOOKS if hook.path.startswith(of_engines)}
-    for path in sorted(RUNTIME.glob("*.py")):
+    for path in sorted(RUNTIME.rglob("*.py")):
         tree = ast.parse(path.read_text())
         mine = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "TeraPipeEngine"]
         used = {node.name for c in mine for node in c.body if isinstance(node, ast.FunctionDef)} - {"__init__"}

@@ -257,7 +257,7 @@ def test_everything_wrong_is_reported_at_once() -> None:
         "slices": 0,
         "schdule": "gpipe",
         "planner": {"profile": 3, "x": 1},
-        "verify": "first_batch",
+        "verify": "always",
         7: 7,
     }
     found = problems(section, zero_optimization={"stage": 3})
@@ -312,12 +312,13 @@ def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any])
 def test_schedule_files_say_what_to_give() -> None:
     message = problem({"enabled": True, "slices": 4, "schedule": "orders/best.csv"})
     assert message.startswith("terapipe.schedule = 'orders/best.csv': ")
-    assert 'a later release; give one of gpipe, 1f1b, terapipe, seq1f1b, or "auto"' in message
+    assert 'a later release; give one of gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb, or "auto"' in message
 
 
-def test_the_check_of_the_first_batch_comes_later() -> None:
-    message = problem({"enabled": True, "slices": 4, "verify": "first_batch"})
-    assert message == 'terapipe.verify = "first_batch": comes in a later release; give "off"'
+def test_the_check_of_the_first_batch() -> None:
+    assert read({"enabled": True, "slices": 4, "verify": "first_batch"}).verify == "first_batch"
+    message = problem({"enabled": True, "slices": 4, "verify": "every_batch"})
+    assert message == "terapipe.verify = 'every_batch': must be \"off\" or \"first_batch\""
 
 
 # --- what DeepSpeed's own config may not have beside an enabled section

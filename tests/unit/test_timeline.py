@@ -413,7 +413,10 @@ def overlaps(figure: Any) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 16, 4), (8, 64, 4), (8, 64, 16), (16, 200, 2)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (2, 16, 4), (8, 64, 4), (16, 200, 2), pytest.param((8, 64, 16), marks=pytest.mark.full)],
+)
 def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, int]) -> None:
     figure = timeline_picture._figure([("stock", large(*shape)), ("sliced", large(*shape))])
     assert not overlaps(figure)

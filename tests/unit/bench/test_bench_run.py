@@ -138,7 +138,7 @@ def test_the_usual_competitors() -> None:
     assert labels[:4] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", "terapipe seq1f1b, 8 slices",
                           "terapipe seq1f1b, planned"]  # fmt: skip
     assert any(label.startswith("torch") for label in labels)
-    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 1 + 4 * 2 + 4
+    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 2 + 5 * 2 + 4
 
 
 def test_options_narrow_and_widen() -> None:

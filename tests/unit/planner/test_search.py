@@ -295,7 +295,10 @@ def test_choose() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "zigzag"}, "schedule = 'zigzag': the planner knows gpipe, 1f1b, terapipe, seq1f1b, auto"),
+        (
+            {"schedule": "zigzag"},
+            "schedule = 'zigzag': the planner knows gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb, auto",
+        ),
         ({"granularity_tokens": 21}, "granularity_tokens = 21 is larger than the sequence of 20 tokens"),
         ({"granularity_tokens": 0}, "granularity_tokens = 0: give an integer >= 1"),
         ({"num_stages": True}, "num_stages = True"),

@@ -71,7 +71,7 @@ def test_a_script_that_is_not_there() -> None:
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
-    assert "--module terapipe_ds.run SCRIPT.py" in capsys.readouterr().out
+    assert "--module terapipe_ds.run [--verify] SCRIPT.py" in capsys.readouterr().out
 
 
 def test_help_of_the_script_is_the_scripts(script: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime import weight_gradients
-from terapipe_ds.runtime.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.buffers import InFlightError
+from terapipe_ds.runtime.weight_gradients import WeightGradients, accumulate_in_products
 
 SLICES = ((0, 3), (3, 8), (8, 10))
 
@@ -125,11 +126,14 @@ class TestNobodyIsLeftOut:
         assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
         assert products == []
 
-    def test_optimizers_that_collect_gradients_by_hooks_keep_autograd_s(self) -> None:
-        model, ours, _ = example()
-        optimizer = object.__new__(DeepSpeedOptimizer)
-        accumulate_in_products(model, optimizer)
-        assert "forward" not in vars(model[0]) and "forward" in vars(ours[0])
+    def test_optimizers_that_collect_gradients_by_hooks_keep_autograd_s(self, products: list[bool]) -> None:
+        model, _, inputs = example()
+        ours = copy.deepcopy(model)
+        accumulate_in_products(ours, object.__new__(DeepSpeedOptimizer))
+        backward(ours, inputs)
+        backward(model, inputs)
+        assert_same(ours, model)
+        assert not products
 
     @pytest.mark.parametrize("how", ["no slice", "the whole sequence", "no gradients", "autocast"])
     def test_elsewhere_it_is_the_plain_layer(self, how: str, products: list[bool]) -> None:
@@ -168,3 +172,198 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -
     backward(ours, inputs.float())
     assert products and not any(products)
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in ours.parameters())
+
+
+@contextmanager
+def unit(micro_batch_id: int, slice_id: int, whole: bool = False) -> Iterator[tuple[int, int]]:
+    stop = 10 if whole else 5
+    active = ActiveSlice(
+        start=0, stop=stop, sequence_length=10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=0,
+        mode="train", store=None,
+    )  # fmt: skip
+    with push_slice(active):
+        yield micro_batch_id, slice_id
+
+
+class TestSplitBackward:
+    """W computes what B has left, and nothing else."""
+
+    UNITS = ((0, 1), (0, 0), (1, 0))
+
+    def setup_method(self) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 5))
+        self.plain = self.plain.double()
+        self.model = copy.deepcopy(self.plain)
+        self.inputs = {unit: torch.randn(2, 5, 4, dtype=torch.float64) for unit in self.UNITS}
+        self.hooked: list[Any] = []
+
+    def gradients(self, optimizer: Any = None) -> WeightGradients:
+        gradients = accumulate_in_products(self.model, optimizer)
+        gradients.open_batch(self.UNITS)
+        return gradients
+
+    def forward_and_backward(
+        self, gradients: WeightGradients, which: tuple[int, int], forward: Any = None, whole: bool = False
+    ) -> Tensor:
+        inputs = self.inputs[which].clone().requires_grad_()
+        with unit(*which, whole=whole), gradients.deferred(which):
+            (forward or self.model)(inputs).square().sum().backward()
+        assert inputs.grad is not None
+        return inputs.grad
+
+    def autograd_s(self) -> dict[tuple[int, int], Tensor]:
+        """The gradients of the inputs by autograd; those of the parameters are in `.grad`."""
+        found = {}
+        for which in self.UNITS:
+            inputs = self.inputs[which].clone().requires_grad_()
+            self.plain(inputs).square().sum().backward()
+            assert inputs.grad is not None
+            found[which] = inputs.grad
+        return found
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        self.hooked.append("begin")
+        yield
+        self.hooked.append("end")
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_b_has_all_but_the_weights_and_w_these(self, whole: bool) -> None:
+        gradients, expected = self.gradients(), self.autograd_s()
+        for which in self.UNITS:
+            found = self.forward_and_backward(gradients, which, whole=whole)
+            torch.testing.assert_close(found, expected[which], rtol=1e-13, atol=1e-13)
+        for name, parameter in self.model.named_parameters():
+            is_weight = name in ("0.weight", "2.weight", "4.weight")
+            assert (parameter.grad is None) == is_weight, name
+        assert [gradients.compute(which, self.around) for which in self.UNITS] == [3, 3, 3]
+        gradients.assert_done()
+        assert_same(self.model, self.plain)
+        assert not self.hooked, "nobody watches"
+
+    def test_the_same_bits_as_unsplit_where_w_stand_in_the_order_of_b(self) -> None:
+        unsplit = copy.deepcopy(self.model)
+        accumulate_in_products(unsplit, None)
+        for which in self.UNITS:
+            inputs = self.inputs[which].clone().requires_grad_()
+            with unit(*which):
+                unsplit(inputs).square().sum().backward()
+        gradients = self.gradients()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+        for which in self.UNITS:
+            gradients.compute(which, self.around)
+        for mine, theirs in zip(self.model.parameters(), unsplit.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_recomputed_layers(self, reentrant: bool) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        gradients = self.gradients()
+        expected = self.autograd_s()
+        for which in self.UNITS:
+            found = self.forward_and_backward(
+                gradients, which, lambda x: checkpoint(self.model, x, use_reentrant=reentrant)
+            )
+            torch.testing.assert_close(found, expected[which], rtol=1e-13, atol=1e-13)
+            assert gradients.kept_bytes(which) > 0
+        for which in self.UNITS:
+            assert gradients.compute(which, self.around) == 3
+        assert_same(self.model, self.plain)
+
+    def test_who_watches_is_told_in_w(self) -> None:
+        """Hooks of optimizers for half precision and ZeRO see each weight gradient when W adds it."""
+        gradients = self.gradients(optimizer=DeepSpeedOptimizer())
+        for name, parameter in self.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.hooked.append(name))
+        self.autograd_s()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+        assert "0.bias" in self.hooked and "0.weight" not in self.hooked
+        self.hooked.clear()
+        for which in self.UNITS:
+            gradients.compute(which, self.around)
+        assert sorted(self.hooked[1:4]) == ["0.weight", "2.weight", "4.weight"]
+        assert self.hooked[0] == "begin" and self.hooked[4] == "end" and len(self.hooked) == 15
+        assert_same(self.model, self.plain)
+
+    def test_a_hook_on_one_weight_is_called(self) -> None:
+        gradients = self.gradients()
+        self.model[0].weight.register_hook(lambda gradient: 2 * gradient)
+        self.autograd_s()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+            gradients.compute(which, self.around)
+        torch.testing.assert_close(self.model[0].weight.grad, 2 * self.plain[0].weight.grad)
+
+    def test_units_without_w_are_as_before(self) -> None:
+        gradients = accumulate_in_products(self.model, None)
+        gradients.open_batch([(0, 1)])
+        self.autograd_s()
+        for which in self.UNITS:
+            if gradients.splits(which):
+                self.forward_and_backward(gradients, which)
+                continue
+            inputs = self.inputs[which].clone().requires_grad_()
+            with unit(*which):
+                self.model(inputs).square().sum().backward()
+        assert gradients.compute((0, 1), self.around) == 3
+        assert_same(self.model, self.plain)
+
+    def test_w_before_b_w_twice_and_w_that_never_came(self) -> None:
+        gradients = self.gradients()
+        with pytest.raises(InFlightError, match=r"W0\.1 ran before its B, or a second time"):
+            gradients.compute((0, 1), self.around)
+        self.forward_and_backward(gradients, (0, 1))
+        with pytest.raises(InFlightError, match=r"B0\.1 ran twice before its W"):
+            self.forward_and_backward(gradients, (0, 1))
+        with pytest.raises(InFlightError, match=r"the W of \[\(0, 1\)\]"):
+            gradients.assert_done()
+        gradients.compute((0, 1), self.around)
+        with pytest.raises(InFlightError, match="a second time"):
+            gradients.compute((0, 1), self.around)
+        gradients.assert_done()
+
+    def test_what_is_kept_must_not_change(self) -> None:
+        gradients = self.gradients()
+        kept = self.inputs[0, 1].requires_grad_()
+        with unit(0, 1), gradients.deferred((0, 1)):
+            self.model(kept).square().sum().backward()
+        with torch.no_grad():
+            kept.zero_()
+        with pytest.raises(InFlightError, match="changed in place after its B"):
+            gradients.compute((0, 1), self.around)
+
+    def test_other_dtypes_and_autocast_stay_in_b(self) -> None:
+        gradients = self.gradients()
+        model = self.model.float()
+        inputs = self.inputs[0, 1].float().requires_grad_()
+        with unit(0, 1), gradients.deferred((0, 1)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(inputs).float().square().sum()
+            loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert gradients.compute((0, 1), self.around) == 0
+
+    def test_a_layer_whose_input_has_no_gradient_stays_in_b(self) -> None:
+        gradients = self.gradients()
+        self.autograd_s()
+        for which in self.UNITS:
+            with unit(*which), gradients.deferred(which):
+                self.model(self.inputs[which]).square().sum().backward()
+            assert gradients.compute(which, self.around) == 2
+        assert_same(self.model, self.plain)
+
+    def test_a_backward_apart_from_b_is_refused(self) -> None:
+        self.gradients()
+        with unit(0, 1), pytest.raises(InFlightError, match="but not in its B"):
+            self.model(self.inputs[0, 1].requires_grad_()).sum().backward()
+
+    def test_a_failed_batch_leaves_nothing(self) -> None:
+        gradients = self.gradients()
+        self.forward_and_backward(gradients, (0, 1))
+        gradients.open_batch(())
+        gradients.assert_done()
+        assert gradients.kept_bytes((0, 1)) == 0

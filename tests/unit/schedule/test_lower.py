@@ -82,6 +82,9 @@ def test_where_the_messages_stand(name: str, shape: tuple[int, list[int]], recei
         assert [str(action) for action in actions[-3:]] == CLOSING
         for index, computation in enumerate(order):
             at = actions.index(computation)
+            if computation.kind is Kind.WEIGHT:  # nothing comes for it, and nobody waits for what it gives
+                assert actions[at + 1].kind not in (Kind.SEND_ACTIVATION, Kind.SEND_GRAD)
+                continue
             has_source = computation.part_id != (0 if computation.kind is Kind.FORWARD else num_stages - 1)
             receives = [
                 place

@@ -1,0 +1,89 @@
+"""``terapipe verify``: are the layers of a model safe to slice?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from terapipe_ds.commands import CommandError, read_json
+
+HELP = "compare a model's layers on slices with the same layers on whole sequences"
+DESCRIPTION = (
+    "Run each layer of a built-in model on a whole sequence and on the slices of the config, forward and backward, on\n"
+    "one device, and compare outputs, gradients and the loss. Exit code 0 where all agree, 1 where a layer differs.\n"
+    'For a model of your own: "verify": "first_batch" in the terapipe section, or, for the check alone,\n'
+    "  deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py ARGS\n"
+    "which runs your script up to its first training batch."
+)
+EXAMPLES = """\
+  terapipe verify --config ds.json --model mini
+  terapipe verify --config ds.json --model my_model.json --sequence-length 2048 --slices 512 1024 512
+  deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json     (your own script)
+
+A model is a named size (terapipe plan --help lists them) or a JSON file with fields of models.gpt.GPTConfig. With
+"slices": "auto" and no --slices four equal slices are tried. docs/verify.md explains the report.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--config", required=True, metavar="DS.json", help="the DeepSpeed config")
+    parser.add_argument("--model", required=True, metavar="NAME_OR_JSON", help="a named size, or a JSON file")
+    parser.add_argument(
+        "--sequence-length", type=int, metavar="L", help="tokens (default: the model's longest sequence)"
+    )
+    parser.add_argument("--slices", type=int, nargs="+", metavar="T", help="slice lengths (default: the config's)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's choice)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Check, print the report, and end with exit code 1 where a layer differs."""
+    for option in ("sequence_length", "threads"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
+    from terapipe_ds.commands.profile import _checkpoint_interval, _dtype, _model, _number, _StdoutToStderr
+    from terapipe_ds.config import TeraPipeConfig
+
+    ds_config = read_json(arguments.config, "--config")
+    section = TeraPipeConfig.from_deepspeed(ds_config)
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    import torch
+
+    from terapipe_ds.runtime.offline import OfflineJob
+    from terapipe_ds.runtime.verify.offline import verify_model
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    config, layers, loss_fn = _model(arguments.model, _dtype(ds_config))
+    length = arguments.sequence_length or config.max_sequence_length
+    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
+    tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
+    job = OfflineJob(
+        layers, loss_fn, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), num_stages=1,
+        activation_checkpoint_interval=_checkpoint_interval(ds_config),
+    )  # fmt: skip
+    plan = _plan(section, length, arguments.slices)
+    with _StdoutToStderr():
+        report = verify_model(job, plan, section)
+    print(report)
+    if report.findings:
+        sys.stdout.flush()
+        raise SystemExit(1)
+
+
+def _plan(section: Any, length: int, lengths: list[int] | None) -> Any:
+    """The slices: given, of the config, or four equal ones."""
+    from terapipe_ds.plan import SlicePlan
+
+    if lengths is not None:
+        plan = SlicePlan(tuple(lengths))
+        if plan.sequence_length != length:
+            raise CommandError(f"--slices add up to {plan.sequence_length} tokens, the sequence has {length}: mend one")
+        return plan
+    if section.slices != "auto":
+        return section.plan_for(length)
+    section.check_granularity(length)
+    return SlicePlan.equal(length, min(4, length // section.granularity_tokens), section.granularity_tokens)

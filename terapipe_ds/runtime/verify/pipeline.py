@@ -1,0 +1,207 @@
+"""``"verify": "first_batch"``: before the first step every stage checks its own layers on the first batch.
+
+A collective over all ranks. Stages go one after the other, because a stage begins with what the one before gives for
+the whole sequence; then all hear of all findings, and all raise or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.buffers import MicroBatchInFlight
+from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
+from terapipe_ds.runtime.verify.losses import LossCheck
+from terapipe_ds.runtime.verify.report import Report, Told, VerifyError
+from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
+from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[MicroBatchInFlight]) -> None:
+    """Check the layers of ``engine`` once, on the first training batch, where the config says so.
+
+    The first micro-batch that runs in several slices serves, with its inputs, labels and the weights of its losses.
+
+    Parameters, gradients, buffers, random numbers and the data stay as they are.
+
+    Raises:
+        VerifyError: on every rank, where slices give another result than whole sequences on any of them.
+        SystemExit: on every rank, with ``engine.verify_only`` (of ``terapipe_ds.run --verify``): 0, or 1 after a
+            difference.
+    """
+    asked = engine.verify_only or engine.terapipe_config.verify == "first_batch"
+    if not training or not asked or getattr(engine, "_verified", False):
+        return
+    engine._verified = True
+    sliced = next((one for one in micro_batches if one.plan.num_slices > 1), None)
+    mine = StageFindings() if sliced is None else _check(engine, sliced)
+    report = _reported(engine, mine, None if sliced is None else sliced.plan)
+    if engine.verify_only:
+        if engine.global_rank == 0:
+            print(report, flush=True)
+        raise on_every_rank(SystemExit(1 if report.findings else 0))
+    if report.findings:
+        raise on_every_rank(VerifyError(str(report))) from mine.error
+    if engine.global_rank == 0:
+        logger.info("%s", report)
+
+
+def _reported(engine: Any, mine: StageFindings, plan: SlicePlan | None) -> Report:
+    """What all ranks found."""
+    group = engine._groups.world
+    told = Told.of(mine, plan)
+    everyone: list[Any] = [told]
+    if group is not None:
+        everyone = [None] * torch_dist.get_world_size()
+        torch_dist.all_gather_object(everyone, told, group=group)
+    return Report.of(everyone, copies=engine._groups.num_replicas * _tensor_size(engine))
+
+
+def _tensor_size(engine: Any) -> int:
+    return int(engine.grid.get_slice_parallel_world_size())
+
+
+def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
+    """This rank's stage, in its turn."""
+    groups, device, plan = engine._groups, torch.device(engine.device), micro_batch.plan
+    weights = _weights(engine, micro_batch)
+    peers = _peers(engine)
+    with untouched(engine.module):
+        first = engine.is_first_stage()
+        inputs = _first_inputs(engine, micro_batch, device) if first else _hear(engine, groups, device)
+        stage = StageFindings()
+        if inputs is not None:
+            runner = Runner(engine.module, plan, engine.stage_id, autocast=partial(autocast_if_enabled, engine))
+            stage = check_stage(runner, layers_of(engine.module), inputs, weights, peers, partial(_note, engine))
+        if not engine.is_last_stage():
+            _tell(engine, groups, stage.outputs)
+        elif stage.outputs is not None and engine.module.loss_fn is not None and micro_batch.labels is not None:
+            labels, config = micro_batch.labels.to(device), engine.terapipe_config
+            check_loss(
+                stage,
+                lambda last: LossCheck(
+                    engine.module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
+                    config.ignore_index, peers,
+                ),
+                layer_id=engine.module._local_stop,
+            )  # fmt: skip
+    return stage
+
+
+def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
+    """The layers of a stage, each with the checkpointing that ``PipelineModule.forward`` runs it under."""
+    interval = module.activation_checkpoint_interval
+    layers = []
+    for index, function in enumerate(module.forward_funcs):
+        checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
+        checkpoint = module.activation_checkpoint_func if checkpointed else None
+        layers.append((NamedLayer(index + module._local_start, function), checkpoint))
+    return layers
+
+
+def _weights(engine: Any, micro_batch: MicroBatchInFlight) -> tuple[float, ...]:
+    """Of the slices' losses, which the last stage knows; on every stage of the pipeline."""
+    told = [micro_batch.weights]
+    if engine._groups.control is not None:
+        torch_dist.broadcast_object_list(told, src=engine._groups.ranks[-1], group=engine._groups.control)
+    return told[0]
+
+
+def _peers(engine: Any) -> TensorPeersOf:
+    size = _tensor_size(engine)
+    if size == 1:
+        return TensorPeersOf()
+    group = engine.grid.get_slice_parallel_group()
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        everyone = [torch.empty_like(tensor) for _ in range(size)]
+        torch_dist.all_gather(everyone, tensor, group=group)
+        return torch.cat(everyone)
+
+    def exchange(mine: Any) -> list[Any]:
+        everyone: list[Any] = [None] * size
+        torch_dist.all_gather_object(everyone, mine, group=group)
+        return everyone
+
+    return TensorPeersOf(size, int(engine.grid.get_slice_parallel_rank()), gather, exchange)
+
+
+# -- what stages hand on ---------------------------------------------------------------------------------------------
+
+
+def _first_inputs(engine: Any, micro_batch: MicroBatchInFlight, device: torch.device) -> Inputs:
+    assert micro_batch.inputs is not None
+    batch = micro_batch.inputs.to(device)
+    tensors = batch.tensors
+    if engine.fp16_auto_cast():
+        tensors = tuple(engine._cast_inputs_half(t) for t in tensors)
+    return Inputs(Values(tensors, batch.is_tuple), layouts_of_batch(batch))
+
+
+def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
+    """Of the tensors that the first layer gets."""
+    return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
+
+
+def _tell(engine: Any, groups: PipelineGroups, outputs: Inputs | None) -> None:
+    """Send what the whole sequence gives to the next stage; None where there is nothing."""
+    peer = groups.ranks[engine.stage_id + 1]
+    if outputs is None:
+        torch_dist.send_object_list([None], dst=peer, group=groups.control)
+        return
+    tensors = outputs.values.tensors
+    spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
+    layouts = [_on_host(layout) for layout in outputs.layouts]
+    torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
+    wire = groups.wire("activations", engine.stage_id + 1, towards=True, device=torch.device(engine.device))
+    for tensor in tensors:
+        torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
+
+
+def _note(engine: Any, text: str) -> None:
+    """Remember what goes on, here and on all stages after this one, which wait: a long check is no stall."""
+    engine._watchdog.note(text)
+    if not engine.is_last_stage():
+        peer = engine._groups.ranks[engine.stage_id + 1]
+        torch_dist.send_object_list([text], dst=peer, group=engine._groups.control)
+
+
+def _hear(engine: Any, groups: PipelineGroups, device: torch.device) -> Inputs | None:
+    """What the stage before sends by :func:`_tell`."""
+    peer = groups.ranks[engine.stage_id - 1]
+    told: list[Any] = ["waiting for the first stage"]
+    while isinstance(told[0], str):  # what the stages before are busy with
+        _note(engine, told[0])
+        torch_dist.recv_object_list(told, src=peer, group=groups.control)
+    if told[0] is None:
+        return None
+    spec, layouts = told[0]
+    wire = groups.wire("activations", engine.stage_id - 1, towards=False, device=device)
+    tensors = []
+    for each in spec.tensors:
+        buffer = wire.buffer(each)
+        torch_dist.recv(buffer, peer, group=wire.group)
+        tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
+    return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
+
+
+def _on_host(layout: Layout) -> Layout:
+    return PerSlice(tuple(v.detach().cpu() for v in layout.values)) if isinstance(layout, PerSlice) else layout
+
+
+def _on_device(layout: Layout, device: torch.device) -> Layout:
+    return PerSlice(tuple(v.to(device) for v in layout.values)) if isinstance(layout, PerSlice) else layout

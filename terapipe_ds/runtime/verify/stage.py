@@ -1,0 +1,160 @@
+"""All layers of one stage, each whole against sliced, with the inputs that the whole run gives it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from terapipe_ds.attention import guard_plain_attention
+from terapipe_ds.attention.guard import GuardCapturedNames
+from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
+from terapipe_ds.runtime.verify.check import Differs, LayerCheck, in_fp32, without_random_numbers
+from terapipe_ds.runtime.verify.compare import tolerance_of
+from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf
+from terapipe_ds.runtime.verify.losses import LossCheck
+from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
+
+_CAUSES_TRIED = 4  # layers of a stage whose fault is looked into; after one, the others are often the same
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One layer, or the loss, that differs. ``layer_id`` orders findings; ``cause`` is empty where none was looked for.
+
+    ``raised``: the layer did not run at all.
+    """
+
+    layer_id: int
+    layer: str
+    problem: str
+    cause: str = ""
+    raised: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.problem}" + (f": {self.cause}" if self.cause else "")
+
+
+@dataclass
+class Inputs:
+    """What a stage begins with: the values of the whole sequence, and how slices are cut from them."""
+
+    values: Values
+    layouts: list[Layout]
+
+
+@dataclass
+class StageFindings:
+    """What one stage found; ``outputs`` is what it hands on, None where a layer could not run."""
+
+    num_layers: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    in_fp32_too: int = 0  # layers in half precision that were checked in fp32 as well
+    without_dropout: int = 0  # layers that draw random numbers, checked in evaluation mode
+    outputs: Inputs | None = None
+    error: BaseException | None = None
+
+
+def check_stage(
+    runner: Runner,
+    layers: Sequence[tuple[NamedLayer, Callable[..., Any] | None]],
+    inputs: Inputs,
+    weights: Sequence[float],
+    peers: TensorPeersOf = ALONE,
+    watched: Callable[[str], None] = lambda text: None,
+) -> StageFindings:
+    """Check the layers one after the other. Use it inside ``untouched(runner.module)``.
+
+    Args:
+        layers: each with the activation checkpointing that training runs it under, or None.
+        weights: of the slices' losses.
+        watched: told which layer it is.
+    """
+    stage = StageFindings()
+    for layer, checkpoint in layers:
+        watched(f"verifying {layer}")
+        runner.checkpoint = checkpoint
+        check = LayerCheck(runner, layer, inputs.values, inputs.layouts, weights, peers)
+        try:
+            with guard_plain_attention(), GuardCapturedNames():
+                found = _check_layer(check, look_for_cause=len(stage.findings) < _CAUSES_TRIED, stage=stage)
+        except Exception as error:
+            stage.error = error
+            stage.findings.append(Finding(layer.layer_id, str(layer), _raised(error), _cause_of(error), raised=True))
+            return stage
+        finally:
+            runner.store.reset()
+        if found is not None:
+            stage.findings.append(found)
+        if check.skipped:
+            stage.notes.append(f"{layer}: {check.skipped}")
+        stage.without_dropout += check.without_dropout
+        stage.num_layers += 1
+        inputs = Inputs(check.outputs, check.output_layouts)
+    stage.outputs = inputs
+    return stage
+
+
+def check_loss(stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int) -> None:
+    """The loss of the last stage on what its layers gave."""
+    assert stage.outputs is not None
+    tensors = stage.outputs.values.tensors
+    tolerance = tolerance_of({t.dtype for t in tensors}, tensors[0].device)
+    try:
+        found = check(stage.outputs).run(tolerance)
+    except Exception as error:
+        stage.error = error
+        stage.findings.append(Finding(layer_id, "loss_fn", _raised(error), raised=True))
+        return
+    if found is not None:
+        differs, cause = found
+        stage.findings.append(Finding(layer_id, "loss_fn", str(differs), cause))
+
+
+def _check_layer(check: LayerCheck, look_for_cause: bool, stage: StageFindings) -> Finding | None:
+    found = _compare(check, look_for_cause)
+    if found is None and not check.skipped:
+        with in_fp32(check) as wide:
+            if not check.peers.any(wide is None):
+                assert wide is not None
+                stage.in_fp32_too += 1
+                wide.runner.store.reset()
+                found = _compare(wide, look_for_cause, hint=" (seen in fp32, below the rounding of half precision)")
+    return found
+
+
+def _compare(check: LayerCheck, look_for_cause: bool, hint: str = "") -> Finding | None:
+    """The first difference: of the outputs, else of the gradients."""
+    whole = without_random_numbers(check)
+    parts = check.run_slices()
+    differs: Differs | None = check.compare_outputs(whole, parts)
+    if check.skipped:
+        return None
+    differs = check.peers.first(differs)
+    if differs is not None:
+        cause = cause_of_output(check, differs, whole) if look_for_cause else ""
+        return Finding(check.layer.layer_id, str(check.layer), str(differs) + hint, cause)
+    gradients = check.gradients_of_outputs(whole)
+    if not gradients:
+        return None
+    expected = check.backward_whole(whole, gradients)
+    differs = check.peers.first(check.compare_gradients(expected, check.backward_slices(parts, gradients)))
+    if differs is None:
+        return None
+    cause = cause_of_gradient(check, differs, expected) if look_for_cause else ""
+    return Finding(check.layer.layer_id, str(check.layer), str(differs) + hint, cause)
+
+
+def _raised(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}"
+
+
+def _cause_of(error: BaseException) -> str:
+    """For errors whose text does not tell: where they come from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    if "backward through the graph a second time" in str(error):
+        return "it keeps tensors with their graph from one slice to the next: use sliced_attention for keys and values"
+    return f"in {last.name}, {last.filename}:{last.lineno}" if last is not None else ""

@@ -1,0 +1,83 @@
+"""The schedules that alternate forwards and backwards, and the units that all generators write.
+
+A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of
+units per stage. The tables show unit time slots (a forward and a backward take one each) of 3 stages, 2
+micro-batches, 2 slices.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from .action import Kind
+
+Unit = tuple[Kind, int, int]
+"""(F or B or W, micro_batch_id, slice_id)."""
+
+
+def forwards(num_slices: tuple[int, ...]) -> list[Unit]:
+    """Every forward: micro-batches in order, slices in order."""
+    return [(Kind.FORWARD, m, s) for m, count in enumerate(num_slices) for s in range(count)]
+
+
+def backwards(num_slices: tuple[int, ...]) -> list[Unit]:
+    """Every backward: micro-batches first in first out, slices last in first out."""
+    return [(Kind.BACKWARD, m, s) for m, count in enumerate(num_slices) for s in reversed(range(count))]
+
+
+# stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 .    .    B1.1 B1.0
+# stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
+# stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
+def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+    """One forward, one backward, by whole micro-batches, each expanded to its slices.
+
+    Equals the compute order of DeepSpeed's ``TrainSchedule`` (deepspeed/runtime/pipe/schedule.py).
+    """
+    ahead, back = _by_micro_batch(forwards(num_slices)), _by_micro_batch(backwards(num_slices))
+    num_micro_batches = len(num_slices)
+    orders = []
+    for stage_id in range(num_stages):
+        warm_up = min(num_stages - stage_id - 1, num_micro_batches)
+        groups = ahead[:warm_up]
+        for m in range(num_micro_batches):
+            groups += [*ahead[warm_up + m : warm_up + m + 1], back[m]]
+        orders.append(list(chain.from_iterable(groups)))
+    return orders
+
+
+# stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 .    B0.0 .    B1.1 B1.0
+# stage 1  .    F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0 .
+# stage 2  .    .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .    .
+def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+    """One forward, one backward, by slices (Seq1F1B, arXiv 2406.03488).
+
+    At stage i, after a warm-up of ``min(K - i + s - 2, m * s)`` forwards, each forward is followed by a
+    backward. The first backward is that of the last slice of micro-batch 0, so with unequal numbers of slices
+    s is its number.
+
+    Where micro-batches differ, a later one may be longer, and its backward starts at a slice that has not run
+    yet. So the last stage runs forwards until it has, and stage i stays K - 1 - i forwards ahead of the last
+    stage all along (without that lead the pipeline would run empty at each longer micro-batch). With equal
+    numbers this is plain one for one. No deadlock: before its k-th backward no stage runs fewer forwards than
+    the stages after it, so all that they wait for has been sent.
+    """
+    ahead, back = forwards(num_slices), backwards(num_slices)
+    place = {(m, s): index for index, (_, m, s) in enumerate(ahead)}
+    orders: list[list[Unit]] = []
+    for stage_id in range(num_stages):
+        order: list[Unit] = []
+        done = on_last_stage = 0  # forwards run so far: here, and on the last stage
+        for unit in back:
+            on_last_stage = max(on_last_stage + 1, place[unit[1:]] + 1)
+            upto = min(on_last_stage + num_stages - 1 - stage_id, len(ahead))
+            order += [*ahead[done:upto], unit]
+            done = upto
+        orders.append(order)
+    return orders
+
+
+def _by_micro_batch(units: list[Unit]) -> list[list[Unit]]:
+    groups: dict[int, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(unit[1], []).append(unit)
+    return list(groups.values())

@@ -1,0 +1,142 @@
+"""Training configurations drawn at random, the same ones in every run: what `single_process.py` is compared with.
+
+No torch here: the process that collects tests does not need it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from terapipe_ds.schedule import SCHEDULE_NAMES
+
+COUNT = 200
+MAX_LENGTH = 24
+CLIP_NORM = 0.05
+_GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # (stages, data parallel) by the number of ranks
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One training run, by our engine on some ranks and by a plain loop in one process."""
+
+    stages: int = 2
+    data_parallel: int = 1
+    micro_batches: int = 2
+    rows: int = 2
+    length: int = 12  # of the sequences, in tokens
+    mixed: bool = False  # shorter sequences in some micro-batches; only where `slices` is a number
+    slices: int | tuple[int, ...] = 3
+    schedule: str = "seq1f1b"
+    precision: str = "fp64"  # fp64 | fp32 | fp32_zero1
+    checkpointing: str = "off"  # off | reentrant | non_reentrant
+    tied: bool = False
+    kv_heads: int = 4  # of 4 heads
+    positions: str = "rope"  # rope | learned
+    gpt3: bool = False  # LayerNorm, GELU and biases for RMSNorm, SwiGLU and none
+    masked: bool = False
+    loss_reduction: str = "mean_valid"  # mean_valid | mean | sum
+    clipping: bool = False
+    hook: bool = False  # the module doubles its gradients in `before_reduce`
+    steps: int = 2
+    data_seed: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.stages * self.data_parallel
+
+    @property
+    def dtype(self) -> str:
+        return self.precision.removesuffix("_zero1")
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.precision.endswith("_zero1"))
+
+    def length_of(self, step: int, micro_batch_id: int) -> int:
+        return self.length - (3 * (step + micro_batch_id) % 4 if self.mixed else 0)
+
+    def __str__(self) -> str:
+        """All that differs from the defaults."""
+        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{name}={value!r}" for name, value in changed) or "defaults"
+
+
+@st.composite
+def slice_lengths(draw: st.DrawFn, length: int) -> tuple[int, ...]:
+    """A list of up to five slice lengths."""
+    cuts = draw(st.sets(st.integers(1, length - 1), max_size=4))
+    edges = [0, *sorted(cuts), length]
+    return tuple(stop - start for start, stop in itertools.pairwise(edges))
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Configuration:
+    stages, data_parallel = draw(st.sampled_from(_GRIDS[draw(st.sampled_from(sorted(_GRIDS)))]))
+    length = draw(st.integers(6, MAX_LENGTH))
+    mixed = draw(st.booleans())
+    slices = draw(st.integers(1, 3) if mixed else st.integers(1, 6) | slice_lengths(length))
+    return Configuration(
+        stages, data_parallel, draw(st.integers(1, 4)), draw(st.integers(1, 3)), length, mixed, slices,
+        schedule=draw(st.sampled_from(SCHEDULE_NAMES)),
+        precision=draw(st.sampled_from(["fp64", "fp64", "fp32", "fp32_zero1"])),
+        checkpointing=draw(st.sampled_from(["off", "reentrant", "non_reentrant"])),
+        tied=draw(st.booleans()),
+        kv_heads=draw(st.sampled_from([1, 2, 4])),
+        positions=draw(st.sampled_from(["rope", "learned"])),
+        gpt3=draw(st.booleans()),
+        masked=draw(st.booleans()),
+        loss_reduction=draw(st.sampled_from(["mean_valid", "mean_valid", "mean", "sum"])),
+        clipping=draw(st.booleans()),
+        hook=draw(st.booleans()),
+        steps=draw(st.integers(2, 3)),
+        data_seed=draw(st.integers(0, 2**20)),
+    )  # fmt: skip
+
+
+@functools.cache
+def drawn() -> tuple[Configuration, ...]:
+    """`COUNT` different configurations, sorted such that those of one number of ranks stand together."""
+    found: dict[Configuration, None] = {}
+
+    @seed(0)
+    @settings(
+        max_examples=COUNT + COUNT // 4, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(configurations())
+    def collect(configuration: Configuration) -> None:
+        found[configuration] = None
+
+    collect()
+    assert len(found) >= COUNT, f"only {len(found)} different configurations"
+    chosen = list(found)[-COUNT:]  # hypothesis begins with the simple ones
+    return tuple(sorted(chosen, key=lambda each: (each.world_size, each.stages)))
+
+
+def covering(count: int) -> tuple[Configuration, ...]:
+    """`count` of the drawn ones on two ranks which together have as many pairs of values as possible."""
+    waiting = [each for each in drawn() if each.world_size == 2]
+    seen: set[Any] = set()
+    chosen: list[Configuration] = []
+    while len(chosen) < count:
+        best = max(waiting, key=lambda each: len(_pairs(each) - seen))
+        waiting.remove(best)
+        chosen.append(best)
+        seen |= _pairs(best)
+    return tuple(chosen)
+
+
+def _pairs(configuration: Configuration) -> set[Any]:
+    """What stands together in a configuration; numbers of tokens and the seed do not matter."""
+    values = {f.name: getattr(configuration, f.name) for f in fields(configuration)}
+    listed = isinstance(values.pop("slices"), tuple)
+    for name in ("length", "data_seed", "steps", "rows"):
+        del values[name]
+    items = sorted({**values, "listed": listed}.items())
+    return {(one, other) for index, one in enumerate(items) for other in items[:index]}

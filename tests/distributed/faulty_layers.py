@@ -1,0 +1,328 @@
+"""Layers that cannot be sliced, each with one fault, and what `verify` must say of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice, sliced_attention
+
+WIDTH, HEADS = 16, 2
+
+
+def linear(width_in: int, width_out: int, seed: int) -> nn.Linear:
+    layer = nn.Linear(width_in, width_out, bias=False)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(width_out, width_in, generator=generator) * 0.3)
+    return layer
+
+
+def heads(x: Tensor) -> Tensor:
+    """[B, T, H * D] -> [B, H, T, D]."""
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+class Base(nn.Module):
+    """A residual layer [B, T, WIDTH] -> the same, by `update`."""
+
+    def __init__(self, index: int = 90) -> None:
+        super().__init__()
+        self.index = index
+        self.qkv = linear(WIDTH, 3 * WIDTH, 1)
+        self.out = linear(WIDTH, WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.update(x))
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        return [heads(part) for part in self.qkv(x).chunk(3, -1)]
+
+    def update(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(x)
+        return self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, k, v, self.index)
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Queries are the last tokens of the keys'."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        tokens, keys = scores.shape[-2:]
+        later = torch.ones(tokens, keys, dtype=torch.bool).triu(1 + keys - tokens)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+class OwnLengthTable(Base):
+    """Learned positions [:T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(4)))
+
+    def update(self, x: Tensor) -> Tensor:
+        return super().update(x + self.table[: x.shape[1]])
+
+
+class OwnLengthRotary(Base):
+    """Rotary positions arange(T)."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        angles = torch.arange(q.shape[2]).to(q.dtype)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=q.dtype)
+        cos, sin = angles.cos(), angles.sin()
+
+        def turn(x: Tensor) -> Tensor:
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+        return sliced_attention(turn(q), turn(k), v, self.index)
+
+
+class OwnLengthCount(Base):
+    """Positions by a running count of ones: nothing that can be shifted from outside."""
+
+    def update(self, x: Tensor) -> Tensor:
+        positions = torch.tensor([float(i) for i in range(x.shape[1])], dtype=x.dtype)
+        return x * (0.3 * positions).cos()[:, None]
+
+
+class HiddenPlainAttention(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax_attention(q, k, v)
+
+
+class Bidirectional(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softmax_attention(q, k, v, causal=False)
+
+
+class SequenceNorm(Base):
+    """Mean and deviation over the tokens."""
+
+    def update(self, x: Tensor) -> Tensor:
+        return (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-3).sqrt()
+
+
+class TransposedLayerNorm(Base):
+    """F.layer_norm over the tokens."""
+
+    def update(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.transpose(1, 2), (x.shape[1],)).transpose(1, 2)
+
+
+class CausalUnfold(Base):
+    """A causal convolution of width 3, by `unfold`."""
+
+    def update(self, x: Tensor) -> Tensor:
+        windows = F.pad(x, (0, 0, 2, 0)).unfold(1, 3, 1)
+        return (windows * torch.tensor([0.2, 0.5, 0.3], dtype=x.dtype)).sum(-1)
+
+
+class CenteredConvolution(Base):
+    """A convolution that looks at the next token."""
+
+    def update(self, x: Tensor) -> Tensor:
+        windows = F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1)
+        return (windows * torch.tensor([0.2, 0.5, 0.3], dtype=x.dtype)).sum(-1)
+
+
+class RunningSum(Base):
+    def update(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) * 0.1
+
+
+class LinearAttention(Base):
+    """A causal product without softmax."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2)).tril() @ v
+
+
+class _AddAuxiliary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones((), dtype=grad.dtype)
+
+
+class BalancedExperts(nn.Module):
+    """Two experts without capacity; a balancing loss over the tokens of the call joins in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = linear(WIDTH, 2, 7)
+        self.experts = nn.ModuleList([linear(WIDTH, WIDTH, 8), linear(WIDTH, WIDTH, 9)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        mixed = sum(shares[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        balance = (shares.mean((0, 1)) ** 2).sum()
+        return _AddAuxiliary.apply(x + mixed, balance)
+
+
+class CapacityExperts(BalancedExperts):
+    """The half of the tokens of the call that the router likes best go through the expert."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        liking = self.router(x)[..., 0].sigmoid()
+        chosen = liking.topk(x.shape[1] // 2, dim=1).indices
+        taken = torch.zeros_like(liking).scatter(1, chosen, 1.0)
+        return x + (liking * taken)[..., None] * self.experts[0](x)
+
+
+class KeptTwice(Base):
+    """A cache of its own that keeps each slice's keys and values twice."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        active = active_slice()
+        if active is None or active.is_whole:
+            return softmax_attention(q, k, v)
+        if active.start == 0:
+            self.kept: list[tuple[Tensor, Tensor]] = []
+        keys, values = (torch.cat([*(pair[i].detach() for pair in self.kept), own], 2) for i, own in ((0, k), (1, v)))
+        self.kept += [(k, v), (k, v)]
+        return softmax_attention(q, keys, values)
+
+
+class DetachedPrefix(Base):
+    """A cache of its own whose prefix gets no gradient."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        active = active_slice()
+        if active is None or active.is_whole:
+            return softmax_attention(q, k, v)
+        if active.start == 0:
+            self.kept: list[tuple[Tensor, Tensor]] = []
+        keys, values = (torch.cat([*(pair[i].detach() for pair in self.kept), own], 2) for i, own in ((0, k), (1, v)))
+        if len(self.kept) == active.slice_id:
+            self.kept.append((k, v))
+        return softmax_attention(q, keys, values)
+
+
+class _Dropped(torch.autograd.Function):
+    """What sliced attention gives back for keys and values, without or with twice the share of later slices."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return k.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        active = active_slice()
+        last = active is None or active.stop == active.sequence_length
+        return grad if last else grad * ctx.factor, None
+
+
+class WrongOwnBackward(Base):
+    """The gradients of keys and values of all slices but the last are dropped."""
+
+    factor = 0.0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, _Dropped.apply(k, self.factor), _Dropped.apply(v, self.factor), self.index)
+
+
+class RecomputeAppends(Base):
+    """A cache of its own that its second forward, under activation checkpointing, appends to once more."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        active = active_slice()
+        if active is None or active.is_whole:
+            return softmax_attention(q, k, v)
+        if active.mode != "recompute" and active.start == 0:
+            self.scale = 0
+        self.scale += 1  # stands for what has been appended
+        return sliced_attention(q, k, v * (self.scale - active.slice_id), self.index)
+
+
+class OverwrittenGradient(Base):
+    """A weight whose gradient is that of the slice that runs last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def update(self, x: Tensor) -> Tensor:
+        return super().update(_MeanGradient.apply(x, self.gain))
+
+
+class _MeanGradient(torch.autograd.Function):
+    """x * gain, whose gradient of the gain is a mean over the tokens of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return x * gain
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gain = ctx.saved_tensors
+        return grad * gain, (grad * x).mean((0, 1))
+
+
+class Pooled(nn.Module):
+    """Hands a mean over the tokens on, beside the hidden states."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.mean(1).square()
+
+
+class TooLong(Base):
+    """Divides by the length of the call."""
+
+    def update(self, x: Tensor) -> Tensor:
+        return x / x.shape[1]
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+
+def shifting_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Labels are the inputs: token t is to predict t + 1."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean over all tokens, those with masked labels as well."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+    return losses.mean()
+
+
+def root_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Divided by the root of the number of labels."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    return losses / (labels != -100).sum() ** 0.5
+
+
+LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, what is likely
+    OwnLengthTable: ("output of tokens 8..", "positions are computed from the slice's own length"),
+    OwnLengthRotary: ("output of tokens 8..", "positions are computed from the slice's own length"),
+    OwnLengthCount: ("output of tokens 8..", "positions are computed from the slice's own length"),
+    HiddenPlainAttention: ("output of tokens 8..", "attention of its own (a softmax over the slice's own tokens)"),
+    Bidirectional: ("output of tokens 0..", "attention without a causal mask"),
+    SequenceNorm: ("output of tokens 0..", "a normalisation or a mean over the sequence"),
+    TransposedLayerNorm: ("output of tokens 0..", "a normalisation or a mean over the sequence"),
+    CausalUnfold: ("output of tokens 8..", "a convolution or shift over tokens, which needs the last tokens"),
+    CenteredConvolution: ("output of tokens 7..", "a convolution or shift over tokens that is not causal"),
+    RunningSum: ("output of tokens 8..", "a running sum over tokens"),
+    LinearAttention: ("output of tokens 8..", "a product over the slice's own tokens"),
+    BalancedExperts: ("input gradient of tokens 0..", "a router loss or another auxiliary loss"),
+    CapacityExperts: ("output of tokens", "a router (router) whose capacity"),
+    KeptTwice: ("output of tokens", "keys and values of a slice are kept more than once"),
+    DetachedPrefix: ("input gradient of tokens 0..", "the gradient that later slices give to earlier tokens is lost"),
+    WrongOwnBackward: ("input gradient of tokens 0..", "autograd.Function"),
+    OverwrittenGradient: ("gradient of", "gradients of this parameter are not added up over slices"),
+    Pooled: ("output without tokens", "a pooled state, an auxiliary or router"),
+    TooLong: ("output of tokens 0..", "depends on how many tokens come with it"),
+}

@@ -1,0 +1,161 @@
+"""The reference of the random configurations: the same layers trained by a plain loop, whole sequences, one process.
+
+No pipeline, no slices, no DeepSpeed engine and no attention of ours: torch's modules one after the other, a backward
+for each micro-batch of each replica, torch's own clipping and AdamW.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terapipe_ds.models import gpt
+from tests.distributed.compare import RankRecord
+from tests.distributed.configurations import CLIP_NORM, MAX_LENGTH, Configuration
+from tests.distributed.engines import torch_attention
+
+VOCAB_SIZE = 29
+IGNORE_INDEX = -100
+# Adam moves a parameter by LEARNING_RATE / ADAM_EPS times a small change of its gradient. At a hundred times, rounding
+# in fp32 grew from step to step above the contract (in fp64 the same runs agreed to 1e-13).
+LEARNING_RATE = 1e-3
+ADAM_EPS = 1e-3
+WEIGHT_DECAY = 0.01
+EVALUATION_STEP = 1000  # seeds data that no training step sees
+
+
+# -- what both sides train -----------------------------------------------------------------------------------------
+
+
+def layers(configuration: Configuration) -> list[Any]:
+    """Layer specs; their weights depend on the place of the layer alone."""
+    return gpt.gpt_layers(
+        gpt.GPTConfig(
+            vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=configuration.kv_heads,
+            ffn_size=24, max_sequence_length=MAX_LENGTH, init_std=0.3, tied_embedding=configuration.tied,
+            positions=configuration.positions, gated_mlp=not configuration.gpt3, bias=configuration.gpt3,
+            dtype="float64" if configuration.dtype == "fp64" else "float32",
+        )
+    )  # fmt: skip
+
+
+def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Cross entropy, reduced as `terapipe.loss_reduction` names it."""
+    return functools.partial(_loss, reduction=reduction)
+
+
+def _loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    if reduction == "mean_valid":
+        return flat.sum() / (labels != IGNORE_INDEX).sum()
+    return flat.mean() if reduction == "mean" else flat.sum() / 16
+
+
+def micro_batches(configuration: Configuration, replica: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Token ids and labels of one step of one replica, [rows, length] each."""
+    return [_micro_batch(configuration, replica, step, index) for index in range(configuration.micro_batches)]
+
+
+def _micro_batch(configuration: Configuration, replica: int, step: int, index: int) -> tuple[Tensor, Tensor]:
+    seed = configuration.data_seed + 1_000_003 * replica + 1009 * step + index
+    generator = torch.Generator().manual_seed(seed)
+    shape = configuration.rows, configuration.length_of(step, index) + 1
+    text = torch.randint(VOCAB_SIZE, shape, generator=generator)
+    labels = text[:, 1:].clone()
+    if configuration.masked:  # none before some token, and few after it: whole slices are without a label
+        first = int(torch.randint(labels.shape[1], (), generator=generator))
+        hidden = torch.rand(labels.shape, generator=generator) < 0.5
+        hidden[:, :first] = True
+        hidden[0, first] = False  # at least one label counts
+        labels[hidden] = IGNORE_INDEX
+    return text[:, :-1].contiguous(), labels
+
+
+# -- the reference -------------------------------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """All layers in one process. Parameters are named as `PipelineModule` names them."""
+
+    def __init__(self, specs: list[Any]) -> None:
+        super().__init__()
+        self.calls: list[Callable[[Tensor], Tensor]] = []
+        self.by_prefix: dict[str, nn.Module] = {}
+        for index, spec in enumerate(specs):
+            key = getattr(spec, "key", None)  # of tied layers
+            prefix = f"{index}." if key is None else f"tied_modules.{key}."
+            layer = self.by_prefix.get(prefix) or spec.build()
+            self.by_prefix[prefix] = layer
+            forward = getattr(spec, "forward_fn", None)
+            self.calls.append(layer if forward is None else functools.partial(forward, layer))
+        self.kept = nn.ModuleList(self.by_prefix.values())
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for prefix, layer in self.by_prefix.items():
+            for name, parameter in layer.named_parameters():
+                yield prefix + name, parameter
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for call in self.calls:
+            inputs = call(inputs)
+        return inputs
+
+
+def train_alone(configuration: Configuration) -> list[RankRecord]:
+    """The training in this process, as one record per replica: each has losses of its own, all else is common."""
+    with torch_attention():
+        return _train(configuration)
+
+
+def _train(c: Configuration) -> list[RankRecord]:
+    model, loss_of = Whole(layers(c)), loss_function(c.loss_reduction)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS, weight_decay=WEIGHT_DECAY)
+    records = [RankRecord(replica, 0, replica, "alone") for replica in range(c.data_parallel)]
+    share = 1.0 / (c.micro_batches * c.data_parallel)
+    for step in range(1, c.steps + 1):
+        optimizer.zero_grad()
+        for record in records:
+            losses = []
+            for inputs, labels in micro_batches(c, record.data_parallel_id, step):
+                loss = loss_of(model(inputs), labels)
+                (loss * share).backward()
+                losses.append(loss.item())
+            record.losses.append(sum(losses) / c.micro_batches)
+        _finish_gradients(c, model, records, step)
+        optimizer.step()
+    evaluation = sum(_evaluated(c, model, record.data_parallel_id) for record in records) / c.data_parallel
+    returned = [sum(record.losses[step] for record in records) / c.data_parallel for step in range(c.steps)]
+    for record in records:
+        record.evaluations, record.returned = [evaluation], returned
+        record.parameters = {name: to_numpy(parameter) for name, parameter in model.named()}
+    return records
+
+
+def _finish_gradients(c: Configuration, model: Whole, records: list[RankRecord], step: int) -> None:
+    """The hook, the record and the clipping. ZeRO keeps gradients as they are and scales them in its step."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 2 if c.hook else 1
+    before = {name: to_numpy(parameter.grad) for name, parameter in model.named()}
+    if c.clipping:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        for record in records if c.zero_stage else ():  # the plain engine does not tell it
+            record.norms.append(float(norm))
+    after = before if c.zero_stage else {name: to_numpy(parameter.grad) for name, parameter in model.named()}
+    for record in records:
+        record.gradients[step] = after
+
+
+def _evaluated(c: Configuration, model: Whole, replica: int) -> float:
+    with torch.no_grad():
+        batch = micro_batches(c, replica, EVALUATION_STEP)
+        return sum(loss_function(c.loss_reduction)(model(x), y).item() for x, y in batch) / c.micro_batches
+
+
+def to_numpy(tensor: Any) -> Any:
+    return tensor.detach().double().numpy().copy()

@@ -1,0 +1,52 @@
+"""The script that tries all faults (`make mutations`), with a few of them: it says what caught each, or fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests import mutation_check
+from tests.distributed.faults import EQUAL, FAULTS
+from tests.distributed.mutations import MUTATIONS
+
+FEW = ["doubled_kv_gradient", "backward_in_forward_order", "norm_over_tokens"]
+
+
+def test_what_caught_a_fault_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mutation_check.main(FEW) == 0
+    table = capsys.readouterr().out.splitlines()
+    lines = [line for line in table if line.startswith(tuple(FEW))]
+    caught = {(line.split()[0], line.split(":")[0].split(maxsplit=2)[2]) for line in lines}
+    expected = {
+        ("doubled_kv_gradient", "same training"), ("backward_in_forward_order", "SliceStoreError"),
+        ("norm_over_tokens", "same training"), ("norm_over_tokens", "verify"),
+    }  # fmt: skip
+    assert caught == expected
+    assert any(line.startswith("doubled_kv_gradient ") and " gradient " in line for line in table)
+    assert table[-1].startswith("3 faults in ") and table[-1].endswith("all caught, and nothing else")
+
+
+def test_a_fault_that_nothing_catches_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "tied_gradients_not_reduced"
+    monkeypatch.setitem(FAULTS, name, replace(FAULTS[name], configuration=EQUAL))  # nothing is tied there
+    assert mutation_check.main([name]) == 1
+    said = capsys.readouterr().out
+    assert mutation_check.SURVIVED in said and said.rstrip().endswith(f"NOT RIGHT: {name}")
+
+
+def test_an_unknown_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        mutation_check.main(["no_such_fault"])
+    assert "unknown no_such_fault; there are prefix_without" in capsys.readouterr().err
+
+
+def test_each_part_has_faults() -> None:
+    parts = [fault.where for fault in FAULTS.values()]
+    assert {part: parts.count(part) for part in parts} == {
+        "attention": 4, "store": 6, "loss": 6, "engine": 12, "schedule": 7, "runtime": 4, "layer": 7,
+    }  # fmt: skip
+    assert {fault.where for fault in FAULTS.values() if fault.in_layers} == {"layer"}
+    assert MUTATIONS.keys() - {"none", "missing_position_offset"} <= FAULTS.keys()

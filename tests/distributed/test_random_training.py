@@ -1,0 +1,111 @@
+"""Random configurations train as a plain loop in one process does: loss, gradients, parameters, evaluation.
+
+The configurations are drawn by hypothesis with a fixed seed, so they are the same in every run; `single_process.py` has
+no pipeline, no slices and no engine. Twelve that cover most pairs of values run by default, all of them with
+TERAPIPE_TEST_FULL=1.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from terapipe_ds.schedule import SCHEDULE_NAMES
+from tests.distributed import compare, configurations
+from tests.distributed.compare import RankRecord
+from tests.distributed.configurations import COUNT, Configuration
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.random_training import train_configuration
+from tests.distributed.single_process import IGNORE_INDEX, micro_batches, train_alone
+
+BLOCK = 20
+
+
+@functools.cache
+def reference(configuration: Configuration) -> list[RankRecord]:
+    return train_alone(configuration)
+
+
+def problems(configuration: Configuration, fault: str | None = None) -> list[str]:
+    """What is above the contract; empty where both trainings are the same."""
+    run = rank_pool(configuration.world_size).run(train_configuration, configuration=configuration, fault=fault)
+    return compare.violations(compare.errors(run, reference(configuration)), compare.contract(configuration))
+
+
+@pytest.mark.parametrize("configuration", configurations.covering(12), ids=lambda c: f"seed{c.data_seed}")
+def test_training_equals_a_plain_loop(configuration: Configuration) -> None:
+    assert not problems(configuration), str(configuration)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", range(0, COUNT, BLOCK))
+def test_all_configurations(first: int) -> None:
+    wrong = {}
+    for configuration in configurations.drawn()[first : first + BLOCK]:
+        try:
+            found = problems(configuration)
+        except RankFailure as failure:
+            found = [str(failure)]
+        if found:
+            wrong[str(configuration)] = found
+    assert not wrong
+
+
+class TestConfigurations:
+    """What is drawn is what the comparison claims to cover."""
+
+    def test_there_are_as_many_as_it_says_on_two_and_on_four_ranks(self) -> None:
+        drawn = configurations.drawn()
+        assert len(set(drawn)) == len(drawn) == COUNT
+        assert all(sum(each.world_size == ranks for each in drawn) >= COUNT // 4 for ranks in (2, 4))
+
+    def test_every_schedule_and_every_value_occurs_in_the_default_run_too(self) -> None:
+        few, many = configurations.covering(12), configurations.drawn()
+        assert {each.schedule for each in few} == set(SCHEDULE_NAMES)
+        for name in (
+            "precision", "checkpointing", "tied", "kv_heads", "positions", "gpt3", "masked", "loss_reduction",
+            "clipping", "hook", "mixed", "data_parallel",
+        ):  # fmt: skip
+            values = {getattr(each, name) for each in many if each.world_size == 2}
+            assert {getattr(each, name) for each in few} == values and len(values) > 1, name
+
+    def test_slices_are_lists_and_numbers(self) -> None:
+        for each in configurations.drawn():
+            if isinstance(each.slices, tuple):
+                assert sum(each.slices) == each.length and min(each.slices) > 0 and not each.mixed
+        assert {type(each.slices) for each in configurations.covering(12)} == {int, tuple}
+
+    def test_masks_leave_a_label_in_each_micro_batch_and_empty_some_slices(self) -> None:
+        masked = [each for each in configurations.drawn() if each.masked and isinstance(each.slices, tuple)]
+        empty = 0
+        for each in masked:
+            for _, labels in micro_batches(each, replica=0, step=1):
+                parts = (labels != IGNORE_INDEX).split(list(each.slices), dim=1)
+                counts = [int(part.sum()) for part in parts]
+                assert sum(counts) > 0
+                empty += counts.count(0)
+        assert empty > len(masked)
+
+
+class TestReference:
+    def test_clipping_and_the_hook_are_at_work(self) -> None:
+        plain = Configuration()
+        clipped, doubled = replace(plain, clipping=True), replace(plain, hook=True)
+        norms = [norm(reference(each)[0]) for each in (plain, clipped, doubled)]
+        assert norms[0] > 2 * configurations.CLIP_NORM
+        assert norms[1] == pytest.approx(configurations.CLIP_NORM, rel=1e-4)  # its eps is 1e-6
+        assert norms[2] == pytest.approx(2 * norms[0])
+
+    def test_replicas_have_data_of_their_own_and_common_gradients(self) -> None:
+        [first, second] = reference(Configuration(stages=1, data_parallel=2))
+        assert first.losses != second.losses
+        for name, gradient in first.gradients[1].items():
+            assert np.array_equal(gradient, second.gradients[1][name])
+        assert first.returned[0] == pytest.approx((first.losses[0] + second.losses[0]) / 2)
+
+
+def norm(record: RankRecord) -> float:
+    return float(np.sqrt(sum((gradient**2).sum() for gradient in record.gradients[1].values())))

@@ -1,0 +1,197 @@
+"""Split backwards in the engine: what `tests/test_transparency.py` does not show of `zb-h1` and `seq1f1b-zb`."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor
+
+from terapipe_ds.schedule.action import Kind
+from tests.distributed import compare
+from tests.distributed.cases import Case
+from tests.distributed.engines import (
+    EXACT,
+    batches,
+    both,
+    differences,
+    engine_of,
+    gpt_layers,
+    run_training,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.mutations import train_mutated
+from tests.distributed.training import train_case
+
+CASE = Case(stages=2, micro_batches=4, plan="uneven", schedule="seq1f1b-zb")
+GROSS = 1e-3
+
+
+@functools.cache
+def stock_run(case: Case) -> list[compare.RankRecord]:
+    return rank_pool(case.world_size).run(train_case, case=case, system="stock")
+
+
+def test_four_stages() -> None:
+    case = replace(CASE, stages=4, tied=True)
+    found = compare.errors(rank_pool(4).run(train_case, case=case, system="terapipe"), stock_run(case.stock()))
+    assert not compare.violations(found, compare.contract(case))
+
+
+# -- mutations -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutation", ["dropped_weight", "weight_twice"])
+def test_a_w_that_does_nothing_and_one_that_adds_twice_are_seen(mutation: str) -> None:
+    run = rank_pool(2).run(train_mutated, case=CASE, mutation=mutation)
+    found = compare.errors(run, stock_run(CASE.stock()))
+    assert found["gradient"].error > GROSS
+    assert compare.violations(found, compare.contract(CASE))
+
+
+@pytest.mark.parametrize(
+    ("mutation", "message"),
+    [
+        ("weight_before_backward", "ran before its B"),
+        ("weight_runs_twice", "is not live"),
+        ("weight_never_runs", "still holds slices|did not run in this batch"),
+    ],
+)
+def test_the_engine_refuses_orders_that_the_proof_would_refuse(mutation: str, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        rank_pool(2).run(train_mutated, case=CASE, mutation=mutation, timeout_s=60)
+
+
+# -- who collects gradients ----------------------------------------------------------------------------------
+
+HALF: dict[str, dict[str, Any]] = {
+    "bf16_immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "fp16_zero1": {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1}},
+}
+SMALL_STEPS = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
+fp32_layers = functools.partial(gpt_layers, dtype="float32")
+
+
+def job_half(kind: str) -> dict[str, Any]:
+    """How far split and unsplit are from fp32, and how many weight gradients W had."""
+    options = {**HALF[kind], "optimizer": SMALL_STEPS}
+    with engine_of(fp32_layers(), None, optimizer=SMALL_STEPS) as engine:
+        exact = train(engine, batches(2))
+    unsplit = run_training(fp32_layers, section(), batches(2), **options)
+    with engine_of(fp32_layers(), section(schedule="seq1f1b-zb"), **options) as engine:
+        counted = count_products(engine)
+        split = train(engine, batches(2))
+    return {"split": differences(split, exact), "unsplit": differences(unsplit, exact), "products": sum(counted)}
+
+
+def count_products(engine: Any) -> list[int]:
+    """Of each W that `engine` runs from now on, how many weight gradients it had."""
+    counted: list[int] = []
+    compute = engine.weight_gradients.compute
+
+    def counting(*args: Any) -> int:
+        counted.append(compute(*args))
+        return counted[-1]
+
+    engine.weight_gradients.compute = counting
+    return counted
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_half_precision_is_as_close_to_fp32_as_unsplit(kind: str) -> None:
+    for rank in rank_pool(2).run(job_half, kind=kind):
+        assert rank["products"] > 0, "nothing was deferred"
+        for name in ("gradient", "parameter"):
+            assert 0 < rank["unsplit"][name] < 0.1
+            assert rank["split"][name] <= 1.5 * rank["unsplit"][name] + 1e-3
+
+
+def job_bits(schedules: tuple[str, str]) -> bool:
+    """Whether two schedules give the same bits."""
+    first, second = (run_training(gpt_layers, section(schedule=name), batches(2, 3)) for name in schedules)
+    same = [torch.equal(first.parameters[name], value) for name, value in second.parameters.items()]
+    return all(same) and first.losses == second.losses
+
+
+@pytest.mark.parametrize("schedules", [("seq1f1b", "seq1f1b-zb"), ("1f1b", "zb-h1")], ids="-".join)
+def test_the_same_bits_as_unsplit(schedules: tuple[str, str]) -> None:
+    assert all(rank_pool(2).run(job_bits, schedules=schedules))
+
+
+# -- layers that leave nothing -------------------------------------------------------------------------------
+
+
+class OwnLinear(torch.nn.Linear):
+    """A linear layer of the user's own class: whatever it does, nobody may guess."""
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = OwnLinear(16, 16, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden)
+
+
+def job_nothing_deferred() -> tuple[dict[str, float], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("terapipe_ds").addHandler(handler)
+    try:
+        stock, ours = both(lambda engine: train(engine, batches(2)), layers, section(schedule="zb-h1"))
+    finally:
+        logging.getLogger("terapipe_ds").removeHandler(handler)
+    return differences(ours, stock), [message for message in said if "leaves weight gradients" in message]
+
+
+def layers() -> list[Any]:
+    """The second of two stages has no plain linear layer: a tied head, and layers of the user's own."""
+    decoder = gpt_layers(num_layers=2, tied_embedding=True)
+    return [*decoder[:3], *(LayerSpec(Scale) for _ in range(3)), *decoder[3:]]
+
+
+def test_a_stage_that_defers_nothing_is_right_and_says_so_once() -> None:
+    results = rank_pool(2).run(job_nothing_deferred)
+    assert not violations([errors for errors, _ in results], EXACT)
+    assert [len(said) for _, said in results] == [0, 1]
+    assert results[1][1][0].startswith("stage 1, chunk 0: the schedule splits backwards, but no layer")
+
+
+# -- the books -----------------------------------------------------------------------------------------------
+
+
+def job_memory() -> tuple[list[int], int, int]:
+    """What waits for W when each W begins; at the end; and the peak of live slices as counted and as scheduled."""
+    waiting: list[int] = []
+    with engine_of(gpt_layers(), section(schedule="seq1f1b-zb")) as engine:
+        weight = engine._ACTIONS[Kind.WEIGHT]
+
+        def before_weight(self: Any, action: Any) -> None:
+            waiting.append(sum(self.weight_gradients.kept_bytes((m, s)) > 0 for m in range(2) for s in range(3)))
+            assert self._open().get((self.stage_id, *action.unit)).inputs == ()
+            weight(self, action)
+
+        engine._ACTIONS = {**engine._ACTIONS, Kind.WEIGHT: before_weight}  # type: ignore[misc]
+        engine.train_batch(iter(batches(1)[0]))
+        left = sum(engine.weight_gradients.kept_bytes((m, s)) for m in range(2) for s in range(3))
+        return waiting, left, engine.stage_id
+
+
+def test_what_waits_for_w() -> None:
+    for waiting, left, stage_id in rank_pool(2).run(job_memory):
+        assert left == 0
+        assert len(waiting) == 6
+        assert max(waiting) == (1 if stage_id == 0 else 2)

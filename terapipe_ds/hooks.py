@@ -20,7 +20,7 @@ class Hook:
     """One name: ``path``, dotted, inside ``module``; ``use`` says what for.
 
     The last name of a path that starts with a class may be an attribute that its instances get: then some method of
-    the class or of a base must set it. ``parameters``: what a function must take by these names, in this order.
+    the class or of a base must set or read it. ``parameters``: what a function must take by these names, in this order.
     """
 
     module: str
@@ -41,7 +41,7 @@ class Hook:
             value = getattr(value, name)
         if hasattr(value, last):
             return not self.parameters or _takes(getattr(value, last), self.parameters)
-        return inspect.isclass(value) and _is_set(value, last) and not self.parameters
+        return inspect.isclass(value) and _is_kept(value, last) and not self.parameters
 
 
 def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
@@ -52,10 +52,10 @@ def _takes(function: Any, parameters: tuple[str, ...]) -> bool:
     return tuple(names[: len(parameters)]) == parameters
 
 
-def _is_set(owner: type, name: str) -> bool:
-    """Whether a method of a class or of its bases gives its instances an attribute. That some read or call it says
+def _is_kept(owner: type, name: str) -> bool:
+    """Whether a method of a class or of its bases sets or reads an attribute of this name. Those that call it say
     nothing: what calls a method is still there when the method is gone."""
-    return any(_sets(code, name) for function in _functions(owner) for code in _codes(function))
+    return any(_keeps(code, name) for function in _functions(owner) for code in _codes(function))
 
 
 def _functions(owner: type) -> Iterator[CodeType]:
@@ -65,13 +65,13 @@ def _functions(owner: type) -> Iterator[CodeType]:
             yield code
 
 
-def _sets(code: CodeType, name: str) -> bool:
-    """``self.name = ...``, or ``self.__dict__["name"] = ...`` (so DeepSpeed keeps its module)."""
-    if name not in code.co_names and name not in code.co_consts:  # reading all of the code takes long
+def _keeps(code: CodeType, name: str) -> bool:
+    if name not in code.co_names:  # reading all of the code takes long
         return False
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    by_key = [("LOAD_ATTR", "__dict__"), ("LOAD_CONST", name), ("STORE_SUBSCR", None)]
-    return ("STORE_ATTR", name) in steps or any(steps[at : at + 3] == by_key for at in range(len(steps)))
+    return any(
+        step.argval == name and step.opname in ("STORE_ATTR", "LOAD_ATTR") and "NULL" not in step.argrepr
+        for step in dis.get_instructions(code)  # a call is LOAD_METHOD, from Python 3.12 on LOAD_ATTR with a NULL
+    )
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -137,6 +137,7 @@ HOOKS: tuple[Hook, ...] = (
         "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint",
         "reads checkpoints": "checkpoint_engine",
         "times actions": "timers wall_clock_breakdown",
+        "casts the inputs of a check as those of a step": "fp16_auto_cast _cast_inputs_half",
         "gives back what an engine holds": "destroy",
     }),
     Hook(_ENGINE, "DeepSpeedEngine.load_checkpoint", "loads checkpoints", (

@@ -6,6 +6,7 @@ Imports of anything heavy stand inside ``run``: looking at ``--help`` loads neit
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ def check_output(path: str | None, option: str) -> None:
     """
     if path is not None and not Path(path).name:
         raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
+
+
+def check_counts(arguments: argparse.Namespace, limits: dict[str, int]) -> None:
+    """Refuse options that are given and not from 1 to their limit, before torch takes all memory for them.
+
+    Raises:
+        CommandError: it names the option and the limit.
+    """
+    for name, most in limits.items():
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= most:
+            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1 and at most {most}")
 
 
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}

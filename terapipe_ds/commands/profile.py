@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.commands import CommandError, check_output, read_json
+from terapipe_ds.commands import CommandError, check_counts, check_output, read_json
 from terapipe_ds.plan import show_value
 
 HELP = "measure what slices of a model take on one device"
@@ -28,6 +28,9 @@ activation checkpointing and granularity.
 """
 
 
+MAX_TOKENS, MAX_THREADS = 2**26, 4096
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--config", required=True, metavar="DS.json", help="the DeepSpeed config")
@@ -43,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write the file, and say how good the numbers are."""
-    for option in ("stages", "sequence_length", "threads"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
+    check_counts(arguments, {"stages": MAX_THREADS, "sequence_length": MAX_TOKENS, "threads": MAX_THREADS})
     check_output(arguments.out, "--out")
     if not Path(arguments.out).absolute().parent.is_dir():  # before minutes of measuring
         raise CommandError(f"--out {arguments.out}: there is no such folder; give a path in one that exists")
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     config, layers, loss_fn = _model(arguments.model, _dtype(ds_config))
     length = arguments.sequence_length or config.max_sequence_length
-    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
+    rows = _rows(ds_config, length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
     job = OfflineJob(
@@ -107,6 +107,14 @@ def _number(ds_config: dict[str, Any], key: str) -> int:
     if type(value) is not int or value < 1:
         raise CommandError(f"{key} = {show_value(value)} in --config: give a number >= 1")
     return value
+
+
+def _rows(ds_config: dict[str, Any], length: int) -> int:
+    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
+    if rows * length > MAX_TOKENS:
+        many = f"train_micro_batch_size_per_gpu = {show_value(rows)} in --config with {length} tokens each"
+        raise CommandError(f"{many} is too much to measure: give at most {MAX_TOKENS} tokens altogether")
+    return rows
 
 
 def _dtype(ds_config: dict[str, Any]) -> str:

@@ -100,7 +100,7 @@ def read_schedule(arguments: argparse.Namespace) -> Schedule:
     extra = [option for option, value in given.items() if value is not None]
     if extra or arguments.forward_only:
         raise CommandError(
-            f"{(extra or ['--forward-only'])[0]} does not go with --from-csv: the file says it all"
+            f"{(extra or ['--forward-only'])[0]} does not go with --from-csv: the file says it all, leave it out"
         )
     path = Path(arguments.from_csv)
     try:

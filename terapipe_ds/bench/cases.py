@@ -121,7 +121,7 @@ PRESETS = {
     "cpu-2stage": Preset(
         _TWO, (1, 4), 5,
         (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", PLAN),
-         Case("terapipe", "zb-h1", 1, (4,)), Case("terapipe", "seq1f1b-zb", PLAN, (4,)),
+         Case("terapipe", "zb-h1", 1, (4,)), Case("terapipe", "seq1f1b-zb", PLAN),
          Case("torch", "gpipe", accumulations=(1,)), Case("torch", "interleaved1f1b", accumulations=(4,)),
          Case("torch", "zbv", accumulations=(4,))),
     ),

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
+import math
+import platform
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds import __version__
+from terapipe_ds.compat import installed_versions
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+
+logger = logging.getLogger("terapipe_ds")
+
+PATIENCE_S = 60.0  # at least, for ranks that come late: they load a model, say
+REMIND_S = 30.0  # after which a rank says once for whom it waits
+_LOOK_S = 0.05
+_meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
 
 # What decides the order and the size of collectives and messages. Monitors and printing may differ.
 COMPARED_SECTIONS = (
@@ -17,9 +31,19 @@ COMPARED_SECTIONS = (
     "activation_checkpointing", "communication_data_type",
 )  # fmt: skip
 
+VERSIONS = ("torch", "deepspeed", "megatron-core", "terapipe_ds", "python")
+
 
 def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
-    return {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
+    sections = {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
+    return {**sections, **_versions()}
+
+
+def _versions() -> dict[str, str]:
+    """What has to be of one version on all ranks; a patch release of Python changes nothing between them."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    found = {"terapipe_ds": __version__, "python": python, **installed_versions()}
+    return {f"version of {name}": found.get(name, "not installed") for name in VERSIONS}
 
 
 def _is_enabled(values: Mapping[str, str]) -> bool:
@@ -51,26 +75,70 @@ def _gathered(mine: Any) -> list[Any]:
 
 
 def require_equal_configs(raw: Mapping[str, Any]) -> None:
-    """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on.
+    """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on: configs and
+    versions.
 
-    A collective over all ranks. Nothing is compared where no rank has an enabled ``terapipe`` section.
+    A collective over all ranks. One that does not come, because ``register()`` was not called there, is an error on
+    the others after ``stall_timeout_s`` (a minute at least). Nothing is compared where no rank has an enabled
+    ``terapipe`` section.
     """
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return
-    everyone = _gathered(_compared(raw))
+    mine = _compared(raw)
+    _meet(_timeout_s(mine))
+    everyone = _gathered(mine)
     if not any(_is_enabled(values) for values in everyone):
         return
     differences = list(_differences(everyone))
     if differences:
         raise TeraPipeConfigError(
-            "the ranks have different DeepSpeed configs; every rank must be given the same one:\n  "
+            "the ranks have different DeepSpeed configs or versions; every rank must be given the same one:\n  "
             + "\n  ".join(differences)
         )
 
 
+def _timeout_s(mine: Mapping[str, str]) -> float:
+    """Of this rank's section, which nobody has validated yet."""
+    section = json.loads(mine["terapipe"])
+    given = section.get("stall_timeout_s") if isinstance(section, dict) else None
+    usual = float(TeraPipeConfig().stall_timeout_s)
+    return max(PATIENCE_S, float(given) if isinstance(given, (int, float)) else usual)
+
+
+def _meet(timeout_s: float) -> None:
+    """Wait until every rank is here, in the store of the default group: a collective with one that never comes would
+    end with the group's timeout, half an hour later, and name nobody.
+    """
+    store = torch_dist.distributed_c10d._get_default_store()
+    rank, world_size, meeting = torch_dist.get_rank(), torch_dist.get_world_size(), next(_meetings)
+    keys = [f"terapipe_ds/meeting/{meeting}/{each}" for each in range(world_size)]
+    store.set(keys[rank], "here")
+    store.add(f"terapipe_ds/meeting/{meeting}", 1)
+    begin_s, look_s, remind_s = time.monotonic(), _LOOK_S, min(REMIND_S, timeout_s)
+    while store.add(f"terapipe_ds/meeting/{meeting}", 0) < world_size:
+        waited_s = time.monotonic() - begin_s
+        if waited_s >= min(remind_s, timeout_s):
+            missing = [each for each, key in enumerate(keys) if not store.check([key])]
+            if missing and waited_s >= timeout_s:
+                raise TeraPipeConfigError(_nobody_came(rank, missing, waited_s))
+            logger.warning("%s", _nobody_came(rank, missing, waited_s))
+            remind_s = math.inf  # once is enough
+        time.sleep(look_s)
+        look_s = min(1.2 * look_s, _LOOK_S * 20)
+
+
+def _nobody_came(rank: int, missing: list[int], waited_s: float) -> str:
+    return (
+        f"rank {rank} has waited {waited_s:.0f} s in deepspeed.initialize() to compare configs, and ranks {missing} "
+        "have not come. Either they do not run terapipe_ds: call terapipe_ds.register() on every rank before "
+        "deepspeed.initialize(), or start all with deepspeed --module terapipe_ds.run. Or they are still building "
+        "their model, or have ended: their own output tells"
+    )
+
+
 def _differences(everyone: list[dict[str, str]]) -> list[str]:
     lines = []
-    for name in COMPARED_SECTIONS:
+    for name in everyone[0]:
         ranks_by_value: dict[str, list[int]] = {}
         for rank, values in enumerate(everyone):
             ranks_by_value.setdefault(values[name], []).append(rank)

@@ -25,10 +25,11 @@ from terapipe_ds.runtime.header import (
 @dataclass
 class DrawnMicroBatch:
     """As the data iterator gave it: the inputs on the first stage, the labels on the last (and wherever there are
-    any)."""
+    any). ``seen``: the shape of the labels, on both stages."""
 
     inputs: Any = None
     labels: SliceableTensors | None = None
+    seen: MicroBatchShape | None = None
 
 
 def _split(batch: Any) -> tuple[Any, Any]:
@@ -52,6 +53,10 @@ def _own(tensors: Any) -> Any:
     if isinstance(tensors, (tuple, list)) and all(torch.is_tensor(t) for t in tensors):
         return tuple(t.detach().clone() for t in tensors)
     return tensors
+
+
+def _shape_of(labels: SliceableTensors) -> MicroBatchShape:
+    return MicroBatchShape(rows=labels.deciding.numel() // max(labels.length, 1), length=labels.length)
 
 
 def _number_of(fingerprint: str) -> int:
@@ -122,9 +127,10 @@ class BatchSource:
                 sums = self._sums(drawn)
         except Exception as caught:
             error = caught
+        seen = tuple(each.seen for each in drawn if each.seen is not None)
         report = StageReport(
-            training, num_micro_batches, self._fingerprint, shapes, error, self._agreement(), sums
-        )  # fmt: skip
+            training, num_micro_batches, self._fingerprint, shapes, error, self._agreement(), sums, seen
+        )
         return drawn, self._agreed(report)
 
     def _sums(self, drawn: list[DrawnMicroBatch]) -> DataSums:
@@ -161,12 +167,14 @@ class BatchSource:
         drawn = DrawnMicroBatch()
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
+            drawn.seen = None if _is_absent(labels) else _shape_of(drawn.labels)
         if self._is_first:
             drawn.inputs = _own(inputs)
             if not _is_absent(labels):
                 # Only a check, as early as possible: the last stage's labels decide.
                 known = SliceableTensors.of_labels(labels, self._config.sequence_dim)
                 self.slice_inputs(drawn.inputs, known.length)
+                drawn.seen = _shape_of(known)
         return drawn
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
@@ -183,9 +191,9 @@ class BatchSource:
 
     def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
         assert drawn.labels is not None
-        first, length = drawn.labels.deciding, drawn.labels.length
+        length = drawn.labels.length
         if length == 0:
-            raise BatchError(f"a batch with labels of shape {list(first.shape)} has no tokens")
+            raise BatchError(f"a batch with labels of shape {list(drawn.labels.deciding.shape)} has no tokens")
         if length % self._length_multiple:
             raise BatchError(
                 f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
@@ -193,7 +201,7 @@ class BatchSource:
                 f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens, or switch "
                 "sequence parallelism off."
             )
-        return MicroBatchShape(rows=first.numel() // length, length=length)
+        return _shape_of(drawn.labels)
 
     def slice_inputs(self, inputs: Any, length: int) -> SliceableTensors:
         """The inputs of a micro-batch of ``length`` tokens, told which of them are cut in slices."""

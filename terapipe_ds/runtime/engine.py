@@ -109,7 +109,9 @@ class TeraPipeEngine(PipelineEngine):
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
             peers=() if self._groups.peers is None else self._groups.peers.ranks,
+            trace_dir=self.terapipe_config.trace_dir,
         )
+        self._links.waiting = self._watchdog.waiting
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
         self._batch: BatchInFlight | None = None
@@ -172,6 +174,11 @@ class TeraPipeEngine(PipelineEngine):
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
             custom_load_fn,
         )  # fmt: skip
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Same arguments and result as DeepSpeed's; a rank that never arrives is reported."""
+        with self._watchdog.apart("save_checkpoint"):
+            return super().save_checkpoint(*args, **kwargs)
 
     def slice_plan(self, sequence_length: int) -> SlicePlan:
         """The slices of a sequence of ``sequence_length`` tokens; kept per length.

@@ -7,6 +7,7 @@ there are and how long each is, and whether some stage could not draw its data. 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -57,7 +58,8 @@ class TensorPeers:
 class StageReport:
     """One stage's part of the header. ``shapes`` is None on stages that draw no labels.
 
-    ``agreement`` is what ``config_fingerprint`` was made of besides the config, for messages.
+    ``agreement`` is what ``config_fingerprint`` was made of besides the config, for messages. ``seen``: the shapes of
+    the labels that this stage was given, decisive or not; empty where it was given none.
     """
 
     training: bool
@@ -67,6 +69,7 @@ class StageReport:
     error: BaseException | None = None
     agreement: str = ""
     sums: DataSums = NOTHING_DRAWN
+    seen: tuple[MicroBatchShape, ...] = ()
 
     @property
     def status(self) -> Status:
@@ -83,6 +86,7 @@ class StageReport:
             uniform,
             first.rows,
             first.length,
+            _number_of(self.seen),
         ]
         return torch.tensor([int(i) for i in ints], dtype=torch.int64)
 
@@ -118,7 +122,7 @@ def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBat
     if any(row[0] != Status.OK for row in rows):
         _raise_everywhere(report, group, num_stages)
     _require_agreement(rows, report, group)
-    *_, uniform, first_rows, first_length = rows[-1]
+    *_, uniform, first_rows, first_length, _ = rows[-1]
     if uniform:
         return (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
     return _broadcast_shapes(report, group, num_stages)
@@ -271,6 +275,22 @@ def _require_agreement(rows: list[list[int]], report: StageReport, group: Any) -
         torch_dist.all_gather_object(texts, report.agreement, group=group)
         sides = _sides(dict(enumerate(texts)), "stages")
         raise _disagree(f"{sides}. {_SAME_CALLS}")
+
+
+    if len({row[-1] for row in rows if row[-1]}) > 1:
+        seen: list[Any] = [None] * len(rows)
+        torch_dist.all_gather_object(seen, [[shape.rows, shape.length] for shape in report.seen], group=group)
+        sides = _sides({stage: str(shapes) for stage, shapes in enumerate(seen) if shapes}, "stages")
+        raise _disagree(
+            f"the [rows, tokens] of the labels of each micro-batch: {sides}. Give the first and the last stage "
+            "iterators over the same micro-batches"
+        )
+
+
+def _number_of(shapes: tuple[MicroBatchShape, ...]) -> int:
+    """The same for the same shapes on every rank, 0 for none."""
+    text = repr([(shape.rows, shape.length) for shape in shapes]).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big") if shapes else 0
 
 
 def _disagree(text: str) -> BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from terapipe_ds.runtime.batch import Tensors
 from terapipe_ds.runtime.buffers import BatchInFlight, Places
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Unit
+from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.schedule.action import Action, Kind
 
 _EVALUATION_SENDS = 8  # on their way at once; the next stage waits for nothing but these, so this cannot deadlock
@@ -25,6 +28,7 @@ class StageLinks:
 
     def __init__(self, groups: PipelineGroups, stage_id: int, num_stages: int, device: torch.device) -> None:
         self._stage_id = stage_id
+        self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._batch: BatchInFlight | None = None
         self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
         self._activations_in: ReceiveChannel | None = None
@@ -59,7 +63,8 @@ class StageLinks:
                 receiving.assert_empty()
         for sending in (self._activations_out, self._gradients_out):
             if sending is not None:
-                sending.flush()
+                with self.waiting(_wait_of_send(sending)):
+                    sending.flush()
         self._batch = None
 
     def _open(self) -> BatchInFlight:
@@ -95,7 +100,8 @@ class StageLinks:
         self._activations_out.announce(self._signature(action.unit), spec, consumed_at=needed_at)
         self._activations_out.send(tensors, consumed_at=needed_at)
         if not self._open().training:  # no gradient will tell that these have arrived
-            self._activations_out.keep_at_most(_EVALUATION_SENDS)
+            with self.waiting(_wait_of_send(self._activations_out)):
+                self._activations_out.keep_at_most(_EVALUATION_SENDS)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
@@ -116,12 +122,17 @@ class StageLinks:
         needed_at = self._places.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
         self._gradients_out.send(gradients, consumed_at=needed_at)
 
-    def describe_wait(self, action: Action) -> str:
+    def describe_wait(self, action: Action) -> Wait:
         """For reports: what an F or a B waits for, and from whom."""
         forward = action.kind is Kind.FORWARD
         channel = self._activations_in if forward else self._gradients_in
         assert channel is not None
-        return f"the {'input' if forward else 'gradients'} of {action}: {channel.wire.name}"
+        text = f"the {'input' if forward else 'gradients'} of {action}: {channel.wire.name}"
+        return Wait(text, (channel.wire.peer,))
+
+
+def _wait_of_send(channel: SendChannel) -> Wait:
+    return Wait(f"the arrival of {channel.wire.name}", (channel.wire.peer,))
 
 
 def _never_learned(unit: Unit) -> None:

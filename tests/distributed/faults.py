@@ -19,6 +19,7 @@ from tests.distributed.configurations import Configuration
 UNEVEN = Configuration(slices=(5, 4, 3), masked=True, tied=True)
 EQUAL = Configuration(slices=3, kv_heads=2)
 ALL_FORWARD_FIRST = replace(EQUAL, schedule="gpipe")
+SPLIT = replace(EQUAL, schedule="seq1f1b-zb")
 CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
 REPLICAS = Configuration(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
@@ -503,6 +504,13 @@ def gradients_never_sent() -> Iterator[None]:
 def reduction_forgotten() -> Iterator[None]:
     with _lowered_without({"REDUCE_GRADS", "REDUCE_TIED_GRADS"}):
         yield
+
+
+known("dropped_weight", "engine", SPLIT, "the W of one slice adds nothing")
+known("weight_twice", "engine", SPLIT, "the W of one slice adds its gradients twice")
+known("weight_before_backward", "schedule", SPLIT, "a W runs before its B; validate() is skipped")
+known("weight_runs_twice", "schedule", SPLIT, "a W stands twice; validate() is skipped")
+known("weight_never_runs", "schedule", SPLIT, "a W is missing; validate() is skipped")
 
 
 # -- runtime ---------------------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "empty sequences": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :0], y[:, :0]))),
     "not a pair": lambda engine: engine.train_batch(_changed(lambda x, y: {"input_ids": x, "labels": y})),
     "another length than the plan": lambda engine: engine.train_batch(batches(2, length=sum(PLAN) - 4)),
+    "other length on the last stage": lambda engine: _on(engine, _last(engine), batches(2, length=8), batches(2)),
     "one stage evaluates": _one_evaluates,
     "other number of micro-batches": lambda engine: engine.eval_batch(
         batches(2), num_micro_batches=1 if engine.is_first_stage() else MICRO_BATCHES

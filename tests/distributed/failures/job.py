@@ -30,7 +30,7 @@ SEQUENCE_LENGTH = 16
 PLAN = [4, 4, 4, 4]
 MICRO_BATCHES = 2
 VOCAB_SIZE = 17
-STRUCK = (1, 2)  # micro-batch and slice in which a fault strikes
+STRUCK_SLICE = 2  # in which the loss function breaks
 FAULT_MARK = "the fault strikes at"
 ENVIRONMENT = "TERAPIPE_TEST_JOB"
 
@@ -41,7 +41,7 @@ Batch = tuple[Any, Any]
 class Fault:
     """What goes wrong, on which stage of which pipeline, in which step (from 1).
 
-    `kind`: a key of `FAULTS` or `MEASURING`; or loss, other_length (of this stage's data), leaves (the stage stops
+    `kind`: a key of `FAULTS` or `MEASURING`; or loss, leaves (the stage stops
     training).
     """
 
@@ -49,6 +49,7 @@ class Fault:
     stage: int = 0
     pipeline: int = 0
     step: int = 2
+    unit: tuple[int, int] = (1, 2)  # micro-batch and slice
 
     def __str__(self) -> str:
         return f"{self.kind}-stage{self.stage}"
@@ -106,20 +107,13 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
         struck = fault is not None and (fault.step, fault.stage, fault.pipeline) == (step, engine.stage_id, pipeline_id)
         arm(fault if struck else None)
         if _is_armed("leaves"):
-            _mark()
+            mark()
             return
         evaluates = job.evaluate and fault is not None and fault.step == step
         run_batch = engine.eval_batch if evaluates else engine.train_batch
-        yield float(run_batch(_data(step, pipeline_id)))
+        yield float(run_batch(batches(step, pipeline_id)))
         if step == job.save_after:
             engine.save_checkpoint(job.folder)
-
-
-def _data(step: int, pipeline_id: int) -> Iterator[Batch]:
-    if not _is_armed("other_length"):
-        return batches(step, pipeline_id)
-    _mark()
-    return batches(step, pipeline_id, length=SEQUENCE_LENGTH - 4)
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
@@ -134,8 +128,19 @@ def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> I
 
 def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEngine:
     """An engine whose stages have one decoder layer each. `changes`: to the DeepSpeed config; None removes a key."""
+    model = build_model(job)
+    values = {**deepspeed_config(job), **(changes or {})}
+    return terapipe_ds.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={key: value for key, value in values.items() if value is not None},
+    )[0]
+
+
+def build_model(job: Job) -> PipelineModule:
+    """Makes process groups: a collective over all ranks."""
     config = gpt.GPTConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=job.stages, num_heads=2, ffn_size=16)
-    model = PipelineModule(
+    return PipelineModule(
         layers=[
             LayerSpec(gpt.TokenEmbedding, config),
             *[LayerSpec(StruckLayer, config, index) for index in range(job.stages)],
@@ -146,12 +151,6 @@ def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEng
         loss_fn=struck_loss,
         partition_method="type:StruckLayer",
     )
-    values = {**deepspeed_config(job), **(changes or {})}
-    return terapipe_ds.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config={key: value for key, value in values.items() if value is not None},
-    )[0]
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
@@ -177,7 +176,7 @@ class StruckLayer(gpt.DecoderLayer):
             return hidden
         if active.mode == "probe":
             return MEASURING[_armed.kind](hidden, active.mode) if _armed.kind in MEASURING and active.start else hidden
-        if (active.micro_batch_id, active.slice_id) != STRUCK:
+        if (active.micro_batch_id, active.slice_id) != tuple(_armed.unit):
             return hidden
         strike = FAULTS.get(_armed.kind)
         return hidden if strike is None else strike(hidden, active.mode)
@@ -185,7 +184,7 @@ class StruckLayer(gpt.DecoderLayer):
 
 def struck_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     active = active_slice()
-    if _is_armed("loss") and active is not None and active.slice_id == STRUCK[1]:
+    if _is_armed("loss") and active is not None and active.slice_id == STRUCK_SLICE:
         _fail("the loss function is broken")
     return gpt.gpt_loss(logits, labels)
 
@@ -216,12 +215,12 @@ def _exchange_pids() -> None:
     distributed.all_gather_object(_pids, os.getpid())
 
 
-def _mark() -> None:
+def mark() -> None:
     print(f"{FAULT_MARK} {time.time():.3f}", file=sys.stderr, flush=True)
 
 
 def _fail(text: str) -> NoReturn:
-    _mark()
+    mark()
     raise BrokenError(text)
 
 
@@ -247,26 +246,44 @@ def _in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     return _BrokenBackward.apply(hidden)
 
 
+class _HangingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        hang()
+
+
+def _hang_in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    return _HangingBackward.apply(hidden)
+
+
 def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     os._exit(3)
 
 
 def _kill(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     os.kill(os.getpid(), signal.SIGKILL)
     return hidden
 
 
 def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    hang()
+
+
+def hang() -> NoReturn:
+    mark()
     wait_for_ever()
-    return hidden
+    raise AssertionError("this never comes")
 
 
 def _terminate_others(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     """What a launcher does when a rank has died."""
-    _mark()
+    mark()
     for pid in _pids:
         if pid != os.getpid():
             os.kill(pid, signal.SIGTERM)
@@ -278,12 +295,12 @@ def wait_for_ever() -> None:
 
 
 def _other_shape(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     return torch.cat([hidden, hidden], dim=-1)
 
 
 def _plain_attention(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    _mark()
+    mark()
     heads = hidden.unsqueeze(1)
     return hidden + F.scaled_dot_product_attention(heads, heads, heads).squeeze(1)
 
@@ -295,6 +312,7 @@ FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "exit": _exit,
     "kill": _kill,
     "hang": _hang,
+    "hang_backward": _hang_in_backward,
     "terminate_others": _terminate_others,
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,

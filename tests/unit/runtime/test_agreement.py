@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -18,11 +19,28 @@ CONFIG: dict[str, Any] = {
 
 
 class Ranks:
-    """torch.distributed with ranks whose configs are all known."""
+    """torch.distributed with ranks whose configs are all known; those of `absent` never come."""
 
-    def __init__(self, configs: list[dict[str, Any]]) -> None:
+    def __init__(self, configs: list[dict[str, Any]], absent: tuple[int, ...] = ()) -> None:
         self.configs = configs
+        self.absent = absent
         self.asked = 0
+        self.distributed_c10d = self  # where the default store is
+
+    def get_rank(self) -> int:
+        return 0
+
+    def _get_default_store(self) -> Ranks:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        assert key.endswith("/0")
+
+    def add(self, key: str, number: int) -> int:
+        return len(self.configs) - len(self.absent)
+
+    def check(self, keys: list[str]) -> bool:
+        return not any(int(key.rpartition("/")[2]) in self.absent for key in keys)
 
     def is_initialized(self) -> bool:
         return bool(self.configs)
@@ -120,3 +138,66 @@ def test_a_single_process_asks_nobody(monkeypatch: pytest.MonkeyPatch, configs: 
     monkeypatch.setattr(agreement, "torch_dist", ranks)
     require_equal_configs(CONFIG)
     assert ranks.asked == 0
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = agreement._compared(CONFIG)
+    ranks = Ranks([CONFIG, CONFIG])
+    theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
+    monkeypatch.setattr(agreement, "torch_dist", ranks)
+    monkeypatch.setattr(agreement, "_gathered", lambda mine: [mine, theirs])
+    with pytest.raises(TeraPipeConfigError) as caught:
+        require_equal_configs(CONFIG)
+    lines = str(caught.value).splitlines()[1:]
+    assert lines[0] == f"  version of deepspeed: ranks [0]: {ours['version of deepspeed']}; ranks [1]: 0.0.1"
+    assert lines[1].startswith("  version of megatron-core: ranks [0]: ")
+    assert len(lines) == 2
+
+
+def test_the_versions_are_those_of_this_installation() -> None:
+    import deepspeed
+    import torch
+
+    import terapipe_ds
+
+    ours = agreement._compared(CONFIG)
+    assert ours["version of torch"] == str(torch.__version__)
+    assert ours["version of deepspeed"].startswith(deepspeed.__version__.partition("+")[0])
+    assert ours["version of terapipe_ds"] == terapipe_ds.__version__
+    assert ours["version of python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class TestRanksThatNeverCome:
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(agreement, "_LOOK_S", 0.0)
+        monkeypatch.setattr(agreement, "REMIND_S", 0.0)
+
+    def test_they_are_named(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        config = changed(terapipe={"enabled": True, "stall_timeout_s": 0.05})
+        ranks = Ranks([config] * 4, absent=(1, 3))
+        monkeypatch.setattr(agreement, "torch_dist", ranks)
+        with pytest.raises(TeraPipeConfigError, match=r"ranks \[1, 3\] have not come.*terapipe_ds.register\(\)"):
+            require_equal_configs(config)
+        assert ranks.asked == 0, "a collective would wait for them"
+        assert sum("ranks [1, 3] have not come" in message for message in caplog.messages) == 1
+
+    def test_one_that_comes_late_is_waited_for(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ranks = Ranks([CONFIG, CONFIG], absent=(1,))
+        monkeypatch.setattr(agreement, "torch_dist", ranks)
+        monkeypatch.setattr(agreement.logger, "warning", lambda *_: setattr(ranks, "absent", ()))
+        require_equal_configs(CONFIG)
+        assert ranks.asked == 1
+
+    @pytest.mark.parametrize(
+        ("section", "timeout_s"),
+        [
+            ({"enabled": True, "stall_timeout_s": 7}, 7.0), ({"enabled": True}, 300.0), (None, 300.0),
+            ({"stall_timeout_s": "soon"}, 300.0), ("on", 300.0),
+        ],
+    )  # fmt: skip
+    def test_for_how_long(self, section: Any, timeout_s: float) -> None:
+        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s

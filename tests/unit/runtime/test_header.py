@@ -43,7 +43,9 @@ class Stages:
     def all_gather_object(self, texts: list[Any], mine: Any, group: Any) -> None:
         self.calls.append("all_gather_object")
         texts[:] = [
-            each.agreement
+            [[s.rows, s.length] for s in each.seen]
+            if isinstance(mine, list)
+            else each.agreement
             if isinstance(mine, str)
             else None
             if each.error is None
@@ -92,7 +94,7 @@ class TestShapes:
 
     def test_the_header_has_a_fixed_size(self) -> None:
         reports = [report(), report(shapes=MIXED), report(shapes=SHAPES * 50), report(error=ValueError("x"))]
-        assert {tuple(each.encode().shape) for each in reports} == {(7,)}
+        assert {tuple(each.encode().shape) for each in reports} == {(8,)}
         assert report(config_fingerprint=2**62 - 1).encode().tolist()[3] == 2**62 - 1
 
 
@@ -125,6 +127,17 @@ class TestErrors:
         assert [type(error) for error in results] == [BatchError, BatchError, ValueError]
         assert "stage 0 is at its end" in str(results[1])
         assert "stage 2 failed to draw its data: ValueError: bad" in str(results[1])
+
+    def test_labels_of_other_shapes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results, _ = exchanged(monkeypatch, [report(seen=MIXED), report(), report(shapes=SHAPES, seen=SHAPES)])
+        for error in results:
+            assert isinstance(error, BatchError)
+            assert "stages [0]: [[2, 12], [3, 7]]; stages [2]: [[2, 12], [2, 12]]. Give" in str(error)
+            assert raised_on_every_rank(error)
+
+    def test_labels_of_the_same_shapes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        results, _ = exchanged(monkeypatch, [report(seen=SHAPES), report(), report(shapes=SHAPES, seen=SHAPES)])
+        assert results == [SHAPES] * 3
 
     @pytest.mark.parametrize(
         ("changes", "message"),

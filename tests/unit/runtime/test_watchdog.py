@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import distributed
 
 from terapipe_ds.runtime import watchdog as module
+from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.runtime.watchdog import PipelineAborted, Watchdog
 
 DEADLINE_S = 20.0
@@ -41,13 +45,17 @@ class Job:
         monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
         monkeypatch.setattr(module.os, "_exit", self._exit)
         monkeypatch.setattr(module, "LINGER_S", 0.0)
+        monkeypatch.setattr(module, "ANSWER_S", 1.0)
+        monkeypatch.setattr(module, "HURRIED_ANSWER_S", 0.3)
 
-    def rank(self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False) -> Watchdog:
+    def rank(
+        self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False, trace_dir: str | None = None
+    ) -> Watchdog:
         """The watch-dog of a rank; its stage is as high as its rank."""
         client = distributed.TCPStore(
             "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous))
+        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous, trace_dir=trace_dir))
         return self._watchdogs[-1]
 
     def wait_for_end(self) -> None:
@@ -69,6 +77,12 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     job = Job(monkeypatch)
     yield job
     job.close()
+
+
+@pytest.fixture
+def nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank does not read why this one ends: no need to wait until it has."""
+    monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
 
 
 def never(error: BaseException) -> bool:
@@ -214,7 +228,7 @@ class TestLostConnections:
         with watchdog.batch(never):
             watchdog.note("ST")
             job.server = None
-            until(lambda: watchdog._lost_store_at is not None)
+            until(lambda: watchdog._others.lost_at is not None)
             seen = len(rounds)
             until(lambda: len(rounds) > seen + 1)
         assert job.exits == []
@@ -233,13 +247,17 @@ class TestStalls:
         for rank in (0, 1):
             own = text[text.index(f"terapipe_ds: rank {rank} ") :]
             assert "no progress for 0.6 s (terapipe.stall_timeout_s):" in own
-            assert "  rank 0: at B0.3, waiting for the gradients of B0.3\n  rank 1: running F0.2\n" in own
+            assert "  rank 0 (stage 0): at B0.3, waiting for the gradients of B0.3 for " in own
+            assert "  rank 1 (stage 1): running F0.2 for " in own
+            assert "Stage 1 (rank 1) is where it stands: it has been running F0.2 for " in own
+            assert "and waits for no other rank; rank 0 waits for it.\n" in own
             assert "raise the limit" in own
         hanging_text = text[text.index("terapipe_ds: rank 1 ") :]
         assert "It stands here:" in hanging_text
         assert "in test_the_report_says_what_every_rank_does" in hanging_text
         assert job.exits == [1, 1]
 
+    @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -253,7 +271,7 @@ class TestStalls:
         assert time.monotonic() - start > 5 * 0.4
         text = capfd.readouterr().err
         assert text.count("for a batch to begin:") == 1
-        assert "  rank 1: outside a batch\n" in text
+        assert "  rank 1 (stage 1): outside a batch for " in text
         assert "no progress for 0.4 s" in text
 
     def test_a_rank_that_hangs_while_it_draws_data_is_not(self, job: Job) -> None:
@@ -263,6 +281,86 @@ class TestStalls:
             start = time.monotonic()
             until(lambda: len(job.exits) == 2)
         assert time.monotonic() - start < module.PATIENCE * 0.6
+
+    def test_what_each_rank_did_last(self, job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        waiting, hanging = job.rank(0, 0.6, trace_dir=str(tmp_path)), job.rank(1, trace_dir=str(tmp_path))
+        with waiting.batch(never), hanging.batch(never):
+            for action in ("F0.0", "F0.1"):
+                waiting.note(action)
+                hanging.note(action)
+            waiting.note("B0.1")
+            with waiting.waiting(Wait("the gradients of B0.1", (1,))):
+                until(lambda: len(job.exits) == 2)
+        text = capfd.readouterr().err
+        assert re.search(r"rank 0 .*\n    before: .*F0.0 [\d.]+ m?s, F0.1 [\d.]+ m?s\n", text)
+        contents = [json.loads((tmp_path / f"last-actions-rank000{rank}.json").read_text()) for rank in range(2)]
+        last = [[entry["action"] for entry in content["recent"]][-3:] for content in contents]
+        assert last[1][-2:] == ["F0.0", "F0.1"] and last[0] == ["F0.0", "F0.1", "B0.1"]
+        assert contents[0]["waits_for_ranks"] == [1]
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        killed = job.rank(1)
+        with killed.batch(never):
+            killed.note("F0.3")
+            until(lambda: b"F0.3" in job.server.get("state/1"))
+            killed._stop.set()  # its thread is gone, as if it had been killed
+            assert killed._thread is not None
+            killed._thread.join()
+            waiting = job.rank(0, stall_timeout_s=0.3)
+            with waiting.batch(never), waiting.waiting(Wait("the gradients", (1,))):
+                job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "Stage 1 (rank 1) is where it stands: it does not answer" in text
+        assert "last seen running F0.3; rank 0 waits for it" in text
+
+    def test_several_that_ask_at_once_all_get_answers(self, job: Job) -> None:
+        others = [job.rank(rank)._others for rank in (0, 1)]
+        for _ in range(3):
+            job.server.add("roll", 1)  # somebody else's
+        before = time.monotonic()
+        states = others[0].call_the_roll(DEADLINE_S)
+        assert time.monotonic() - before < DEADLINE_S / 2
+        assert not any(state.silent for state in states.values())
+        until(lambda: job.server.check([f"answer/{number}/{rank}" for number in (1, 2, 3) for rank in (0, 1)]))
+
+    def test_a_rank_that_goes_on_while_the_others_answer_is_left_alone(self, job: Job) -> None:
+        slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: the roll call takes its time
+        with slow.batch(never):
+            slow.note("F0.0")
+            until(lambda: job.server.add("roll", 0) > 0)
+            slow.note("F0.1")
+        slow.close()
+        assert job.exits == []
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_rank_that_is_done_is_not_waited_for(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        job.rank(1).close()
+        waiting = job.rank(0, stall_timeout_s=0.3)
+        with waiting.batch(never), waiting.waiting(Wait("the header", (1,))):
+            job.wait_for_end()
+        assert "Stage 1 (rank 1) is where it stands: it is done with its engine" in capfd.readouterr().err
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_long_call_outside_a_batch(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(module, "PATIENCE", 4)
+        saving = job.rank(0, stall_timeout_s=0.3)
+        job.rank(1)
+        start = time.monotonic()
+        with saving.apart("save_checkpoint"):
+            job.wait_for_end()
+        assert time.monotonic() - start > 4 * 0.3
+        text = capfd.readouterr().err
+        assert len(re.findall(r"rank 0 has waited \d s in save_checkpoint:", text)) == 1
+        assert "it has been running save_checkpoint for" in text
+
+    def test_an_error_in_a_long_call_is_the_callers(self, job: Job) -> None:
+        saving = job.rank(0)
+        with pytest.raises(OSError, match="no space"), saving.apart("save_checkpoint"):
+            raise OSError("no space")
+        assert not job.server.check(["abort"])
 
     def test_no_batch_no_stall(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         watchdog = job.rank(0, stall_timeout_s=1e-6)
@@ -318,6 +416,19 @@ class TestSigterm:
             untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wakeup_descriptor() == -1
             job.leave(0 if untouched else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        watchdog = job.rank(1)  # there is no rank 0
+        with pytest.raises(SystemExit):
+            watchdog._terminated()
+        assert "Rank 0 (stage -1): does not answer" in capfd.readouterr().err
+
+    def test_a_rank_that_was_terminated_too_has_not_died(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        for rank in (0, 1):
+            with pytest.raises(SystemExit):
+                job.rank(rank)._terminated()
+        text = capfd.readouterr().err
+        assert "All ranks answer." in text[text.index("rank 1 (stage 1) ends") :]
 
     def test_the_last_words(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         watchdog = job.rank(1)

@@ -1,0 +1,154 @@
+"""Ranks that hang at a chosen place of the engine, and ranks that end while a checkpoint is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+import terapipe_ds
+from terapipe_ds.runtime import agreement, watchdog
+from terapipe_ds.schedule.action import Action, Kind
+from tests.distributed.failures.alike import Raised, provoke
+from tests.distributed.failures.job import (
+    Fault,
+    Job,
+    arm,
+    batches,
+    build_engine,
+    build_model,
+    deepspeed_config,
+    hang,
+    mark,
+)
+
+
+def train_until_it_hangs(job: Job) -> None:
+    """Train, evaluate in the last step where the job says so, and save after each step where it has a folder."""
+    watchdog.LINGER_S = 0.1  # no launcher is here that would end ranks which print
+    engine = build_engine(job)
+    assert job.fault is not None
+    for step in range(1, job.steps + 1):
+        struck = (job.fault.step, job.fault.stage) == (step, engine.stage_id)
+        arm(job.fault if struck else None)
+        data = batches(step)
+        if struck and job.fault.kind in PLACES:
+            PLACES[job.fault.kind](engine, job.fault)
+        if struck and job.fault.kind == "hang_data":
+            data = _data_that_hangs()
+        run_batch = engine.eval_batch if job.evaluate and step == job.fault.step else engine.train_batch
+        run_batch(data)
+        if job.folder:
+            engine.save_checkpoint(job.folder)
+
+
+def _data_that_hangs() -> Iterator[Any]:
+    yield next(batches(1))
+    hang()
+
+
+def _at(engine: Any, kind: Kind, fault: Fault) -> None:
+    """Hang instead of one action."""
+    usual = engine._ACTIONS[kind]
+
+    def act(engine: Any, action: Action) -> None:
+        if action.unit == tuple(fault.unit) or kind is Kind.OPTIMIZER_STEP:
+            hang()
+        usual(engine, action)
+
+    engine._ACTIONS = {**engine._ACTIONS, kind: act}
+
+
+def _before_forward(engine: Any, fault: Fault) -> None:
+    _at(engine, Kind.FORWARD, fault)
+
+
+def _in_send(engine: Any, fault: Fault) -> None:
+    """Of an activation, on the last stage of a gradient."""
+    name = "send_gradients" if engine.is_last_stage() else "send_activation"
+    usual: Callable[..., None] = getattr(engine._links, name)
+
+    def send(action: Action, *arguments: Any) -> None:
+        if action.unit == tuple(fault.unit):
+            hang()
+        usual(action, *arguments)
+
+    setattr(engine._links, name, send)
+
+
+def _in_optimizer(engine: Any, fault: Fault) -> None:
+    engine.optimizer.step = lambda *_, **__: hang()
+
+
+def _in_reduce(engine: Any, fault: Fault) -> None:
+    engine.module.before_reduce = lambda _: hang()
+
+
+def _in_save(engine: Any, fault: Fault) -> None:
+    engine.checkpoint_engine.save = lambda *_, **__: hang()
+
+
+def _terminated_in_save(engine: Any, fault: Fault) -> None:
+    """This rank gets SIGTERM in the middle of a file."""
+
+    def save(state_dict: Any, path: str) -> None:
+        with open(path, "wb") as file:
+            file.write(b"half of it")
+            file.flush()
+            mark()
+            os.kill(os.getpid(), signal.SIGTERM)
+            hang()
+
+    engine.checkpoint_engine.save = save
+
+
+PLACES: dict[str, Callable[[PipelineEngine, Fault], None]] = {
+    "hang_before_forward": _before_forward,
+    "hang_send": _in_send,
+    "hang_optimizer": _in_optimizer,
+    "hang_reduce": _in_reduce,
+    "hang_save": _in_save,
+    "terminated_in_save": _terminated_in_save,
+}
+
+
+def resume(job: Job, tag: str) -> tuple[int, float]:
+    """The step that a checkpoint in the job's folder was saved after, and the loss of the next one."""
+    engine = build_engine(job)
+    try:
+        path, _ = engine.load_checkpoint(job.folder, tag)
+        assert path is not None
+        return engine.global_steps, float(engine.train_batch(batches(engine.global_steps + 1)))
+    finally:
+        engine.destroy()
+
+
+def losses(job: Job) -> list[float]:
+    """Of an undisturbed run."""
+    engine = build_engine(job)
+    try:
+        return [float(engine.train_batch(batches(step))) for step in range(1, job.steps + 1)]
+    finally:
+        engine.destroy()
+
+
+def one_rank_is_not_registered(patience_s: float) -> Raised:
+    """The last rank has built its model and does something else then: it never comes to compare configs."""
+    job = Job(stall_timeout_s=patience_s)
+    model = build_model(job)
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        next(agreement._meetings)  # the ranks of the pool go on together
+        return Raised("", "", 0.0)
+    usual, agreement.PATIENCE_S = agreement.PATIENCE_S, patience_s
+    try:
+        return provoke(
+            lambda: terapipe_ds.initialize(
+                model=model, model_parameters=list(model.parameters()), config=deepspeed_config(job)
+            )
+        )
+    finally:
+        agreement.PATIENCE_S = usual

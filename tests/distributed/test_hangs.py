@@ -1,0 +1,127 @@
+"""A rank that hangs or dies anywhere is named by all others, soon: by stage, by action, by place in the code."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.failures.hangs import (
+    losses,
+    one_rank_is_not_registered,
+    resume,
+    train_until_it_hangs,
+)
+from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job
+from tests.distributed.harness import rank_pool
+from tests.distributed.test_failures import Ended, end_pool
+
+STALL_TIMEOUT_S = 1.0
+REPORT_S = 10.0  # from the timeout to the last report: what is promised
+
+
+def end(job: Job, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    return end_pool(job.stages, job, monkeypatch, act=train_until_it_hangs)
+
+
+def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: object) -> Job:
+    return Job(
+        stages=stages, stall_timeout_s=STALL_TIMEOUT_S, section={"trace_dir": str(folder)},
+        fault=Fault(kind, stage, **fault),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def assert_named(ended: Ended, stages: int, stage: int) -> None:
+    """Every rank ends, with exit code 1, and blames this stage and no other."""
+    ended.assert_all_told(
+        r"no progress for 1 s \(terapipe.stall_timeout_s\)", rf"Stage {stage} \(rank {stage}\) is where it stands",
+        "in wait_for_ever", survivors=list(range(stages)),
+    )  # fmt: skip
+    for other in set(range(stages)) - {stage}:
+        assert not any(f"Stage {other} (rank {other}) is where" in output for output in ended.outputs)
+    assert ended.exit_codes == [1] * stages
+    assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S
+
+
+class TestHangs:
+    @pytest.mark.parametrize(
+        ("kind", "stage"),
+        [
+            ("hang_backward", 0),
+            pytest.param("hang_optimizer", 1, marks=pytest.mark.full),
+            pytest.param("hang_data", 0, marks=pytest.mark.full),
+        ],
+    )
+    def test_the_stage_is_named(
+        self, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert_named(end(hanging(kind, stage, tmp_path), monkeypatch), stages=2, stage=stage)
+        contents = [json.loads((tmp_path / f"last-actions-rank{rank:04d}.json").read_text()) for rank in range(2)]
+        assert [content["stage_id"] for content in contents] == [0, 1]
+        assert any("in wait_for_ever" in line for line in contents[stage]["stack"])
+        assert all(len(content["recent"]) > 10 for content in contents)
+        starts = [entry["start_s"] for entry in contents[stage]["recent"]]
+        assert starts == sorted(starts)
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("seed", range(20))
+    def test_twenty_random_hangs(self, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        choose = random.Random(seed)
+        stages = choose.choice([2, 4])
+        kinds = ["hang_before_forward", "hang", "hang_backward", "hang_send", "hang_optimizer", "hang_reduce"]
+        kind, stage = choose.choice([*kinds, "hang_data"]), choose.randrange(stages)
+        if kind == "hang_data":
+            stage = choose.choice([0, stages - 1])
+        unit = (choose.randrange(MICRO_BATCHES), choose.randrange(len(PLAN)))
+        job = hanging(kind, stage, tmp_path, stages, unit=unit, step=choose.choice([1, 2]))
+        ended = end(job, monkeypatch)
+        print(f"{stages} stages, {kind} on stage {stage} at {unit}: ended after {ended.seconds_after_fault:.1f} s")
+        print(ended.outputs[0])
+        assert_named(ended, stages, stage)
+
+    @pytest.mark.full
+    def test_evaluation(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = hanging("hang", 1, tmp_path)
+        assert_named(end(Job(**{**vars(job), "evaluate": True}), monkeypatch), stages=2, stage=1)
+
+    @pytest.mark.full
+    def test_saving_a_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It may take long: it is reported after the limit, and ended after six times as long."""
+        job = hanging("hang_save", 1, tmp_path / "trace")
+        ended = end(Job(**{**vars(job), "folder": str(tmp_path / "saved")}), monkeypatch)
+        ended.assert_all_told(r"Stage 1 \(rank 1\) is where it stands: .*save_checkpoint", survivors=[0, 1])
+        assert re.search(r"rank 0 has waited \d s in save_checkpoint:", ended.outputs[0])
+        assert ended.exit_codes == [1, 1]
+
+
+class TestEnds:
+    @pytest.mark.full
+    def test_a_killed_rank_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = end(hanging("kill", 1, tmp_path, unit=(1, 0)), monkeypatch)
+        ended.assert_all_told(
+            r"lost the connection to another rank .*Rank 1 \(stage 1\): does not answer: its process is gone",
+            survivors=[0],
+        )
+        assert ended.exit_codes == [1, -9]
+
+    @pytest.mark.full
+    def test_the_checkpoint_before_survives_sigterm(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(steps=2, folder=str(tmp_path), fault=Fault("terminated_in_save", 1, step=2))
+        ended = end(job, monkeypatch)
+        ended.assert_all_told("(?s)it was sent SIGTERM.*This rank was running save_checkpoint", survivors=[1])
+        ended.assert_all_told(r"at save_checkpoint: .* Rank 1 \(stage 1\): ended by SIGTERM", survivors=[0])
+        assert "Traceback" not in ended.outputs[1]
+        assert ended.exit_codes == [1, 143]
+        undisturbed = rank_pool(2).run(losses, job=Job(steps=2))
+        assert rank_pool(2).run(resume, job=job, tag="global_step1") == [(1, losses[1]) for losses in undisturbed]
+
+
+class TestAgreement:
+    def test_a_rank_that_is_not_registered_is_named(self) -> None:
+        raised, _ = rank_pool(2).run(one_rank_is_not_registered, patience_s=0.5)
+        assert raised.kind == "TeraPipeConfigError"
+        assert r"ranks [1] have not come" in raised.text
+        assert "call terapipe_ds.register() on every rank" in raised.text

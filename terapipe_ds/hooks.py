@@ -136,8 +136,12 @@ HOOKS: tuple[Hook, ...] = (
         "says how an engine is configured": "zero_optimization zero_optimization_stage optimizer_name "
         "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint",
         "reads and writes checkpoints": "checkpoint_engine save_checkpoint",
+        "scales losses": "fp16_enabled dynamic_loss_scale torch_autocast_z0_gradscaler",
         "times actions": "timers wall_clock_breakdown",
         "casts the inputs of a check as those of a step": "fp16_auto_cast _cast_inputs_half",
+        "says what to profile": "flops_profiler flops_profiler_enabled flops_profiler_profile_step "
+        "flops_profiler_module_depth flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file "
+        "flops_profiler_recompute_fwd_factor",
         "gives back what an engine holds": "destroy",
     }),
     Hook(_ENGINE, "DeepSpeedEngine.load_checkpoint", "loads checkpoints", (
@@ -192,6 +196,10 @@ HOOKS: tuple[Hook, ...] = (
     *_hooks("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", {
         "scales losses": "custom_loss_scaler external_loss_scale loss_scale_config",
         "renews fp32 copies after a load": "refresh_fp32_params",
+    }),
+    *_hooks("deepspeed.profiling.flops_profiler.profiler", "", {
+        "counts operations": "FlopsProfiler.start_profile FlopsProfiler.stop_profile FlopsProfiler.end_profile "
+        "FlopsProfiler.print_model_profile module_flop_count module_mac_count",
     }),
     *_hooks("torch.autograd", "", {
         "measures tensor bytes": "ProfilerConfig ProfilerState",

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from terapipe_ds.compat import CompatError
+
 COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "compare", "bench", "report", "index", "verify")
 
 
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CompatError) as error:
         print(f"terapipe {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0

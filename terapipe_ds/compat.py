@@ -5,7 +5,6 @@ Everything is imported inside the functions, so that planning works where nothin
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.machinery
@@ -13,14 +12,19 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
+import os
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from terapipe_ds.hooks import HOOKS, MEGATRON_HOOKS, Hook
 
 logger = logging.getLogger("terapipe_ds")
 
 # Name of the distribution -> the version that the tests ran with.
 TESTED_VERSIONS: dict[str, str] = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1"}
+TESTED_PYTHON = "3.11"
 _OPTIONAL = ("megatron-core",)
 
 
@@ -39,32 +43,40 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def check_versions(found: Mapping[str, str] | None = None) -> list[str]:
+def check_versions(found: Mapping[str, str] | None = None, python: str | None = None) -> list[str]:
     """One warning for each package whose version is not the tested one; none when all is as tested.
 
     Args:
         found: distribution -> version; None asks the installation. A local suffix ("2.13.0+cpu") makes no
             difference, and an optional package may be absent.
+        python: "3.11"; None asks the interpreter.
     """
     versions = installed_versions() if found is None else found
-    warnings = []
+    lines = []
     for name, tested in TESTED_VERSIONS.items():
         version = versions.get(name)
         if version is None and name not in _OPTIONAL:
-            warnings.append(f"{name} is not installed: pip install {name}=={tested}")
+            lines.append(f"{name} is not installed: pip install {name}=={tested}")
         elif version is not None and _public(version) != tested:
-            warnings.append(
+            lines.append(
                 f"{name} {version} is not the version that terapipe_ds is tested with; if something fails, "
                 f"try {name}=={tested}"
             )
-    return warnings
+    running = f"{sys.version_info[0]}.{sys.version_info[1]}" if python is None else python
+    if running != TESTED_PYTHON:
+        lines.append(
+            f"python {running} is not the version that terapipe_ds is tested with; if something fails, try "
+            f"{TESTED_PYTHON}"
+        )
+    return lines
 
 
 @functools.cache
 def warn_about_versions() -> None:
-    """Log what :func:`check_versions` says about this installation, once per process."""
-    for warning in check_versions():
-        logger.warning(warning)
+    """Log what :func:`check_versions` says about this installation: one warning, once, on the first rank."""
+    lines = check_versions()
+    if lines and os.environ.get("RANK", "0") == "0":  # set by launchers, long before ranks meet
+        logger.warning("; ".join(lines))
 
 
 def _public(version: str) -> str:
@@ -76,72 +88,51 @@ def _public(version: str) -> str:
         return version
 
 
-@dataclasses.dataclass(frozen=True)
-class Hook:
-    """A name in DeepSpeed that the engine overrides or calls."""
-
-    module: str
-    path: str  # dotted, inside the module
-    use: str
-
-    def is_there(self) -> bool:
-        """True when the name can be looked up."""
-        try:
-            value: Any = importlib.import_module(self.module)
-        except ImportError:
-            return False
-        for name in self.path.split("."):
-            if not hasattr(value, name):
-                return False
-            value = getattr(value, name)
-        return True
-
-
-_PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine"
-_ENGINE = "deepspeed.runtime.engine"
-HOOKS: tuple[Hook, ...] = (
-    Hook("deepspeed", "PipelineEngine", "what deepspeed.initialize() builds, rebound by register()"),
-    Hook("deepspeed", "DualPipeVEngine", "the name that deepspeed.initialize() looks up for a DualPipeVModule"),
-    Hook("deepspeed", "initialize", "builds the engine"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._train_schedule", "gives the schedule of a training batch"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._inference_schedule", "gives the schedule of an evaluation batch"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._exec_schedule", "runs the actions"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._INSTRUCTION_MAP", "says which method runs an action"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._exec_reduce_tied_grads", "sums tied gradients over stages"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._exec_reduce_grads", "averages gradients over replicas"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._exec_optimizer_step", "steps the optimizer"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._aggregate_total_loss", "hands the loss to all stages"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._reduce_outputs", "averages the outputs of an evaluation"),
-    Hook(_PIPELINE_ENGINE, "PipelineEngine._next_batch", "draws a micro-batch"),
-    Hook(_ENGINE, "DeepSpeedEngine.forward", "runs the layers of a stage"),
-    Hook(_ENGINE, "DeepSpeedEngine.backward", "scales the loss and runs its backward pass"),
-    Hook(_ENGINE, "DeepSpeedEngine._backward_prologue", "prepares the optimizer for a backward pass"),
-    Hook(_ENGINE, "DeepSpeedEngine._backward_epilogue", "hands gradients to the optimizer"),
-    Hook(_ENGINE, "DeepSpeedEngine._take_model_step", "clips, steps and advances the learning rate"),
-    Hook(_ENGINE, "DeepSpeedEngine._scale_loss_by_gas", "averages losses over micro-batches"),
-)
-
-
 def require_hooks() -> None:
-    """Make sure that the installed DeepSpeed has everything that the engine builds on.
+    """Make sure that the installed DeepSpeed and torch have everything that the engine builds on.
 
     Raises:
-        CompatError: it is not installed or lacks a hook; the message has all that is missing and the version
-            that has it.
+        CompatError: one is not installed or lacks a hook; the message has all that is missing and the version that
+            has it.
     """
-    tested = TESTED_VERSIONS["deepspeed"]
-    fix = f"deepspeed {tested} has it: pip install deepspeed=={tested}"
-    found = installed_versions().get("deepspeed", "of unknown version")
     try:
         deepspeed = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise CompatError(f"deepspeed cannot be imported ({error}); {fix}") from error
-    missing = [f"{hook.module}.{hook.path} ({hook.use})" for hook in HOOKS if not hook.is_there()]
+    except Exception as error:  # its dependencies fail in many ways
+        tested = TESTED_VERSIONS["deepspeed"]
+        raise CompatError(
+            f"deepspeed cannot be imported ({_first_line(error)}); deepspeed {tested} has it: pip install "
+            f"deepspeed=={tested}"
+        ) from error
+    missing = [hook for hook in HOOKS if not hook.is_there()]
     if not missing and not _looks_up_pipeline_engine(deepspeed.initialize):
-        missing = ["the look-up of the global name PipelineEngine in deepspeed.initialize()"]
-    if missing:
-        listed = "; ".join(missing)
-        raise CompatError(f"the installed deepspeed {found} lacks what terapipe_ds builds on: {listed}. {fix}")
+        missing = [Hook("deepspeed", "initialize", "with a look-up of the global name PipelineEngine")]
+    _refuse(missing)
+
+
+def _refuse(missing: Sequence[Hook]) -> None:
+    """One line for all that is missing, by distribution."""
+    found = installed_versions()
+    lines = []
+    for name, tested in TESTED_VERSIONS.items():
+        mine = [hook for hook in missing if _distribution(hook) == name]
+        if mine:
+            listed = "; ".join(f"{hook.module}.{hook.path} ({hook.use})" for hook in mine)
+            lines.append(
+                f"the installed {name} {found.get(name, 'of unknown version')} lacks what terapipe_ds builds on: "
+                f"{listed}. {name} {tested} has it: pip install {name}=={tested}"
+            )
+    if lines:
+        raise CompatError(". ".join(lines))
+
+
+def _distribution(hook: Hook) -> str:
+    package = hook.module.partition(".")[0]
+    return {"torch": "torch", "megatron": "megatron-core"}.get(package, "deepspeed")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _looks_up_pipeline_engine(initialize: Any) -> bool:
@@ -185,12 +176,16 @@ def require_megatron(what: str) -> None:
 
     Raises:
         MissingExtraError: it is not; the message says which extra to install.
+        CompatError: it is, and lacks what its models build on.
     """
     if not has_megatron():
         raise MissingExtraError(
             f"{what} needs megatron-core, which is not installed: pip install 'terapipe_ds[megatron]' "
             f"(megatron-core=={TESTED_VERSIONS['megatron-core']})"
         )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        _refuse([hook for hook in MEGATRON_HOOKS if not hook.is_there()])
 
 
 def is_installed(module: str) -> bool:

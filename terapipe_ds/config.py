@@ -104,6 +104,7 @@ class TeraPipeConfig(_StrictModel):
         description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
     )
     verify: Literal["off", "first_batch"] = Field("off", description='"off" or "first_batch"')
+    check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
     stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
         300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
     )
@@ -156,6 +157,8 @@ class TeraPipeConfig(_StrictModel):
             PlanError: ``sequence_length`` itself is not an integer >= 1.
         """
         whole = SlicePlan.equal(sequence_length, 1)
+        if self.is_stock_order:
+            return whole
         if self.slices == "auto":
             raise TeraPipeConfigError(
                 f'{_name(("slices",))} = "auto": planned from measured costs while training runs; for a plan without '
@@ -184,6 +187,14 @@ class TeraPipeConfig(_StrictModel):
                 f"{_name(('granularity_tokens',))} = {self.granularity_tokens}: larger than a sequence of "
                 f"{sequence_length} tokens; give at most {sequence_length}, or longer sequences"
             )
+
+    @property
+    def is_stock_order(self) -> bool:
+        """True for ``"slices": 1, "schedule": "1f1b"``, DeepSpeed's own order of whole micro-batches.
+
+        Nothing is cut: the granularity does not matter, and a batch may be anything that DeepSpeed's engine takes.
+        """
+        return self.slices == 1 and self.schedule == "1f1b"
 
     def fingerprint(self) -> str:
         """16 hex digits that two configs share exactly when every key has the same value."""
@@ -338,11 +349,8 @@ _CONFLICTS = (
     _Conflict("eigenvalue.enabled", _is_on,
               "it takes a second backward pass through the graph of a whole micro-batch",
               "remove the section"),
-    _Conflict("flops_profiler.enabled", _is_on,
-              "DeepSpeed 0.19.8's profiler crashes with more than one stage (\"bwd_microstep timer has "
-              "already been started\")", "set it to false"),
     _Conflict("autotuning.enabled", _is_on,
-              "the autotuner works through the flops profiler, which crashes with more than one stage",
+              "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
               "set it to false"),
     _Conflict("managed_gradient_accumulation", _is_off,
               "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from terapipe_ds.files import write_text
+from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.plan import show_value
 
 FORMAT, VERSION = "terapipe_ds.profile", 1
@@ -211,10 +212,8 @@ class Profile:
             ProfileError: anything else.
         """
         try:
-            document = json.loads(text, object_pairs_hook=_without_duplicates)
-        except ProfileError as error:
-            raise ProfileError(f"{source}: {error}") from None
-        except (ValueError, TypeError, RecursionError) as error:
+            document = parse_json(text)
+        except (JsonError, TypeError) as error:
             raise ProfileError(f"{source} is corrupt or cut short ({error}): {MEASURE_AGAIN}") from None
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ProfileError(f'{source} is not a profile (no "format": "{FORMAT}"): give the file that was measured')
@@ -332,11 +331,6 @@ def _refuse_twice(items: Sequence[Any], what: str) -> None:
     for item in items:
         if items.count(item) > 1:
             raise ProfileError(f"{what} {item} stands twice: {MEASURE_AGAIN}, or drop one of the two")
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    _refuse_twice([name for name, _ in pairs], "the key")
-    return dict(pairs)
 
 
 def _plain(value: Any) -> str:

@@ -133,8 +133,9 @@ def _parse_json(text: Any) -> Any:
     except PlanError:
         raise
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, thousands of digits, endless nesting
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
         raise PlanError(
-            f"not a slice plan: {show_value(text)} is not JSON ({error}); give what to_json() wrote"
+            f"not a slice plan: {show_value(text)} is not JSON ({reason}); give what to_json() wrote"
         ) from None
 
 

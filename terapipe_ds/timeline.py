@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.files import write_text
+from terapipe_ds.json_text import JsonError, parse_json
+from terapipe_ds.plan import show_value
 
 COMPUTE_KINDS = ("F", "B", "W")
 FORMAT, VERSION = "terapipe_ds.timeline", 1
+MAX_STAGES = 100_000
+_MAX_S = 1e15  # sums and microseconds of such times are finite; clocks count from 1970 or from a start
+_GIVE = "give a file of `terapipe simulate --timeline` or of a trace_dir"
 
 _FILE_NAME = re.compile(r"timeline-step([0-9]{6,})-rank([0-9]{4,})\.json")
 
@@ -42,10 +47,10 @@ class TimelineEvent:
     chunk_id: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.start_s) and math.isfinite(self.end_s) and self.start_s <= self.end_s):
+        if not (-_MAX_S <= self.start_s <= self.end_s <= _MAX_S):  # false for NaN
             raise TimelineError(
-                f"{self.action} on stage {self.stage_id} runs from {self.start_s} s to {self.end_s} s:"
-                " give finite times, the end not before the start"
+                f"{self.action[:40]} on stage {self.stage_id} runs from {self.start_s} s to {self.end_s} s:"
+                f" give finite times of at most {_MAX_S:g} s, the end not before the start"
             )
 
 
@@ -79,19 +84,22 @@ class Timeline:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "events", tuple(self.events))
-        if self.num_stages < 1:
-            raise TimelineError(f"num_stages is {self.num_stages}: give at least 1")
+        if not 1 <= self.num_stages <= MAX_STAGES:
+            raise TimelineError(f"num_stages is {self.num_stages}: give at least 1 and at most {MAX_STAGES}")
         for event in self.events:
             if not 0 <= event.stage_id < self.num_stages:
                 raise TimelineError(
-                    f"{event.action} is on stage {event.stage_id} of {self.num_stages} stages"
+                    f"{event.action[:40]} is on stage {event.stage_id} of {self.num_stages} stages:"
+                    " number them from 0"
                 )
         for what in ("peak_live_slices", "peak_bytes", "bytes_over_time"):
             entries = getattr(self, what)
             if entries is not None:
                 object.__setattr__(self, what, tuple(entries))
                 if len(entries) != self.num_stages:
-                    raise TimelineError(f"{what} has {len(entries)} entries for {self.num_stages} stages")
+                    raise TimelineError(
+                        f"{what} has {len(entries)} entries for {self.num_stages} stages: give one each"
+                    )
 
     @property
     def makespan_s(self) -> float:
@@ -152,17 +160,16 @@ class Timeline:
     def from_json(cls, text: str) -> Timeline:
         """Read what ``to_json`` wrote. Raises ``TimelineError`` on anything else, naming what is wrong."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise TimelineError(f"not a timeline, the text is no JSON: {error}") from error
+            data = parse_json(text)
+        except JsonError as error:
+            raise TimelineError(f"not a timeline, the text is no JSON: {error}; {_GIVE}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise TimelineError(
-                f'not a timeline: "format": "{FORMAT}" is not in it; give a file of `terapipe simulate --timeline` or '
-                "of a trace_dir"
+                f'not a timeline: "format": "{FORMAT}" is not in it; {_GIVE}'
             )
         if data.get("version") != VERSION:
             raise TimelineError(
-                f"the timeline has version {data.get('version')!r}, this program reads {VERSION}"
+                f"the timeline has version {show_value(data.get('version'))}, this program reads {VERSION}; {_GIVE}"
             )
         known = {key: kind for key, kind in _OPTIONAL_TYPES.items() if key in data}
         _check_fields(data, "the timeline", {**_HEAD_TYPES, **known, "format": str, "version": int})
@@ -170,7 +177,7 @@ class Timeline:
             _check_fields(event, f"event {index}", _EVENT_TYPES)
         for what in ("peak_live_slices", "peak_bytes"):
             if not all(_is_a(number, int) for number in data[what] or ()):
-                raise TimelineError(f"{what} is {data[what]!r}: it holds one whole number per stage")
+                raise TimelineError(f"{what} is {show_value(data[what])}: it holds one whole number per stage")
         events = tuple(TimelineEvent(**event) for event in data["events"])
         return cls(
             data["num_stages"], events, data["name"], data["peak_live_slices"], data["peak_bytes"],
@@ -198,8 +205,10 @@ class Timeline:
         """Read a file that ``save`` wrote; errors name the file."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (TimelineError, UnicodeDecodeError) as error:
+        except TimelineError as error:
             raise TimelineError(f"{os.fspath(path)}: {error}") from error
+        except UnicodeDecodeError as error:
+            raise TimelineError(f"{os.fspath(path)}: not a timeline, no text in UTF-8: {error}; {_GIVE}") from error
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
@@ -267,15 +276,15 @@ def _is_a(value: object, kind: Any) -> bool:
 
 def _check_fields(data: object, where: str, types: dict[str, Any]) -> None:
     if not isinstance(data, dict):
-        raise TimelineError(f"{where} is {str(data)[:40]!r}: it must be an object with {', '.join(types)}")
+        raise TimelineError(f"{where} is {show_value(data, 40)}: it must be an object with {', '.join(types)}")
     for key in [*types, *data]:
         if key not in types or key not in data:
             problem = "an unknown" if key not in types else "no"
-            raise TimelineError(f"{where} has {problem} field {str(key)[:40]!r}: it has {', '.join(types)}")
+            raise TimelineError(f"{where} has {problem} field {show_value(key, 40)}: it has {', '.join(types)}")
         huge = _is_a(data[key], int) and abs(data[key]) >= 2**63  # no count, and too large for a float
         if huge or not _is_a(data[key], types[key]):
             raise TimelineError(
-                f"{where} has {key} = {str(data[key])[:40]!r}, which is of the wrong type or size"
+                f"{where} has {key} = {show_value(data[key], 40)}, which is of the wrong type or size; {_GIVE}"
             )
 
 
@@ -286,8 +295,8 @@ def _read_bytes(data: dict[str, Any]) -> tuple[tuple[tuple[float, int], ...], ..
     try:
         for step in (step for stage in stages for step in stage):
             time_s, number = step
-            if not (_is_a(time_s, (int, float)) and math.isfinite(time_s) and _is_a(number, int)):
-                raise ValueError(f"{str(step)[:40]} is no step")
+            if not (_is_a(time_s, (int, float)) and abs(time_s) <= _MAX_S and _is_a(number, int)):
+                raise ValueError(f"{show_value(step, 40)} is no step")
         return tuple(tuple((float(time_s), number) for time_s, number in stage) for stage in stages)
     except (TypeError, ValueError, OverflowError) as error:
         raise TimelineError(f"bytes_over_time holds a list of [seconds, bytes] per stage: {error}") from None
@@ -301,7 +310,9 @@ def _read_path(data: dict[str, Any], events: Sequence[TimelineEvent]) -> tuple[C
     for step in path:
         index, waited_for = step if isinstance(step, list) and len(step) == 2 else (-1, "")
         if not (_is_a(index, int) and 0 <= index < len(events) and isinstance(waited_for, str)):
-            raise TimelineError(f"critical_path has {str(step)[:40]!r}: give [number of an event, what it waited for]")
+            raise TimelineError(
+                f"critical_path has {show_value(step, 40)}: give [number of an event, what it waited for]"
+            )
         steps.append(CriticalStep(events[index], waited_for))
     return tuple(steps)
 

@@ -14,7 +14,7 @@ Both come from a pool and return to it: a batch after the first one allocates no
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -78,9 +78,13 @@ class SliceEntry:
 
 
 class SliceStore:
-    """The store of one engine, keyed by (part_id, layer, micro_batch_id)."""
+    """The store of one engine, keyed by (part_id, layer, micro_batch_id).
+
+    `on_gradients`, where it is set, is told of each backward that has added to the gradients of the tokens [0, stop).
+    """
 
     def __init__(self) -> None:
+        self.on_gradients: Callable[[SliceEntry, int], None] | None = None
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
 
@@ -177,6 +181,8 @@ class SliceStore:
         """
         if entry.grads is None:
             return None
+        if self.on_gradients is not None:
+            self.on_gradients(entry, stop)
         dk, dv = (_copy_tokens_first(total[:, :, start:stop], entry.kv.dtype) for total in entry.grads)
         if start == 0:
             self._give_grads(entry)

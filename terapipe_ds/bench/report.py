@@ -10,6 +10,7 @@ import base64
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
@@ -20,6 +21,7 @@ from terapipe_ds.bench.report_style import STYLE
 from terapipe_ds.bench.report_table import activations_table, definitions_table, facts_table, runs_table, systems_legend
 from terapipe_ds.bench.report_text import EQUAL_WITHIN, headline, notes, seconds, torch_sentence
 from terapipe_ds.files import write_text
+from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.timeline import COMPUTE_KINDS
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a result that was kept: the JSON file, or the ``.json.gz`` that a report offers."""
     try:
         raw = Path(path).read_bytes()
-        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except (ValueError, RecursionError, EOFError, gzip.BadGzipFile) as error:
+        data = parse_json(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (JsonError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ReportError(f"{os.fspath(path)}: no JSON ({error}); give a file of `terapipe bench --json`") from error
     if not isinstance(data, dict):
         raise ReportError(f"{os.fspath(path)}: holds no object; give a file of `terapipe bench --json`")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from terapipe_ds.plan import show_value
 from terapipe_ds.timeline import Timeline, TimelineError
 
 SYSTEMS = {"deepspeed": "DeepSpeed", "terapipe": "terapipe", "torch": "torch.distributed.pipelining"}
@@ -139,7 +140,7 @@ def read_result(data: object) -> Result:
         ReportError: a key that must be there is not, or a value is of the wrong kind; it names the run and the key.
     """
     if not isinstance(data, dict):
-        raise ReportError(f"the result is a {type(data).__name__}: give the object that `terapipe bench --json` writes")
+        raise ReportError(f"the result is {show_value(data)}: give the object that `terapipe bench --json` writes")
     machine = _need(data, "machine", "the result", _OBJECT)
     preset = _need(data, "preset", "the result", _TEXT)
     runs = _need(data, "runs", "the result", _LIST)

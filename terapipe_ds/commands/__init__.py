@@ -6,9 +6,54 @@ Imports of anything heavy stand inside ``run``: looking at ``--help`` loads neit
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
+from typing import Any
+
 
 class CommandError(ValueError):
     """What the user asked for cannot be done; the text says why and what to do."""
+
+
+def read_json(path: str, option: str) -> dict[str, Any]:
+    """The object in a JSON file that ``option`` names.
+
+    Raises:
+        CommandError: no JSON, or no object.
+        OSError: the file cannot be read.
+    """
+    from terapipe_ds.json_text import JsonError, parse_json
+    from terapipe_ds.plan import show_value
+
+    try:
+        found = parse_json(Path(path).read_bytes())
+    except JsonError as error:
+        raise CommandError(f"{option} {path} is no JSON: {error}; give a file that holds one object") from None
+    if not isinstance(found, dict):
+        raise CommandError(f"{option} {path} holds {show_value(found)}: give an object")
+    return found
+
+
+def check_output(path: str | None, option: str) -> None:
+    """Refuse a path without the name of a file, before anything is computed for it; None is no path.
+
+    Raises:
+        CommandError: the path is empty or ".".
+    """
+    if path is not None and not Path(path).name:
+        raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
+
+
+def check_counts(arguments: argparse.Namespace, limits: dict[str, int]) -> None:
+    """Refuse options that are given and not from 1 to their limit, before torch takes all memory for them.
+
+    Raises:
+        CommandError: it names the option and the limit.
+    """
+    for name, most in limits.items():
+        value = getattr(arguments, name)
+        if value is not None and not 1 <= value <= most:
+            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1 and at most {most}")
 
 
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_output, read_json
 
 if TYPE_CHECKING:
     from terapipe_ds.bench.cases import Job
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
     for option in ("json", "html"):
         path = getattr(arguments, option)
+        check_output(path, f"--{option}")
         if path is not None and not Path(path).absolute().parent.is_dir():  # before minutes of measuring
             raise CommandError(f"--{option} {path}: there is no such folder; give a path in one that exists")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
@@ -157,9 +158,9 @@ def _own_model(
     arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
 ) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
     """The config, the fields of the model, and the workload with its sizes."""
-    from terapipe_ds.commands.profile import _dtype, _model, _number, _read_json
+    from terapipe_ds.commands.profile import _dtype, _model, _number
 
-    ds_config = _read_json(arguments.config, "--config") if arguments.config else None
+    ds_config = read_json(arguments.config, "--config") if arguments.config else None
     if arguments.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     config, _, _ = _model(arguments.model, _dtype(ds_config or {}))
@@ -196,7 +197,10 @@ def _names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give numbers >= 1")
     return numbers

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from terapipe_ds.commands import check_output
+
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline
 
@@ -36,6 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Compare, print, and draw if asked for."""
     from terapipe_ds.timeline_compare import compare, render
 
+    check_output(arguments.picture, "--picture")
     predicted = _load(arguments.predicted, arguments.step)
     measured = _load(arguments.measured, arguments.step)
     comparison = compare(predicted, measured)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output, read_json
+from terapipe_ds.plan import show_value
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import MemoryModel, PlanResult
@@ -26,6 +27,9 @@ EXAMPLES = """\
   terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
 """
+
+
+MAX_UNITS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.picture and Path(arguments.picture).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
+    check_output(arguments.out, "--out")
     setup = _setup(arguments)
     granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
     result = plan_slices(
@@ -106,7 +111,7 @@ def _setup(arguments: argparse.Namespace) -> _Setup:
     profile = _profile(arguments.profile) if arguments.profile else None
     if profile is None and not (arguments.model and arguments.device):
         raise CommandError("no costs: give --model and --device, or --profile with measured costs")
-    values = {
+    values: dict[str, Any] = {
         "tensor_parallel": 1, "data_parallel": 1, "micro_batches": 1, "micro_batch_size": 1, "zero_stage": 0,
         "dtype": "auto", "activation_checkpointing": False, "granularity": 64, "schedule": "auto",
     }  # fmt: skip
@@ -117,6 +122,12 @@ def _setup(arguments: argparse.Namespace) -> _Setup:
     values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
+    for name in ("stages", "micro_batches", "micro_batch_size", "tensor_parallel", "data_parallel", "granularity"):
+        if values[name] < 1:
+            raise CommandError(f"{name.replace('_', '-')} = {values[name]}: give a number >= 1")
+    if values["stages"] * values["micro_batches"] > MAX_UNITS:
+        many = f"{values['stages']} stages with {values['micro_batches']} micro-batches"
+        raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
     return _measured(values, profile) if profile is not None else _counted(values)
 
 
@@ -224,17 +235,14 @@ def _from_config(path: str | None) -> dict[str, Any]:
         return {}
     from terapipe_ds.config import TeraPipeConfig
 
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CommandError(f"{path} is no JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("terapipe", {}), dict):
-        raise CommandError(f"{path}: a DeepSpeed JSON is an object, and so is its terapipe section")
+    config = read_json(path, "--config")
+    if not isinstance(config.get("terapipe", {}), dict):
+        raise CommandError(f"{path}: terapipe = {show_value(config['terapipe'])}: give an object")
     section = TeraPipeConfig.from_deepspeed({"terapipe": config.get("terapipe", {}) | {"enabled": False}})
     found = {
-        "micro_batches": config.get("gradient_accumulation_steps"),
-        "micro_batch_size": config.get("train_micro_batch_size_per_gpu"),
-        "zero_stage": _object(path, config, "zero_optimization").get("stage"),
+        "micro_batches": _count(path, config, "gradient_accumulation_steps", 1),
+        "micro_batch_size": _count(path, config, "train_micro_batch_size_per_gpu", 1),
+        "zero_stage": _count(path, _object(path, config, "zero_optimization"), "stage", 0),
         "granularity": section.granularity_tokens,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,
@@ -245,10 +253,20 @@ def _from_config(path: str | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in (None, "auto")}
 
 
+def _count(path: str, config: dict[str, Any], key: str, least: int) -> int | None:
+    """None where it is not given, or "auto"."""
+    value = config.get(key)
+    if value in (None, "auto"):
+        return None
+    if type(value) is not int or value < least:
+        raise CommandError(f"{path}: {key} = {show_value(value)}: give an integer >= {least}")
+    return value
+
+
 def _object(path: str, config: dict[str, Any], key: str) -> dict[str, Any]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise CommandError(f"{path}: {key} = {value!r}: give an object")
+        raise CommandError(f"{path}: {key} = {show_value(value)}: give an object")
     return value
 
 

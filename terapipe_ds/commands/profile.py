@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_counts, check_output, read_json
+from terapipe_ds.plan import show_value
 
 HELP = "measure what slices of a model take on one device"
 DESCRIPTION = (
@@ -27,6 +28,9 @@ activation checkpointing and granularity.
 """
 
 
+MAX_TOKENS, MAX_THREADS = 2**26, 4096
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--config", required=True, metavar="DS.json", help="the DeepSpeed config")
@@ -42,13 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write the file, and say how good the numbers are."""
-    for option in ("stages", "sequence_length", "threads"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
+    check_counts(arguments, {"stages": MAX_THREADS, "sequence_length": MAX_TOKENS, "threads": MAX_THREADS})
+    check_output(arguments.out, "--out")
     if not Path(arguments.out).absolute().parent.is_dir():  # before minutes of measuring
         raise CommandError(f"--out {arguments.out}: there is no such folder; give a path in one that exists")
-    ds_config = _read_json(arguments.config, "--config")
+    ds_config = read_json(arguments.config, "--config")
     from terapipe_ds.config import TeraPipeConfig
 
     section = TeraPipeConfig.from_deepspeed(ds_config)
@@ -62,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     config, layers, loss_fn = _model(arguments.model, _dtype(ds_config))
     length = arguments.sequence_length or config.max_sequence_length
-    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
+    rows = _rows(ds_config, length)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
     job = OfflineJob(
@@ -84,35 +86,35 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"  {model.report}".replace("\n", "\n  "))
 
 
-def _read_json(path: str, option: str) -> dict[str, Any]:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CommandError(f"{option} {path} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CommandError(f"{option} {path} holds {type(found).__name__}: give an object")
-    return found
-
-
 def _object(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
     value = ds_config.get(key) or {}
     if not isinstance(value, dict):
-        raise CommandError(f"{key} = {value!r} in --config: give an object")
+        raise CommandError(f"{key} = {show_value(value)} in --config: give an object")
     return value
 
 
 def _checkpoint_interval(ds_config: dict[str, Any]) -> int:
     value = _object(ds_config, "pipeline").get("activation_checkpoint_interval", 0)
     if type(value) is not int or value < 0:
-        raise CommandError(f"pipeline.activation_checkpoint_interval = {value!r} in --config: give a number >= 0")
+        raise CommandError(
+            f"pipeline.activation_checkpoint_interval = {show_value(value)} in --config: give a number >= 0"
+        )
     return value
 
 
 def _number(ds_config: dict[str, Any], key: str) -> int:
     value = ds_config.get(key, 1)
     if type(value) is not int or value < 1:
-        raise CommandError(f"{key} = {value!r} in --config: give a number >= 1")
+        raise CommandError(f"{key} = {show_value(value)} in --config: give a number >= 1")
     return value
+
+
+def _rows(ds_config: dict[str, Any], length: int) -> int:
+    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
+    if rows * length > MAX_TOKENS:
+        many = f"train_micro_batch_size_per_gpu = {show_value(rows)} in --config with {length} tokens each"
+        raise CommandError(f"{many} is too much to measure: give at most {MAX_TOKENS} tokens altogether")
+    return rows
 
 
 def _dtype(ds_config: dict[str, Any]) -> str:
@@ -124,14 +126,19 @@ def _dtype(ds_config: dict[str, Any]) -> str:
 
 def _model(name: str, dtype: str) -> tuple[Any, Any, Any]:
     """(config, layers, loss) of ``models.gpt``."""
-    from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+    from terapipe_ds.models.gpt import GPTConfig, GPTConfigError, gpt_layers, gpt_loss
 
     if name.endswith(".json"):
-        fields = _read_json(name, "--model")
+        fields = read_json(name, "--model")
+        known = [field.name for field in dataclasses.fields(GPTConfig)]
+        unknown = next((key for key in fields if key not in known), None)
+        if unknown is not None:
+            text = f"unknown field {show_value(unknown)}; give some of {', '.join(known)}"
+            raise CommandError(f"--model {name}: {text}")
         try:
             config = GPTConfig(**{"dtype": dtype, **fields})
-        except TypeError as error:
-            raise CommandError(f"--model {name}: {error}; give fields of models.gpt.GPTConfig") from None
+        except GPTConfigError as error:
+            raise CommandError(f"--model {name}: {error}") from None
     else:
         config = GPTConfig.from_name(name, dtype=dtype)
     return config, gpt_layers(config), gpt_loss

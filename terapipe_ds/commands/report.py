@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from terapipe_ds.commands import check_output
+
 HELP = "make the HTML report of a benchmark from its JSON"
 DESCRIPTION = "Write one self-contained HTML page (tables, plots, data) from what `terapipe bench --json` wrote."
 EXAMPLES = """\
@@ -25,6 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Read, draw, write."""
     from terapipe_ds.bench.report import ReportError, load_result, write_report
 
+    check_output(arguments.out, "--out")
     result = load_result(arguments.result)
     out = Path(arguments.out)
     if out.resolve() == Path(arguments.result).resolve():

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_output
 
 if TYPE_CHECKING:
     from terapipe_ds.schedule import Schedule
@@ -22,7 +22,7 @@ EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 
-_MAX_FORWARDS = 1_000_000
+_MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.lowered and arguments.stage is None:
         raise CommandError("--lowered needs --stage N: give the stage to print")
+    check_output(arguments.csv, "--csv")
     try:
         schedule = read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)
         validate(schedule)
@@ -98,7 +99,7 @@ def read_schedule(arguments: argparse.Namespace) -> Schedule:
     extra = [option for option, value in given.items() if value is not None]
     if extra or arguments.forward_only:
         raise CommandError(
-            f"{(extra or ['--forward-only'])[0]} does not go with --from-csv: the file says it all"
+            f"{(extra or ['--forward-only'])[0]} does not go with --from-csv: the file says it all, leave it out"
         )
     path = Path(arguments.from_csv)
     try:
@@ -122,6 +123,8 @@ def _build_schedule(arguments: argparse.Namespace) -> Schedule:
         ) from None
     num_slices = counts[0] if len(counts) == 1 else counts
     num_forwards = arguments.stages * (num_micro_batches * counts[0] if len(counts) == 1 else sum(counts))
+    if arguments.stages > MAX_STAGES:
+        raise CommandError(f"--stages {arguments.stages} are too many to show: ask for at most {MAX_STAGES}")
     if num_forwards > _MAX_FORWARDS:
         raise CommandError(f"{num_forwards} forwards are too many to show: ask for at most {_MAX_FORWARDS}")
     return build(

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
@@ -156,10 +156,12 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise CommandError("--model needs --device NAME: on which device shall it run?")
     if arguments.unit_send is not None and not arguments.unit:
         raise CommandError("--unit-send goes with --unit only: leave it out")
+    for option in ("trace", "csv", "timeline"):
+        check_output(getattr(arguments, option), f"--{option}")
 
 
 def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[SlicePlan]]:
-    from terapipe_ds.commands.show import read_schedule
+    from terapipe_ds.commands.show import MAX_STAGES, read_schedule
     from terapipe_ds.schedule import build
 
     given = [_plan(text, arguments) for text in arguments.slices]
@@ -170,6 +172,9 @@ def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[S
     if arguments.stages is None:
         raise CommandError("--stages is missing: give the number of pipeline stages")
     num_micro_batches = arguments.micro_batches or (1 if arguments.micro_batches is None else 0)
+    if arguments.stages > MAX_STAGES or num_micro_batches > _MAX_FORWARDS:
+        many = f"{arguments.stages} stages with {num_micro_batches} micro-batches"
+        raise CommandError(f"{many} are too many: ask for at most {MAX_STAGES} stages and {_MAX_FORWARDS} forwards")
     plans = given * num_micro_batches if len(given) == 1 else given
     if len(given) > 1 and len(given) != num_micro_batches:
         raise CommandError(
@@ -201,6 +206,8 @@ def _plan(text: str, arguments: argparse.Namespace) -> SlicePlan:
         raise CommandError(
             f"--slices {text} is a number of slices: give --sequence-length too, or the lengths as 512,384,128"
         )
+    if numbers[0] > _MAX_FORWARDS:
+        raise CommandError(f"--slices {text}: too many to simulate; ask for at most {_MAX_FORWARDS} slices")
     return SlicePlan.equal(length, numbers[0], 1 if granularity is None else granularity)
 
 

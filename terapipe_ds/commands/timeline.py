@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_output
 
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Draw the timeline of one step."""
+    check_output(arguments.out, "--out")
     step, timeline = load_step([Path(trace) for trace in arguments.traces], arguments.step)
     timeline.draw(arguments.out, title=f"step {step}, {timeline.name}" if timeline.name else f"step {step}")
     print(
@@ -57,7 +58,7 @@ def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
     steps: dict[int, dict[int, Path]] = {}
     for path in paths:
         if not path.exists():
-            raise CommandError(f"{path}: no such file or directory")
+            raise CommandError(f"{path}: no such file or directory; give a path that exists")
         for file in sorted(path.iterdir()) if path.is_dir() else [path]:
             key = parse_file_name(file.name)
             if key is None and not path.is_dir():
@@ -67,7 +68,8 @@ def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
                     f"{file} and {steps[key[0]][key[1]]} are the same step and rank: give one of them"
                 )
     if not steps:
-        raise CommandError(f"no timeline-step*-rank*.json in {', '.join(map(str, paths))}: is trace_dir set?")
+        places = ", ".join(map(str, paths))
+        raise CommandError(f"no timeline-step*-rank*.json in {places}: set trace_dir, or give another path")
     return steps
 
 
@@ -80,7 +82,8 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
         )
     step = max(complete) if wanted is None else wanted
     if step not in steps:
-        raise CommandError(f"step {step} is not there: the steps are {', '.join(map(str, sorted(steps)))}")
+        there = ", ".join(map(str, sorted(steps)))
+        raise CommandError(f"step {step} is not there: the steps are {there}; give one of them")
     missing = sorted(ranks - set(steps[step]))
     if missing:
         raise CommandError(f"step {step} lacks rank {', '.join(map(str, missing))}: choose another step")

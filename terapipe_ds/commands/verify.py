@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from terapipe_ds.commands import CommandError
+from terapipe_ds.commands import CommandError, check_counts, read_json
 
 HELP = "compare a model's layers on slices with the same layers on whole sequences"
 DESCRIPTION = (
@@ -40,14 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
-    for option in ("sequence_length", "threads"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise CommandError(f"--{option.replace('_', '-')} {value}: give a number >= 1")
-    from terapipe_ds.commands.profile import _checkpoint_interval, _dtype, _model, _number, _read_json, _StdoutToStderr
+    from terapipe_ds.commands.profile import (
+        MAX_THREADS,
+        MAX_TOKENS,
+        _checkpoint_interval,
+        _dtype,
+        _model,
+        _rows,
+        _StdoutToStderr,
+    )
+    check_counts(arguments, {"sequence_length": MAX_TOKENS, "threads": MAX_THREADS})
     from terapipe_ds.config import TeraPipeConfig
 
-    ds_config = _read_json(arguments.config, "--config")
+    ds_config = read_json(arguments.config, "--config")
     section = TeraPipeConfig.from_deepspeed(ds_config)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     import torch
@@ -59,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
     config, layers, loss_fn = _model(arguments.model, _dtype(ds_config))
     length = arguments.sequence_length or config.max_sequence_length
-    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
+    rows = _rows(ds_config, length)
     tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
     job = OfflineJob(
         layers, loss_fn, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), num_stages=1,
@@ -81,7 +86,8 @@ def _plan(section: Any, length: int, lengths: list[int] | None) -> Any:
     if lengths is not None:
         plan = SlicePlan(tuple(lengths))
         if plan.sequence_length != length:
-            raise CommandError(f"--slices add up to {plan.sequence_length} tokens, the sequence has {length}: mend one")
+            what = f"--slices add up to {plan.sequence_length} tokens, the sequence has {length}"
+            raise CommandError(f"{what}: give others, or another --sequence-length")
         return plan
     if section.slices != "auto":
         return section.plan_for(length)

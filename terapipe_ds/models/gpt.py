@@ -23,9 +23,15 @@ from torch import Tensor, nn
 from terapipe_ds import model_sizes
 from terapipe_ds.attention import active_slice, sliced_attention
 from terapipe_ds.models.rotary import rotary_turns, rotate
+from terapipe_ds.plan import show_value
 
 IGNORE_INDEX = -100
+_MOST_OF_ANY, _MOST = 2**40, {"num_layers": 100_000, "seed": 2**63 - 1}
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+class GPTConfigError(ValueError):
+    """Numbers that no model can have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +39,7 @@ class GPTConfig:
     """What a model is made of. A field left at None gets its usual value when the object is made.
 
     Raises:
-        ValueError: sizes that no model can have; the message ends with what to change.
+        GPTConfigError: sizes that no model can have; the message ends with what to change.
     """
 
     vocab_size: int = 256
@@ -57,8 +63,7 @@ class GPTConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "max_sequence_length"):
-            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}", "give a positive number")
+        self._check_types()
         if self.head_dim is None:
             problem = f"hidden_size={self.hidden_size} does not divide by num_heads={self.num_heads}"
             _require(self.hidden_size % self.num_heads == 0, problem, "change one of them or give head_dim")
@@ -73,12 +78,31 @@ class GPTConfig:
                 object.__setattr__(self, name, value)
         self._check_derived()
 
+    def _check_types(self) -> None:
+        """Every field as it is given; None stands for the usual value where that is the default."""
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            kind, found = str(field.type), type(value)
+            problem = f"{name}={show_value(value)}"
+            if kind == "int":
+                least = 0 if name == "seed" else 1
+                _require(found is int and value >= least, problem, f"give a {'' if least == 0 else 'positive '}number")
+                most = _MOST.get(name, _MOST_OF_ANY)
+                _require(value <= most, problem, f"give at most {most}")
+            elif kind == "float":
+                _require(found in (int, float) and 0 <= value < math.inf, problem, "give a finite number >= 0")
+            else:
+                _require(found.__name__ == kind, problem, "give true or false" if kind == "bool" else "give text")
+
     def _check_derived(self) -> None:
-        for name in ("num_kv_heads", "head_dim", "ffn_size"):
-            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}", "give a positive number")
-        divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+        _require(self.head_dim > 0, f"head_dim={self.head_dim}", "give a positive number, or a larger hidden_size")
         problem = f"num_heads={self.num_heads} does not divide by num_kv_heads={self.num_kv_heads}"
-        _require(self.num_kv_heads in divisors, problem, f"give num_kv_heads one of {divisors}")
+        few = range(1, min(self.num_heads, 1000) + 1)
+        divisors = [n for n in few if self.num_heads % n == 0]
+        _require(self.num_heads % self.num_kv_heads == 0, problem, f"give num_kv_heads one of {divisors}")
+        _require(self.rope_base > 0, f"rope_base={self.rope_base}", "give a number > 0")
         known = self.positions in ("rope", "learned")
         _require(known, f"positions={self.positions!r}", 'give "rope" or "learned"')
         problem = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of numbers"
@@ -324,7 +348,7 @@ def _normal(shape: tuple[int, int], config: GPTConfig, generator: torch.Generato
 
 def _require(condition: bool, problem: str, fix: str) -> None:
     if not condition:
-        raise ValueError(f"{problem}: {fix}")
+        raise GPTConfigError(f"{problem}: {fix}")
 
 
 def _round_up(number: float, multiple: int) -> int:

@@ -69,7 +69,7 @@ def plan_slices(
     if schedule != "auto":
         if schedule not in SCHEDULE_NAMES:
             known = ", ".join((*SCHEDULE_NAMES, "auto"))
-            raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}")
+            raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
         if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
             raise PlannerError(
                 f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "

@@ -73,15 +73,18 @@ class SliceableTensors:
 
     @classmethod
     def of_inputs(
-        cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None
+        cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None, is_whole: bool = False
     ) -> SliceableTensors:
-        """The inputs; ``sliced_inputs`` names the indices to slice instead of finding them by size."""
+        """The inputs; ``sliced_inputs`` names the indices to slice instead of finding them by size.
+
+        ``is_whole``: they go in one slice, and none of them need have the labels' length (images, say).
+        """
         tensors = as_tuple(inputs, "the inputs")
         if sliced_inputs is not None:
             sliced = _sliced_by_index(tensors, sliced_inputs, length, dim)
         else:
             sliced = tuple(has_length(t, dim, length) for t in tensors)
-        if not any(sliced):
+        if not any(sliced) and not is_whole:
             raise BatchError(
                 f"no input tensor has the sequence: the labels have length {length} in dimension {dim} "
                 f"(terapipe.sequence_dim), the inputs have shapes {shapes(tensors)}. Labels and inputs must have the "

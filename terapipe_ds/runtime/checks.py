@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
@@ -33,6 +36,21 @@ def check_checkpointing() -> None:
             "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
             "false."
         )
+
+
+def check_train_call() -> None:
+    """Refuse to train without gradients as DeepSpeed does, but before the batch begins: a caller may go on."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+
+
+def check_eval_call(*args: Any, **kwargs: Any) -> None:
+    """Refuse a ``reduce_output`` that DeepSpeed refuses, but on every rank: it does so on the last stage, after the
+    batch, while the others wait for a loss. Takes the arguments of ``eval_batch``."""
+    given = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
+    reduction = given.get("reduce_output")
+    if reduction is not None and reduction.lower() != "avg":
+        raise NotImplementedError(f"reduction type {reduction} not supported.")
 
 
 def problem_of_layers(engine: Any) -> str | None:

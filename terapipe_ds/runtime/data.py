@@ -172,14 +172,14 @@ class BatchSource:
             drawn.inputs = _own(inputs)
             if not _is_absent(labels):
                 # Only a check, as early as possible: the last stage's labels decide.
-                known = SliceableTensors.of_labels(labels, self._config.sequence_dim)
-                self.slice_inputs(drawn.inputs, known.length)
+                known = self._labels_of(labels)
+                self.slice_inputs(drawn.inputs, known.length, is_whole=self._config.is_stock_order)
                 drawn.seen = _shape_of(known)
         return drawn
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
         if not _is_absent(labels):
-            return SliceableTensors.of_labels(_own(labels), self._config.sequence_dim)
+            return self._labels_of(_own(labels))
         if needs_labels:
             raise BatchError(
                 "there are no labels, from which come the sequence length and the weights of the slices' losses. Give "
@@ -187,7 +187,15 @@ class BatchSource:
             )
         indices = self._config.sliced_inputs
         chosen = as_tuple(inputs, "the inputs")[0 if indices is None else indices[0] :]
-        return SliceableTensors.of_labels(chosen, self._config.sequence_dim)
+        return self._labels_of(chosen)
+
+    def _labels_of(self, labels: Any) -> SliceableTensors:
+        """In DeepSpeed's own order labels may lack ``sequence_dim`` (one class per image): they are one slice as they
+        are."""
+        dim = self._config.sequence_dim
+        if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
+            dim = 0
+        return SliceableTensors.of_labels(labels, dim)
 
     def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
         assert drawn.labels is not None
@@ -203,6 +211,8 @@ class BatchSource:
             )
         return _shape_of(drawn.labels)
 
-    def slice_inputs(self, inputs: Any, length: int) -> SliceableTensors:
-        """The inputs of a micro-batch of ``length`` tokens, told which of them are cut in slices."""
-        return SliceableTensors.of_inputs(inputs, length, self._config.sequence_dim, self._config.sliced_inputs)
+    def slice_inputs(self, inputs: Any, length: int, is_whole: bool = False) -> SliceableTensors:
+        """The inputs of a micro-batch of ``length`` tokens, told which of them are cut in slices; ``is_whole``: in
+        one."""
+        dim, indices = self._config.sequence_dim, self._config.sliced_inputs
+        return SliceableTensors.of_inputs(inputs, length, dim, indices, is_whole)

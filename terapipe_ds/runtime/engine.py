@@ -28,17 +28,21 @@ from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
+    check_eval_call,
     check_module,
+    check_train_call,
     problem_of_given_slices,
     problem_of_layers,
     slice_length_multiple,
     with_multiple,
 )
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights
+from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
 from terapipe_ds.runtime.part_runner import PartRunner, Place, ds_timed
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_links import StageLinks
@@ -122,6 +126,8 @@ class TeraPipeEngine(PipelineEngine):
         self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
+        self._flops: StageFlops | None = stage_flops(self)
+        self._finite: FiniteCheck | None = finite_check(self, self._groups.world)
         warn_of_checkpoints(self)
 
     def _make_parts(self) -> tuple[PartRunner, ...]:
@@ -140,6 +146,7 @@ class TeraPipeEngine(PipelineEngine):
 
         Same arguments and result as DeepSpeed's; StopIteration and errors in the data are raised on every stage.
         """
+        check_train_call()
         with self._guarded():
             return super().train_batch(data_iter)
 
@@ -149,6 +156,7 @@ class TeraPipeEngine(PipelineEngine):
         Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
         the vocabulary, where the head is divided.
         """
+        check_eval_call(data_iter, *args, **kwargs)
         training_iterator = self.data_iterator
         try:
             with self._guarded():
@@ -291,7 +299,8 @@ class TeraPipeEngine(PipelineEngine):
         inputs = labels = None
         weights: tuple[float, ...] = ()
         if any(part.place.is_first for part in self._parts):
-            inputs = self._source.slice_inputs(drawn.inputs, shape.length)
+            is_whole = self.terapipe_config.is_stock_order and plan.num_slices == 1  # not one that was set by hand
+            inputs = self._source.slice_inputs(drawn.inputs, shape.length, is_whole)
         if any(part.place.is_last for part in self._parts):
             labels = drawn.labels
             assert labels is not None
@@ -306,7 +315,8 @@ class TeraPipeEngine(PipelineEngine):
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
         batch = self._open()
         first = batch.training not in self._guarded_modes
-        with guard_plain_attention(), GuardCapturedNames() if first else nullcontext():
+        watching = self._finite.watching() if self._finite is not None and batch.training else nullcontext()
+        with guard_plain_attention(), GuardCapturedNames() if first else nullcontext(), watching:
             super()._exec_schedule(pipe_schedule)
         self._guarded_modes.add(batch.training)
         self._links.close_batch()
@@ -351,6 +361,10 @@ class TeraPipeEngine(PipelineEngine):
 
     def _reduce_tied_grads(self, action: Action) -> None:
         """Once per batch, after the last backward: the model's own sums, then those of tied layers."""
+        if self._finite is not None:
+            with self._watchdog.waiting("the check of all ranks for numbers that are not finite"):
+                self._links.close_batch()  # a caller may go on after the error
+                self._finite.agree(self.global_steps + 1)
         before_reduce = getattr(self.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(self)
@@ -358,7 +372,8 @@ class TeraPipeEngine(PipelineEngine):
 
     def _optimizer_step(self, action: Action) -> None:
         mark_gradients(self.module, self.optimizer)
-        self._exec_optimizer_step()
+        with self._flops.report() if self._flops is not None else nullcontext():
+            self._exec_optimizer_step()
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""

@@ -130,15 +130,17 @@ class PartRunner:
 
     def forward(self, action: Action) -> None:
         """F: the layers of this part on one slice; on the last part its share of the loss as well."""
-        batch = self._open()
+        batch, finite = self._open(), self._engine._finite
         micro_batch = batch.micro_batches[action.micro_batch_id]
         active = self._active(action, "train" if batch.training else "eval")
         inputs, packed = self._slice_inputs(action, active)
         with push_slice(active):
-            outputs = DeepSpeedEngine.forward(self._engine, packed)
+            outputs = self._layers(packed, active)
             if not batch.training:
                 ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
             loss = self._slice_loss(outputs, active, micro_batch) if self.place.is_last else None
+            if finite is not None and batch.training and loss is not None:
+                finite.look_at_loss(loss)
         if batch.training or not self.place.is_last:
             # the last part needs its loss only; the logits live on in the graph where it has them
             batch.put(self._key(action), SliceInFlight(inputs, None if self.place.is_last else outputs, loss))
@@ -149,6 +151,11 @@ class PartRunner:
                 micro_batch.labels = None
         if not batch.training:
             self._after_eval_forward(action)
+
+    def _layers(self, inputs: Any, active: ActiveSlice) -> Any:
+        flops = self._engine._flops
+        with flops.around(active) if flops is not None else nullcontext():
+            return DeepSpeedEngine.forward(self._engine, inputs)
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
         """The leaves of this slice's graph, and what the layers get: copies, because a layer may work in place."""
@@ -238,6 +245,8 @@ class PartRunner:
                 DeepSpeedEngine.backward(self._engine, slice_.loss if scale == 1.0 else slice_.loss.float() * scale)
             else:
                 self._backward_from(slice_.outputs, gradients)
+            if self._engine._finite is not None:
+                self._engine._finite.look_at_parameters()
         slice_.outputs = slice_.loss = None
         if self.place.is_first:
             self._after_backward(action)
@@ -257,6 +266,8 @@ class PartRunner:
         self._open().get(self._key(action))
         with push_slice(self._active(action, "weight")):
             self._products += self._weights.compute(action.unit, self._weight_backward)
+            if self._engine._finite is not None:
+                self._engine._finite.look_at_parameters()
         self._open().drop(self._key(action))
 
     def _receive_gradients(self, action: Action) -> Tensors:

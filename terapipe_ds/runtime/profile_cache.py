@@ -15,6 +15,7 @@ import numpy as np
 
 from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.files import write_text
+from terapipe_ds.json_text import parse_json
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.measuring import StageCosts
@@ -105,7 +106,7 @@ def read_cache(path: Path | None, key: ProfileKey) -> Measured | None:
     try:
         profile = Profile.load(path)
         profile.require(key)
-        parts = json.loads(_memory_path(path).read_text(encoding="utf-8"))
+        parts = parse_json(_memory_path(path).read_bytes())
         measured = Measured(profile, MemoryModel.measured(PartMemory(**part) for part in parts))
     except (ProfileError, OSError, ValueError, TypeError) as error:
         logger.warning("the cached profile cannot be used and is measured again: %s", error)

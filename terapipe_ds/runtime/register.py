@@ -12,8 +12,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import deepspeed
-
 from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import require_equal_configs
@@ -109,6 +107,8 @@ def register(verify_only: bool = False) -> None:
         return
     compat.require_hooks()
     compat.warn_about_versions()
+    import deepspeed  # not at the top: compat says what is wrong with it
+
     for name, (_, stand_in) in _names().items():
         setattr(deepspeed, name, stand_in)
     _registered = True
@@ -120,6 +120,8 @@ def unregister() -> None:
     _verify_only = False
     if not _registered:
         return
+    import deepspeed
+
     for name, (stock, _) in _names().items():
         setattr(deepspeed, name, stock)
     _registered = False
@@ -134,6 +136,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """``deepspeed.initialize`` with the plugin registered for this one call: same arguments, same result."""
     was_registered = _registered
     register(_verify_only)
+    import deepspeed
+
     try:
         return deepspeed.initialize(*args, **kwargs)
     finally:

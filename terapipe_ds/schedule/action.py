@@ -180,7 +180,9 @@ class Schedule:
 
     def _checked(self, stage_id: int) -> int:
         if not 0 <= stage_id < self.num_stages:
-            raise ScheduleError(f"no stage {stage_id}: the schedule has stages 0 to {self.num_stages - 1}")
+            raise ScheduleError(
+                f"no stage {stage_id}: the schedule has stages 0 to {self.num_stages - 1}; give one of them"
+            )
         return stage_id
 
 

@@ -42,9 +42,9 @@ def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -
     the rest.
     """
     count = count_slots(schedule)
-    cells = _cells(schedule, count.num_slots)
-    lines = [_headline(schedule, count), ""]
     shown = min(count.num_slots, max_slots)
+    cells = _cells(schedule, shown)
+    lines = [_headline(schedule, count), ""]
     label_width = len(f"stage {schedule.num_stages - 1}")
     cell_width = max([len(str(max(shown - 1, 0))), *(len(cell) for row in cells for cell in row)])
     per_block = max((width - label_width - 1) // (cell_width + 1), 1)
@@ -122,9 +122,12 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
+    """The first ``num_slots`` columns of the grid."""
     grid = [["."] * num_slots for _ in schedule.orders]
     for stage_id, starts in enumerate(replay(schedule)):
         for slot, cell in zip(starts, schedule.compute_order(stage_id), strict=True):
+            if slot >= num_slots:
+                break
             grid[stage_id][slot] = cell
     return grid
 
@@ -170,7 +173,9 @@ def _read_rows(text: str) -> list[list[str]]:
     try:
         rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
     except csv.Error as error:
-        raise ScheduleError(f"the CSV cannot be read: {error}") from error
+        raise ScheduleError(
+            f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
+        ) from error
     rows = [[cell.strip() for cell in row] for row in rows]
     for row in rows:
         while row and not row[-1]:

@@ -169,7 +169,7 @@ def _check_stage_order(schedule: Schedule, stage_id: int) -> None:
             kind, part_id, micro_batch_id, slice_id = key
             if part_id == action.part_id and key not in done:
                 first = Action(kind, micro_batch_id, slice_id, part_id, action.chunk_id)
-                fail_at(schedule, f"{action} runs before {first}: {_rule(action, first)}", stage_id, index)
+                fail_at(schedule, f"{action} runs before {first}: {_rule(action, first)}; swap them", stage_id, index)
         done.add(action.key)
 
 
@@ -192,5 +192,5 @@ def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, 
         kind, part_id, micro_batch_id, slice_id = waits[stage_id]
         needed = f"{kind.value}{micro_batch_id}.{slice_id} of part {part_id} (stage {homes[waits[stage_id]]})"
         steps.append(f"stage {stage_id} holds {schedule.orders[stage_id][at[stage_id]]} until {needed}")
-    reason = f"deadlock, no stage can go on: {', '.join(steps)}"
+    reason = f"deadlock, no stage can go on: {', '.join(steps)}; move one of them before what it waits for"
     fail_at(schedule, reason, circle[0], at[circle[0]])

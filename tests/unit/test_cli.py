@@ -197,6 +197,22 @@ def test_timeline_draws_the_last_step_that_all_ranks_have(
     assert "step 1," in shown(capsys, "timeline", *files, "--out", str(out))
 
 
+@pytest.mark.parametrize("name", ["", ".", "/"])
+def test_outputs_without_a_file_name(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    shape = ["--schedule", "seq1f1b", "--stages", "2", "--slices", "4"]
+    plan = ["--model", "tiny", "--device", "h100", "--stages", "2", "--sequence-length", "64"]
+    for option, words in {
+        "--csv": ["show", *shape],
+        "--trace": ["simulate", *shape, "--sequence-length", "64", "--unit"],
+        "--out": ["plan", *plan],
+    }.items():
+        text = refused(capsys, *words, option, name)
+        assert f"{option} {name!r} has no file name: give the name of a file" in text
+    assert "--out" in refused(capsys, "timeline", "traces", "--out", name)
+    assert "--out" in refused(capsys, "report", "result.json", "--out", name)
+    assert "--picture" in refused(capsys, "compare", "a.json", "b.json", "--picture", name)
+
+
 def test_timeline_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = str(tmp_path / "step.png")
     traces = tmp_path / "traces"

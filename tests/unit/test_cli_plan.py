@@ -169,7 +169,8 @@ def test_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tupl
 
 def test_a_config_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    for text, message in (("{", "is no JSON"), ("[]", "is an object"), ('{"terapipe": {"slicess": 4}}', "slices"),
+    for text, message in (("{", "is no JSON"), ("[]", "holds []: give an object"),
+                          ('{"terapipe": {"slicess": 4}}', "slices"),
                           ('{"fp16": true}', "fp16 = True"), ('{"zero_optimization": [1]}', "give an object")):
         path.write_text(text)
         assert message in refused(capsys, *SMALL, "--config", str(path))

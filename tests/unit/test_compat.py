@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import logging
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from terapipe_ds import compat
+from terapipe_ds import compat, hooks
+from terapipe_ds.runtime import register
 
 TESTED = dict(compat.TESTED_VERSIONS)
 
@@ -37,7 +42,18 @@ def write(site: Path, module: str, text: str = "") -> None:
 
 def test_the_tested_versions_give_no_warning() -> None:
     assert compat.check_versions(TESTED) == []
-    assert compat.check_versions({"torch": "2.13.0+cu130", "deepspeed": "0.19.8+1a2b3c"}) == []
+    assert compat.check_versions({"torch": "2.13.0+cu130", "deepspeed": "0.19.8+1a2b3c"}, "3.11") == []
+
+
+def test_another_python() -> None:
+    (warning,) = compat.check_versions(TESTED, "3.13")
+    assert warning.startswith("python 3.13 is not the version")
+
+
+def test_the_readme_has_the_tested_versions() -> None:
+    readme = (Path(compat.__file__).parents[1] / "README.md").read_text()
+    for name, version in {**TESTED, "Python": compat.TESTED_PYTHON}.items():
+        assert f"| {name} | {version} |" in readme
 
 
 def test_another_version_gives_one_warning_with_the_tested_one() -> None:
@@ -67,58 +83,68 @@ def test_the_installation_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(compat, "check_versions", lambda: ["torch 1.0 is old"])
+    monkeypatch.setattr(compat, "check_versions", lambda: ["torch 1.0 is old", "deepspeed 1.0 is too"])
+    monkeypatch.delenv("RANK", raising=False)
     compat.warn_about_versions.cache_clear()
     with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
         compat.warn_about_versions()
         compat.warn_about_versions()
     compat.warn_about_versions.cache_clear()
-    assert [record.message for record in caplog.records] == ["torch 1.0 is old"]
+    assert [record.message for record in caplog.records] == ["torch 1.0 is old; deepspeed 1.0 is too"]
+    caplog.clear()
+    monkeypatch.setenv("RANK", "3")
+    compat.warn_about_versions()
+    compat.warn_about_versions.cache_clear()
+    assert caplog.records == [], "the first rank says it for all"
 
 
 # --- hooks
-
-
-class FakeDeepSpeedEngine:
-    """As much of DeepSpeed's engine as the hooks ask for."""
-
-    forward = backward = _backward_prologue = _backward_epilogue = _take_model_step = _scale_loss_by_gas = None
-
-
-class FakePipelineEngine(FakeDeepSpeedEngine):
-    """As much of DeepSpeed's pipeline engine as the hooks ask for."""
-
-    _INSTRUCTION_MAP: dict[type, object] = {}
-    _train_schedule = _inference_schedule = _exec_schedule = _exec_reduce_tied_grads = _exec_reduce_grads = None
-    _exec_optimizer_step = _aggregate_total_loss = _reduce_outputs = _next_batch = None
 
 
 def fake_initialize() -> object:
     return PipelineEngine()  # type: ignore[name-defined]  # noqa: F821
 
 
+def fake_modules(hooks: Sequence[compat.Hook]) -> dict[str, ModuleType]:
+    """As much of the third parties as the hooks ask for: modules with classes, functions and nothing else."""
+    modules: dict[str, ModuleType] = {}
+    for hook in hooks:
+        parts = hook.module.split(".")
+        for length in range(1, len(parts) + 1):
+            name = ".".join(parts[:length])
+            module = modules.setdefault(name, ModuleType(name))
+            module.__path__ = []
+    for hook in hooks:
+        owner: Any = modules[hook.module]
+        *owners, last = hook.path.split(".")
+        for name in owners:
+            if not isinstance(vars(owner).get(name), type):
+                setattr(owner, name, type(name, (), {}))
+            owner = getattr(owner, name)
+        function: dict[str, Any] = {}
+        exec(f"def function({', '.join(['self', *hook.parameters, '*more'])}): pass", function)
+        if last not in vars(owner):
+            setattr(owner, last, function["function"])
+    return modules
+
+
 @pytest.fixture
-def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stand-ins for the three modules that have the hooks, one fresh class each."""
-    base = type("DeepSpeedEngine", (), dict(vars(FakeDeepSpeedEngine)))
-    pipeline = type("PipelineEngine", (base,), dict(vars(FakePipelineEngine)))
-    contents = {
-        "deepspeed": {
-            "PipelineEngine": pipeline,
-            "DualPipeVEngine": type("DualPipeVEngine", (), {}),
-            "initialize": fake_initialize,
-        },
-        "deepspeed.runtime": {},
-        "deepspeed.runtime.pipe": {},
-        "deepspeed.runtime.pipe.engine": {"PipelineEngine": pipeline},
-        "deepspeed.runtime.engine": {"DeepSpeedEngine": base},
-    }
-    for name, attributes in contents.items():
-        module = ModuleType(name)
-        vars(module).update(attributes)
-        module.__path__ = []
+def fake_deepspeed(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Stand-ins for all modules of DeepSpeed that have hooks."""
+    register.unregister()
+    modules = fake_modules([hook for hook in compat.HOOKS if hook.module.partition(".")[0] == "deepspeed"])
+    modules["deepspeed"].initialize = fake_initialize  # type: ignore[attr-defined]
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    return SimpleNamespace(module=sys.modules["deepspeed"], base=base, pipeline=pipeline)
+    return modules
+
+
+def owner_of(hook: compat.Hook) -> tuple[Any, str]:
+    value: Any = sys.modules[hook.module]
+    *owners, last = hook.path.split(".")
+    for name in owners:
+        value = getattr(value, name)
+    return value, last
 
 
 def test_the_installed_deepspeed_has_every_hook() -> None:
@@ -126,43 +152,159 @@ def test_the_installed_deepspeed_has_every_hook() -> None:
     compat.require_hooks()
 
 
-def test_a_complete_stand_in_passes(fake_deepspeed: SimpleNamespace) -> None:
+def test_a_complete_stand_in_passes(fake_deepspeed: dict[str, ModuleType]) -> None:
     compat.require_hooks()
 
 
-@pytest.mark.parametrize("hook", compat.HOOKS, ids=lambda hook: f"{hook.module}.{hook.path}")
-def test_each_missing_hook_is_named(fake_deepspeed: SimpleNamespace, hook: compat.Hook) -> None:
-    owner, _, name = hook.path.rpartition(".")
-    target = {
-        "": fake_deepspeed.module,
-        "PipelineEngine": fake_deepspeed.pipeline,
-        "DeepSpeedEngine": fake_deepspeed.base,
-    }[owner]
-    delattr(target, name)
+DEEPSPEED_HOOKS = [hook for hook in compat.HOOKS if hook.module.partition(".")[0] == "deepspeed"]
+
+
+@pytest.mark.parametrize("hook", DEEPSPEED_HOOKS, ids=lambda hook: f"{hook.module}.{hook.path}")
+def test_each_missing_hook_is_named_when_the_plugin_registers(
+    fake_deepspeed: dict[str, ModuleType], hook: compat.Hook
+) -> None:
+    owner, name = owner_of(hook)
+    delattr(owner, name)
     with pytest.raises(compat.CompatError) as caught:
-        compat.require_hooks()
+        register.register()
     message = str(caught.value)
     assert f"{hook.module}.{hook.path} ({hook.use})" in message
-    assert message.count(" (") == 1
+    assert "\n" not in message
     assert message.endswith("deepspeed 0.19.8 has it: pip install deepspeed==0.19.8")
+    assert not register.is_registered()
 
 
-def test_all_missing_hooks_come_in_one_error(fake_deepspeed: SimpleNamespace) -> None:
-    del fake_deepspeed.pipeline._train_schedule, fake_deepspeed.base._backward_epilogue
+@pytest.mark.parametrize("hook", [h for h in DEEPSPEED_HOOKS if h.parameters], ids=lambda hook: hook.path)
+def test_a_hook_with_other_parameters(fake_deepspeed: dict[str, ModuleType], hook: compat.Hook) -> None:
+    owner, name = owner_of(hook)
+    setattr(owner, name, lambda self, *, other: None)
+    with pytest.raises(compat.CompatError, match=re.escape(f"{hook.module}.{hook.path} (")):
+        compat.require_hooks()
+
+
+def test_all_missing_hooks_come_in_one_error(fake_deepspeed: dict[str, ModuleType]) -> None:
+    del fake_deepspeed["deepspeed.runtime.pipe.engine"].PipelineEngine._train_schedule
+    del fake_deepspeed["deepspeed.runtime.engine"].DeepSpeedEngine._backward_epilogue
     with pytest.raises(compat.CompatError, match=r"_train_schedule .*; .*DeepSpeedEngine._backward_epilogue"):
         compat.require_hooks()
 
 
-def test_an_initialize_that_does_not_look_the_engine_up(fake_deepspeed: SimpleNamespace) -> None:
-    fake_deepspeed.module.initialize = lambda: None
-    with pytest.raises(compat.CompatError, match="look-up of the global name PipelineEngine"):
+def test_a_torch_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.overrides.TorchFunctionMode")
+    with pytest.raises(compat.CompatError, match=r"^the installed torch .*TorchFunctionMode .*torch==2.13.0$"):
         compat.require_hooks()
 
 
-def test_a_wrapped_initialize_is_looked_through(fake_deepspeed: SimpleNamespace) -> None:
+REAL = [hook for hook in DEEPSPEED_HOOKS if hook.path.startswith(("PipelineEngine._", "DeepSpeedEngine._"))]
+
+
+@pytest.mark.parametrize("hook", REAL, ids=lambda hook: hook.path)
+def test_the_real_deepspeed_without_a_private_name(monkeypatch: pytest.MonkeyPatch, hook: compat.Hook) -> None:
+    register.unregister()
+    importlib.import_module(hook.module)
+    owner, name = owner_of(hook)
+    if not hasattr(owner, name):  # an attribute of instances: see below
+        return
+    for base in owner.__mro__:
+        if name in vars(base):
+            monkeypatch.delattr(base, name)
+    monkeypatch.setattr(hooks, "_is_kept", lambda owner, name: False)
+    with pytest.raises(compat.CompatError, match=re.escape(f"{hook.path} ({hook.use})")):
+        register.register()
+
+
+def test_attributes_of_instances_are_found_where_a_method_sets_or_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        read: Any
+        called_only: Any
+
+        def __init__(self) -> None:
+            self.kept, self.pair = [self.read for _ in ()], 1
+
+        def later(self) -> None:
+            def inside() -> None:
+                self.inner = 3
+
+            inside()
+
+    class Engine(Base):
+        @property
+        def shown(self) -> object:
+            return self.called_only()
+
+    module = ModuleType("some_module")
+    module.Engine = Engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_module", module)
+    for name in ("kept", "pair", "read", "inner", "shown", "later"):
+        assert compat.Hook("some_module", f"Engine.{name}", "use").is_there()
+    for path in ("Engine.gone", "Engine.called_only", "Engine.kept.more", "Other.kept", "gone"):
+        assert not compat.Hook("some_module", path, "use").is_there()
+    assert not compat.Hook("no_such_module", "Engine", "use").is_there()
+
+
+def test_megatron_core_without_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "has_megatron", lambda: True)
+    modules = fake_modules(compat.MEGATRON_HOOKS)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    compat.require_megatron("a test")
+    for hook in compat.MEGATRON_HOOKS:
+        with monkeypatch.context() as inner:
+            owner, name = owner_of(hook)
+            inner.delattr(owner, name)
+            with pytest.raises(compat.CompatError, match=rf"the installed megatron-core .*{re.escape(hook.path)} \("):
+                compat.require_megatron("a test")
+
+
+# --- the table has all that the code relies on
+
+RUNTIME = Path(compat.__file__).parent / "runtime"
+
+
+def known(module: str, name: str) -> bool:
+    return any(
+        hook.module == f"{module}.{name}" or (hook.module == module and hook.path.split(".")[0] == name)
+        for hook in compat.HOOKS
+    )
+
+
+def test_every_import_from_deepspeed_is_a_hook() -> None:
+    for path in sorted(RUNTIME.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"):
+                for alias in node.names:
+                    assert known(str(node.module), alias.name), f"{path.name}: {node.module}.{alias.name}"
+
+
+def test_every_attribute_of_the_engine_that_is_not_ours_is_a_hook() -> None:
+    """``self.NAME`` in the engine, ``engine.NAME`` beside it, and the methods that it overrides."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    mentioned = {name for f in hooks._functions(PipelineEngine) for code in hooks._codes(f) for name in code.co_names}
+    stock = {*dir(PipelineEngine), *mentioned} - set(dir(object))
+    of_engines = ("PipelineEngine.", "DeepSpeedEngine.")
+    table = {hook.path.split(".")[1] for hook in compat.HOOKS if hook.path.startswith(of_engines)}
+    for path in sorted(RUNTIME.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        mine = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "TeraPipeEngine"]
+        used = {node.name for c in mine for node in c.body if isinstance(node, ast.FunctionDef)} - {"__init__"}
+        engines = ("engine", "self._engine", "self") if mine else ("engine", "self._engine")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in engines:
+                used.add(node.attr)
+        assert used & stock <= table, f"{path.name}: {used & stock - table}"
+
+
+def test_an_initialize_that_does_not_look_the_engine_up(fake_deepspeed: dict[str, ModuleType]) -> None:
+    fake_deepspeed["deepspeed"].initialize = lambda: None
+    with pytest.raises(compat.CompatError, match=r"initialize \(with a look-up of the global name PipelineEngine\)"):
+        compat.require_hooks()
+
+
+def test_a_wrapped_initialize_is_looked_through(fake_deepspeed: dict[str, ModuleType]) -> None:
     wrapper = lambda: None  # noqa: E731
     wrapper.__wrapped__ = fake_initialize  # type: ignore[attr-defined]
-    fake_deepspeed.module.initialize = wrapper
+    fake_deepspeed["deepspeed"].initialize = wrapper
     compat.require_hooks()
 
 

@@ -26,6 +26,7 @@ DEFAULTS = {
     "ignore_index": -100,
     "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
     "verify": "off",
+    "check_finite": "off",
     "stall_timeout_s": 300,
     "trace_dir": None,
 }
@@ -68,6 +69,7 @@ def test_every_key() -> None:
         "ignore_index": 0,
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
         "verify": "off",
+        "check_finite": "every_step",
         "stall_timeout_s": 12.5,
         "trace_dir": "traces",
     }
@@ -163,6 +165,8 @@ def test_the_given_dict_stays_as_it_is() -> None:
         ("planner", []),
         ("verify", True),
         ("verify", "on"),
+        ("check_finite", True),
+        ("check_finite", "on"),
         ("stall_timeout_s", 0),
         ("stall_timeout_s", -3),
         ("stall_timeout_s", True),
@@ -338,7 +342,6 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("progressive_layer_drop.enabled", True, False),
     ("sparse_attention", {"mode": "fixed"}, None),
     ("eigenvalue.enabled", True, False),
-    ("flops_profiler.enabled", True, False),
     ("autotuning.enabled", True, False),
     ("managed_gradient_accumulation", False, True),
 ]
@@ -399,7 +402,7 @@ def test_a_usual_deepspeed_config_has_no_conflicts() -> None:
         pipeline={"activation_checkpoint_interval": 1, "use_reentrant": False},
         gradient_clipping=1.0,
         wall_clock_breakdown=True,
-        flops_profiler={"enabled": False},
+        flops_profiler={"enabled": True},
     )
     assert config.enabled
 
@@ -411,6 +414,13 @@ def test_plan_for_a_number() -> None:
     config = read({"enabled": True, "slices": 8})
     assert config.plan_for(2048) == SlicePlan((256,) * 8)
     assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
+
+
+def test_deepspeeds_own_order_takes_any_length_whatever_the_granularity() -> None:
+    assert read({"slices": 1, "schedule": "1f1b"}).plan_for(3) == SlicePlan((3,))
+    for other in ({"slices": 1}, {"slices": 1, "schedule": "gpipe"}, {"slices": 2, "schedule": "1f1b"}):
+        with pytest.raises(TeraPipeConfigError, match="granularity_tokens = 64"):
+            read(other).plan_for(3)
 
 
 def test_plan_for_a_list() -> None:
@@ -445,7 +455,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}},
-        {"stall_timeout_s": 1}, {"trace_dir": "x"}, {"enabled": False},
+        {"stall_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"}, {"enabled": False},
     ]  # fmt: skip
     others = {read({**base, **change}).fingerprint() for change in changes}
     assert len(others) == len(changes)
@@ -453,7 +463,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    assert read({"enabled": True, "slices": 8}).fingerprint() == "c5998fb68be13144"
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "cace330d49be839a"
 
 
 def test_describe() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch.distributed as dist
 
+from terapipe_ds.models.megatron_data.index_file import check_index
 from terapipe_ds.models.megatron_data.needs import MegatronDataError, quiet_imports, require_helpers
 from terapipe_ds.models.megatron_data.options import DataOptions
 from terapipe_ds.models.megatron_data.tokenizers import Tokenizer
@@ -104,15 +105,17 @@ def _check_files(
                     f"{prefix}{suffix} does not exist: give the path without .bin and .idx, or make both from text "
                     "with terapipe index"
                 )
+        check_index(prefix)
         try:
             indexed = IndexedDataset(prefix)
-        except (AssertionError, ValueError) as error:  # a bad header, an empty file
+        except (AssertionError, ValueError) as error:  # an empty .bin cannot be mapped
             raise MegatronDataError(f"{prefix}.idx is no index of {prefix}.bin ({error}): make them anew") from error
         found.append(numpy.array(indexed.sequence_lengths))
         _check_splits(prefix, found[-1], options, num_samples)
-        if (options.reset_position_ids or options.eod_mask_loss) and int(indexed[0][-1]) != tokenizer.eod:
+        last = int(indexed[0][-1]) if found[-1][0] else "none"
+        if (options.reset_position_ids or options.eod_mask_loss) and last != tokenizer.eod:
             raise MegatronDataError(
-                f"{prefix}: the first document ends with token {indexed[0][-1]}, the tokenizer's end of a document is "
+                f"{prefix}: the first document ends with token {last}, the tokenizer's end of a document is "
                 f"{tokenizer.eod}: reset_position_ids and eod_mask_loss need it. Give the tokenizer of the files, or "
                 "files with ends of documents (terapipe index; --append-eod of Megatron-LM)"
             )

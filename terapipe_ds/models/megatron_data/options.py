@@ -8,8 +8,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from terapipe_ds.json_text import is_writable
 from terapipe_ds.models.megatron_data.needs import MegatronDataError
+from terapipe_ds.plan import show_value
 
+_LONGEST_PATH = 4000  # a longer one is a blend of many, and no question for a file system
 Blend = tuple[list[str], list[float] | None]
 
 
@@ -54,9 +57,20 @@ class DataOptions:
                 "out; reset_position_ids and eod_mask_loss work"
             )
         if type(self.sequence_length) is not int or self.sequence_length < 1:
-            raise MegatronDataError(f"sequence_length = {self.sequence_length!r}: give a number of tokens >= 1")
+            given = show_value(self.sequence_length)
+            raise MegatronDataError(f"sequence_length = {given}: give a number of tokens >= 1")
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
-            raise MegatronDataError(f"seed = {self.seed!r}: give a number from 0 to 2**32 - 1")
+            raise MegatronDataError(f"seed = {show_value(self.seed)}: give a number from 0 to 2**32 - 1")
+        for name in ("reset_position_ids", "eod_mask_loss", "drop_last_partial_validation_sequence"):
+            if type(getattr(self, name)) is not bool:
+                raise MegatronDataError(f"{name} = {show_value(getattr(self, name))}: give True or False")
+        if not isinstance(self.split, str):
+            raise MegatronDataError(f"split = {show_value(self.split)}: give text, as in 949,50,1")
+        paths = [self.data_path] if isinstance(self.data_path, str) else self.data_path
+        if not isinstance(paths, list | tuple) or not all(map(_is_path, paths)):
+            raise MegatronDataError(f"data_path = {show_value(self.data_path)}: give the path of a prefix, or several")
+        if self.cache_path is not None and not _is_path(self.cache_path):
+            raise MegatronDataError(f"cache_path = {show_value(self.cache_path)}: give the path of a folder, or None")
         self.shares()
         self.blend()
 
@@ -65,9 +79,10 @@ class DataOptions:
         words = [word.strip() for word in self.split.split(",")]
         plain = all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", word) for word in words)  # Megatron reads nothing else
         given = [float(word) for word in words] if plain else []
-        if not 1 <= len(given) <= 3 or sum(given) == 0:
+        if not 1 <= len(given) <= 3 or not 0 < sum(given) < math.inf:
             raise MegatronDataError(
-                f"split = {self.split!r}: give shares of training, validation and test documents, as in 949,50,1"
+                f"split = {show_value(self.split)}: give shares of training, validation and test documents, as in "
+                "949,50,1"
             )
         train, valid, test = [x / sum(given) for x in given] + [0.0] * (3 - len(given))
         return train, valid, test
@@ -85,8 +100,13 @@ class DataOptions:
 
     def _words(self) -> list[str]:
         if isinstance(self.data_path, str):
-            return [self.data_path] if Path(f"{self.data_path}.idx").exists() else self.data_path.split()
+            whole = len(self.data_path) < _LONGEST_PATH and Path(f"{self.data_path}.idx").exists()
+            return [self.data_path] if whole else self.data_path.split()
         return [str(word).strip() for word in self.data_path]
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value and is_writable(value)
 
 
 def _number(word: str) -> float | None:

@@ -7,7 +7,6 @@ which ``GPTDataset`` tells documents apart (``reset_position_ids``, ``eod_mask_l
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +14,10 @@ from typing import Any
 
 import numpy
 
+from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.models.megatron_data.needs import MegatronDataError, quiet_imports
 from terapipe_ds.models.megatron_data.tokenizers import ByteTokenizer, Tokenizer
+from terapipe_ds.plan import show_value
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the index keeps lengths as int32
 
@@ -130,7 +131,9 @@ def _tokens(document: _Document, tokenizer: Tokenizer) -> numpy.ndarray:
             f"{document.place} is not UTF-8 text ({error}): convert it, or index bytes as they are (--tokenizer bytes)"
         ) from error
     except (ValueError, OverflowError) as error:
-        raise MegatronDataError(f"{document.place}: the tokenizer cannot take it: {error}") from error
+        raise MegatronDataError(
+            f"{document.place}: the tokenizer cannot take it ({error}): give the tokenizer that the text is for"
+        ) from error
     if len(tokens) > MAX_DOCUMENT_TOKENS:
         raise MegatronDataError(f"{document.place} has {len(tokens)} tokens, more than {MAX_DOCUMENT_TOKENS}: split it")
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
@@ -161,14 +164,14 @@ def _lines(file: Path, json_key: str, on_bytes: Callable[[int], object]) -> Iter
 
 def _text_of(line: bytes, key: str, place: str) -> str:
     try:
-        found: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        found: Any = parse_json(line)
+    except JsonError as error:
         raise MegatronDataError(f"{place} is no JSON ({error}): give one object per line") from None
     if not isinstance(found, dict):
-        raise MegatronDataError(f"{place} holds {type(found).__name__}: give one object per line")
+        raise MegatronDataError(f"{place} holds {show_value(found)}: give one object per line")
     if not isinstance(found.get(key), str):
         strings = [name for name, value in found.items() if isinstance(value, str)]
-        known = ", ".join(strings) or "none"
+        known = ", ".join(map(show_value, strings[:8])) or "none"
         raise MegatronDataError(f"{place} has no text under {key!r}: give a --json-key that has (here: {known})")
     return str(found[key])
 

@@ -9,6 +9,7 @@ import torch
 from attention_cases import MicroBatch, largest_error, random_inputs, run_plain, run_sliced, slices_of
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
+from terapipe_ds.attention.slice_store import SliceEntry
 
 SHAPE = (2, 4, 2, 20, 8)  # B, H, H_kv, L, D
 NUMEL = 2 * 2 * 20 * 2 * 8  # keys and values of one layer and micro-batch: 2 * B * L * H_kv * D
@@ -332,3 +333,20 @@ def test_a_probe_runs_any_slice_at_any_time() -> None:
         assert all(x.grad is not None and x.grad.isfinite().all() for x in leaves)
     store.release(0, 0)
     store.assert_drained()
+
+
+def test_who_looks_at_the_gradients_sees_them_grow() -> None:
+    store = SliceStore()
+    seen: list[tuple[int, torch.Tensor]] = []
+
+    def look(entry: SliceEntry, stop: int) -> None:
+        assert entry.grads is not None
+        seen.append((stop, entry.grads[:, :, :, :stop].clone()))
+
+    store.on_gradients = look
+    micro_batch = three_slices(store)
+    micro_batch.forward_all()
+    for i in (2, 1, 0):
+        micro_batch.backward(i)
+    assert [stop for stop, _ in seen] == [20, 19, 9]
+    assert seen[-1][1].norm() > seen[0][1][..., :9, :].norm() > 0

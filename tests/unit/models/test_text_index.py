@@ -118,10 +118,10 @@ class TestCommand:
         ("text", "options", "reason"),
         [
             ("", (), "no text in 1 files"),
-            ('["a"]', (), "x.jsonl:1 holds list"),
-            ('{"body": "a", "n": 3}', (), "no text under 'text': give a --json-key that has (here: body)"),
+            ('["a"]', (), "x.jsonl:1 holds ['a']"),
+            ('{"body": "a", "n": 3}', (), "no text under 'text': give a --json-key that has (here: 'body')"),
             ('{"text": 3}', (), "(here: none)"),
-            ('{"text": "\\ud800"}', (), "x.jsonl:1 is not UTF-8"),
+            ('{"text": "\\ud800"}', (), "has half a character"),
             ('{"text": "5 x"}', ("--tokenizer", "null:9"), "x.jsonl:1: the tokenizer cannot take it"),
             ('{"text": "5 10"}', ("--tokenizer", "null:9"), "do not fit in a vocabulary of 10"),
             ('{"text": "5 -1"}', ("--tokenizer", "null:9"), "token ids from -1 to 9"),

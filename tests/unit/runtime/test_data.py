@@ -18,7 +18,7 @@ TOKENS = torch.arange(24).reshape(2, 12)
 
 
 def config(**changes: Any) -> TeraPipeConfig:
-    return TeraPipeConfig(enabled=True, slices=2, **changes)
+    return TeraPipeConfig(enabled=True, **{"slices": 2, **changes})
 
 
 def source(next_batch: Callable[[], Any], stage_id: int = 0, num_stages: int = 1, **changes: Any) -> BatchSource:
@@ -52,6 +52,22 @@ class TestDrawing:
         assert torch.equal(drawn[0].inputs, TOKENS)
         assert drawn[0].labels is not None
         assert torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
+
+    def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
+        stock_order = {"slices": 1, "schedule": "1f1b"}
+        images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+        (drawn,), shapes = (one := of((images, classes), **stock_order)).draw(1, training=True)
+        assert shapes == (MicroBatchShape(1, 4),)
+        inputs = one.slice_inputs(drawn.inputs, 4, is_whole=True)
+        assert torch.equal(inputs.span(0, 4)[0], images)
+        targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
+        _, shapes = of((images, targets), **stock_order).draw(1, training=True)
+        assert shapes == (MicroBatchShape(4, 5),)
+        for other in ({}, {"slices": 1}):
+            with pytest.raises(BatchError, match="no label tensor has dimension 1"):
+                of((images, classes), **other).draw(1, training=True)
+        with pytest.raises(BatchError, match="no input tensor has the sequence"):
+            one.slice_inputs(images, 5)
 
     def test_rows_are_all_that_is_not_the_sequence(self) -> None:
         labels = torch.zeros(2, 12, 3)

@@ -84,6 +84,9 @@ def test_partitions_that_cannot_be() -> None:
         ({"--out": "no-such-folder/profile.json"}, "there is no such folder"),
         ({"--stages": "0"}, "--stages 0: give a number >= 1"),
         ({"--sequence-length": "0"}, "--sequence-length 0: give a number >= 1"),
+        ({"--sequence-length": str(2**63)}, "--sequence-length 9223372036854775808: give a number >= 1 and at most"),
+        ({"--threads": str(2**31)}, "--threads 2147483648: give a number >= 1 and at most 4096"),
+        ({"--out": "."}, "--out '.' has no file name: give the name of a file"),
         ({"--stages": "12"}, "12 stages for a model of 9 layers"),
     ],
 )
@@ -104,6 +107,7 @@ def test_a_config_with_another_micro_batch_key(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"train_micro_batch_size_per_gpu": 10**20}, "is too much to measure: give at most"),
         ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps = 'auto'"),
         ({"fp16": True}, "fp16 = True in --config: give an object"),
         ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),

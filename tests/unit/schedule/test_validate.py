@@ -325,7 +325,7 @@ def test_the_error_reads_as_a_whole() -> None:
     error = rejected(by_hand([["F0.0", "F0.1", "B0.1", "B0.0"], ["F0.0", "F0.1", "B0.0", "B0.1"]]))
     assert str(error) == (
         "schedule 'by hand', stage 1, entry 2: B0.0 runs before B0.1:"
-        " within a micro-batch B runs in reverse slice order\n"
+        " within a micro-batch B runs in reverse slice order; swap them\n"
         "stage 0 | F0.0 F0.1 B0.1 B0.0\n"
         "stage 1 | F0.0 F0.1 B0.0 B0.1\n"
         "                    ^^^^ <-- ERROR HERE (B0.0)"

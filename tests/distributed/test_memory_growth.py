@@ -1,0 +1,155 @@
+"""What a run holds does not grow with its steps: resident set, keys and values, tensors, Python objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from terapipe_ds.plan import SlicePlan
+from tests.conftest import FULL
+from tests.distributed.engines import batches, build, config, gpt_layers, section
+from tests.distributed.harness import RankFailure, rank_pool
+
+CASES = tuple((length, count) for length in (9, 16, 23) for count in (1, 2, 4))
+CYCLE = 2 * len(CASES)
+"""Steps after which lengths, plans, schedules and evaluations come round. What the last step left (its batch, its
+outputs) is as large as its lengths ask for, so that only looks that are whole cycles apart can be compared."""
+WARM_UP = CYCLE  # buffers, schedules and allocator have what they need
+ONE_SCALAR = {"tensors": 1, "tensor_bytes": 8}
+"""What a look may find above another one: now and then one scalar of the last step is let go of a moment later. What
+grows with steps, or only with cycles, is more."""
+LEAKS = ("tensor", "object", "bytes", "store")
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a rank holds between two steps."""
+
+    resident_bytes: int
+    tensors: int
+    tensor_bytes: int
+    blocks: int  # of Python's allocator: objects of every kind
+    store_live_bytes: int
+    store_reserved_bytes: int
+
+    @classmethod
+    def now(cls, engine: Any) -> Held:
+        tensors, tensor_bytes = min(_count_tensors() for _ in range(3))  # see ONE_SCALAR
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            pages = int(statm.read().split()[1])
+        store = engine.slice_store
+        return cls(
+            pages * os.sysconf("SC_PAGE_SIZE"), tensors, tensor_bytes, sys.getallocatedblocks(),
+            store.live_bytes(), store.reserved_bytes(),
+        )  # fmt: skip
+
+
+def _count_tensors() -> tuple[int, int]:
+    """Tensors, and bytes of their storages."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return len(tensors), sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+class Work(NamedTuple):
+    """All that decides how large the tensors of a step are."""
+
+    length: int
+    num_slices: int
+    schedule: str
+    evaluates: bool
+    returns_logits: bool
+
+    @classmethod
+    def of_step(cls, step: int) -> Work:
+        schedule, evaluates = "terapipe" if step % 2 else "seq1f1b", step % 3 == 0
+        return cls(*CASES[step % len(CASES)], schedule, evaluates, evaluates and step % 2 == 0)
+
+
+def look_steps(steps: int) -> tuple[int, int, int]:
+    """Before which steps to look: after the warm-up, in the middle, at the end."""
+    return WARM_UP, WARM_UP + steps // 2, WARM_UP + steps
+
+
+def train_and_look(steps: int, leak: str | None = None) -> tuple[Held, Held, Held]:
+    """On a rank: what is held after the warm-up, in the middle and at the end."""
+    engine = build(gpt_layers(), section(), **config())
+    looks = []
+    leaked: list[Any] = []
+    for step in range(WARM_UP + steps):
+        if step in look_steps(steps):
+            looks.append(Held.now(engine))
+        work = Work.of_step(step)
+        engine.use_slice_plan(SlicePlan.equal(work.length, work.num_slices), work.schedule)
+        (batch,) = batches(1, first_seed=step % 100, length=work.length)
+        engine.train_batch(iter(batch))
+        if work.evaluates:
+            engine.eval_batch(iter(batch), return_logits=work.returns_logits)
+        if leak is not None and step >= WARM_UP:
+            leaked.append(_leak(leak, engine, step))
+    looks.append(Held.now(engine))
+    engine.slice_store.reset()
+    engine.destroy()
+    return looks[0], looks[1], looks[2]
+
+
+def _leak(kind: str, engine: Any, step: int) -> Any:
+    """What a mistake would leave behind at each step."""
+    if kind == "tensor":
+        return torch.zeros(4)
+    if kind == "object":
+        return {"step": [step]}, {"more": [step]}
+    if kind == "bytes":
+        return bytearray(os.urandom(1 << 17))  # seen by nobody but the operating system
+    pool = engine.slice_store._pool
+    return pool.take((4,), torch.float64, torch.device("cpu"))
+
+
+def check(looks: tuple[Held, Held, Held], steps: int) -> None:
+    """Raises where something grows. The same lengths come round, so that counts must be the same but for a scalar;
+    Python's and the system's allocators get what their own caches and fragments take."""
+    start, middle, end = looks
+    for name in ("tensors", "tensor_bytes", "store_live_bytes", "store_reserved_bytes"):
+        assert getattr(end, name) <= getattr(start, name) + ONE_SCALAR.get(name, 0), f"{name} grow: {looks}"
+    assert end.store_live_bytes == 0, looks
+    assert end.blocks - middle.blocks < 100 + steps // 2, f"Python objects grow: {looks}"
+    assert end.resident_bytes - start.resident_bytes < (2 << 20) + 8192 * steps, f"the resident set grows: {looks}"
+
+
+def job(steps: int, leak: str | None = None) -> Any:
+    looks = train_and_look(steps, leak)
+    return [dataclasses.astuple(look) for look in looks]
+
+
+STEPS = (28 if FULL else 2) * CYCLE  # 504, 36
+LEAK_STEPS = 2 * CYCLE
+
+
+@pytest.mark.parametrize("steps", [28 * CYCLE, STEPS, LEAK_STEPS])
+def test_looks_are_whole_cycles_apart(steps: int) -> None:
+    works = [Work.of_step(step) for step in range(WARM_UP + steps + CYCLE)]
+    for look in look_steps(steps):
+        assert works[look : look + CYCLE] == works[:CYCLE]
+        assert works[look - 1] == works[CYCLE - 1], "what the step before left is of one size"
+    assert all(works[shift : shift + CYCLE] != works[:CYCLE] for shift in range(1, CYCLE)), "no shorter cycle"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+class TestMemoryGrowth:
+    @pytest.mark.parametrize("ranks", [2])
+    def test_nothing_grows(self, ranks: int) -> None:
+        for looks in rank_pool(ranks).run(job, timeout_s=600 if FULL else None, steps=STEPS):
+            check(tuple(Held(*look) for look in looks), STEPS)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("leak", LEAKS if FULL else LEAKS[:2])
+    def test_a_leak_is_seen(self, leak: str) -> None:
+        with pytest.raises(AssertionError, match="grow") as caught:
+            for looks in rank_pool(2).run(job, steps=LEAK_STEPS, leak=leak):
+                check(tuple(Held(*look) for look in looks), LEAK_STEPS)  # type: ignore[arg-type]
+        assert not isinstance(caught.value, RankFailure)

@@ -1,0 +1,391 @@
+"""The check for numbers that are not finite: every rank names the place that was poisoned, and nothing is disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.attention.slice_store import SliceEntry
+from terapipe_ds.models import gpt
+from terapipe_ds.runtime.numerics import NonFiniteError
+from tests.distributed import tuple_models
+from tests.distributed.engines import (
+    LENGTH,
+    Batch,
+    Run,
+    batches,
+    engine_of,
+    error_of,
+    gpt_layers,
+    run_training,
+    section,
+    train,
+)
+from tests.distributed.harness import rank_pool
+
+PLAN = [8, 9, 6]  # slice 1 has the tokens [8, 17)
+WATCHED = section(slices=PLAN, check_finite="every_step")
+Where = tuple[int, int]  # micro-batch, slice
+
+
+@dataclasses.dataclass
+class Poison:
+    """What a layer does, and when."""
+
+    kind: str = ""
+    where: tuple[Where, ...] = ()
+    layer: int = -1
+
+    def acts(self, layer: int, *kinds: str) -> bool:
+        active = active_slice()
+        unit = None if active is None else (active.micro_batch_id, active.slice_id)
+        return self.kind in kinds and self.layer == layer and unit in self.where
+
+
+POISON = Poison()
+LOSS = 99
+
+
+class _Through(torch.autograd.Function):
+    """Numbers as they are; their gradients may be spoilt."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, scale: Tensor, layer: int) -> Tensor:
+        ctx.layer = layer
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        spoilt = grad.clone()
+        if POISON.acts(ctx.layer, "gradient"):
+            spoilt[0, -1, 0] = float("-inf")
+        value = float("nan") if POISON.acts(ctx.layer, "parameter") else 0.0
+        return spoilt, torch.full((3,), value, dtype=grad.dtype), None
+
+
+class Poisoned(nn.Module):
+    """Hands on what it gets, unless `POISON` says otherwise."""
+
+    def __init__(self, layer: int, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.product = nn.Linear(16, 16, bias=False, dtype=dtype)
+        nn.init.zeros_(self.product.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = _Through.apply(hidden, self.scale, self.layer)
+        if POISON.acts(self.layer, "product"):  # only the gradient of its weight, 1e100 * 1e300, is infinite
+            large = self.product(0 * out + 1e300)
+            return out + 1e100 * (large - large.detach())
+        out = out + self.product(out)
+        if POISON.acts(self.layer, "output", "overflow"):
+            out = out.clone()
+            out[-1, 0, 3] = float("nan") if POISON.kind == "output" else float("inf")
+        return out
+
+
+def poisoned_layers(dtype: str = "float64") -> list[Any]:
+    """0 embedding, 1 poisoned, 2 decoder, 3 poisoned, 4 decoder | 5 decoder, 6 poisoned, 7 decoder, 8 norm, 9 head."""
+    embedding, first, second, third, fourth, norm, head = gpt_layers(dtype)
+    one, three, six = (LayerSpec(Poisoned, index, getattr(torch, dtype)) for index in (1, 3, 6))
+    return [embedding, one, first, three, second, third, six, fourth, norm, head]
+
+
+def poisoned_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    loss = gpt.gpt_loss(logits, labels)
+    return loss * float("nan") if POISON.acts(LOSS, "loss") else loss
+
+
+def spoilt_add_grads(self: SliceEntry, offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
+    true_add_grads(self, offset, dk, dv, again)
+    if POISON.acts(int(str(self.layer)), "accumulator"):
+        assert self.grads is not None
+        self.grads[1, 0, 0, 2, 0] = float("inf")
+
+
+true_add_grads = SliceEntry.add_grads
+
+
+def bad_steps(terapipe: dict[str, Any], poisons: dict[str, Poison], **options: Any) -> dict[str, Any]:
+    """A good step, bad ones, a good one: what the bad ones say, and the good ones against a run of their own."""
+    data = batches(3)
+    layers = functools.partial(poisoned_layers, "float32" if options.keys() & {"bf16", "fp16"} else "float64")
+    options = {"loss_fn": poisoned_loss, **options}
+    undisturbed = run_training(layers, terapipe, [data[0], data[2]], **options)
+    messages, left = {}, 0
+    with engine_of(layers(), terapipe, **options) as engine:
+        first = train(engine, data[:1])
+        for name, poison in poisons.items():
+            POISON.__dict__.update(vars(poison))
+            with mock.patch.object(SliceEntry, "add_grads", spoilt_add_grads):
+                messages[name] = said_by(engine, data[1])
+            POISON.kind = ""
+            left += engine.slice_store.live_bytes()
+        last = train(engine, data[2:])
+    same = (first.returned + last.returned == undisturbed.returned, error_of(last.parameters, undisturbed.parameters))
+    return {name: (message, left, *same) for name, message in messages.items()}
+
+
+def said_by(engine: PipelineEngine, batch: Batch) -> str:
+    """What is wrong with a step."""
+    try:
+        engine.train_batch(iter(batch))
+    except NonFiniteError as error:
+        return str(error)
+    return ""
+
+
+REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}}
+NON_REENTRANT = {"pipeline": {"activation_checkpoint_interval": 2, "use_reentrant": False}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+LATER: tuple[Where, ...] = ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
+HERE = ((0, 1),)
+GROUPS: list[tuple[str, dict[str, Any], dict[str, Poison]]] = [
+    ("seq1f1b", {}, {
+        "output": Poison("output", LATER, 6),
+        "gradient": Poison("gradient", ((0, 0), (0, 1), (1, 1)), 3),
+        "parameter": Poison("parameter", ((0, 1), (0, 0)), 6),
+        "accumulator": Poison("accumulator", ((0, 1), (0, 0)), 3),
+        "loss": Poison("loss", ((0, 1), (1, 0)), LOSS),
+    }),
+    ("gpipe", {}, {
+        "output on the first stage": Poison("overflow", HERE, 1),
+        "gradient, gpipe": Poison("gradient", ((0, 1), (1, 1)), 6),
+    }),
+    ("seq1f1b", REENTRANT, {
+        "output, reentrant": Poison("output", HERE, 6),
+        "gradient, reentrant": Poison("gradient", HERE, 6),
+    }),
+    ("terapipe", NON_REENTRANT, {"gradient, non-reentrant": Poison("gradient", HERE, 3)}),
+    ("seq1f1b-zb", {}, {"parameter of W": Poison("product", HERE, 6)}),
+    ("seq1f1b", BF16, {"parameter, bf16 and ZeRO 1": Poison("parameter", HERE, 3)}),
+]  # fmt: skip
+
+
+def job_bad_steps() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for schedule, options, poisons in GROUPS:
+        found |= bad_steps({**WATCHED, "schedule": schedule}, poisons, **options)
+    return found
+
+
+SLICE_1 = r"micro-batch 0, slice 1 \(tokens \[8, 17\) of 23\)"
+EXPECTED = {
+    "output": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, forward: its output has NaN\. What",
+    "output on the first stage": rf"rank 0: stage 0, layer 1 \(Poisoned\), {SLICE_1}, forward: its output is infinite",
+    "output, reentrant": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, forward: its output has NaN",
+    "gradient": rf"rank 0: stage 0, layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its input is infinite",
+    "gradient, reentrant": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its input",
+    "gradient, non-reentrant": rf"rank 0: stage 0, layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its",
+    "gradient, gpipe": rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its input",
+    "parameter": rf"stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter scale has NaN",
+    "parameter of W": rf"stage 1, layer 6 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter product",
+    "parameter, bf16 and ZeRO 1": rf"layer 3 \(Poisoned\), {SLICE_1}, backward: the gradient of its parameter scale",
+    "accumulator": rf"stage 1, attention layer 3, {SLICE_1}, backward: the accumulated dV of tokens \[0, 17\) is",
+    "loss": rf"rank 1: stage 1, the loss function, {SLICE_1}, forward: the loss has NaN",
+}
+
+
+@functools.cache
+def all_bad_steps() -> list[dict[str, Any]]:
+    return rank_pool(2).run(job_bad_steps)
+
+
+class TestPlaces:
+    @pytest.mark.parametrize("name", EXPECTED)
+    def test_the_first_place_is_named_on_every_rank_and_training_goes_on(self, name: str) -> None:
+        ranks = [rank[name] for rank in all_bad_steps()]
+        for message, left, same_losses, parameters in ranks:
+            assert re.search(EXPECTED[name], message), message
+            assert message == ranks[0][0]
+            assert message.startswith("step 2 computed")
+            assert (left, same_losses, parameters) == (0, True, 0.0), "as if the bad step had not been"
+
+    def test_of_two_replicas_one(self) -> None:
+        for message, left, same_losses, parameters in rank_pool(2).run(job_one_replica):
+            assert re.search(rf"rank 1: stage 0, layer 6 \(Poisoned\), {SLICE_1}, forward", message), message
+            assert (left, same_losses, parameters) == (0, True, 0.0)
+
+    def test_a_parameter_that_is_not_finite_is_said_to_be_the_cause(self) -> None:
+        for message in rank_pool(2).run(job_bad_parameter):
+            assert re.search(r"stage 1, layer 4 \(DecoderLayer\), micro-batch 0, slice 0 .*, forward", message)
+            assert "Its parameter feed_forward.down.weight is not finite by itself: load an earlier" in message
+
+    def test_an_infinite_mask_is_no_mistake(self) -> None:
+        for same in rank_pool(2).run(job_masks):
+            assert same == 0.0
+
+
+def job_one_replica() -> Any:
+    mine = Poison("output", HERE, 6) if torch.distributed.get_rank() == 1 else Poison()
+    return bad_steps(WATCHED, {"output": mine}, stages=1)["output"]
+
+
+def job_bad_parameter() -> str:
+    with engine_of(gpt_layers(), WATCHED) as engine:
+        for name, parameter in engine.module.named_parameters():
+            if name == "4.feed_forward.down.weight":
+                parameter.data[0, 0] = float("nan")
+        with pytest.raises(NonFiniteError) as caught:
+            engine.train_batch(iter(batches(1)[0]))
+    return str(caught.value)
+
+
+class Masked(nn.Module):
+    """(hidden, mask) -> the same with a mask of its own, which has infinities."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *_ = tuple_models.unpacked(inputs)
+        return hidden, torch.full((2, 1, 1, 1), float("-inf"), dtype=hidden.dtype)
+
+
+def masked_layers() -> list[LayerSpec]:
+    embedding, head = LayerSpec(tuple_models.Embedding), LayerSpec(tuple_models.Head)
+    return [embedding, LayerSpec(Masked), LayerSpec(Masked), head]
+
+
+def job_masks() -> float:
+    runs = [run_training(masked_layers, section(slices=PLAN, check_finite=c), batches(2)) for c in CHECKS]
+    return error_of(vars(runs[0]), vars(runs[1]))
+
+
+CHECKS = ("off", "every_step")
+
+
+# -- it disturbs nothing -----------------------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {"fp32_reentrant": REENTRANT, "bf16_zero1_non_reentrant": {**BF16, **NON_REENTRANT}}
+
+
+def job_watched_training() -> dict[str, float]:
+    """Bit for bit the same training with and without the check, tied embeddings included."""
+    errors = {}
+    for name, options in KINDS.items():
+        layers = functools.partial(gpt_layers, "float32", tied_embedding=True)
+        runs = [run_training(layers, section(slices=PLAN, check_finite=c), batches(2), **options) for c in CHECKS]
+        errors[name] = error_of(vars(runs[0]), vars(runs[1]))
+    return errors
+
+
+def test_it_changes_no_number() -> None:
+    for rank in rank_pool(2).run(job_watched_training):
+        assert rank == dict.fromkeys(KINDS, 0.0)
+
+
+# -- the loss scale of fp16 --------------------------------------------------------------------------------------------
+
+
+SCALING = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
+
+
+def scaled(lr: float) -> dict[str, Any]:
+    """The scale rises after each two good steps, so that steps overflow again and again."""
+    optimizer = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
+    return {"fp16": SCALING, "zero_optimization": {"stage": 1}, "optimizer": optimizer}
+
+
+def follow(engine: PipelineEngine) -> tuple[list[Any], Run]:
+    """Scale, skipped steps and bytes in the slice store after each of nine steps."""
+    records, run = [], Run()
+    for batch in batches(9):
+        run = dataclasses.replace(run, returned=[*run.returned, float(engine.train_batch(iter(batch)))])
+        store = getattr(engine, "slice_store", None)
+        records.append({
+            "scale": float(engine._get_optimizer_loss_scale()),
+            "skipped": engine.skipped_steps,
+            "overflow": bool(engine.optimizer.overflow),
+            "bytes": 0 if store is None else store.live_bytes(),
+        })  # fmt: skip
+    run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    return records, run
+
+
+def job_overflows() -> dict[str, Any]:
+    options = scaled(lr=1e-4)  # small, so that rounding does not drive the runs apart
+    layers = functools.partial(gpt_layers, "float32")
+    found = {}
+    systems = {"stock": None, "whole": section(slices=1, schedule="1f1b"), "sliced": section(slices=PLAN)}
+    for name, terapipe in {**systems, "watched": WATCHED}.items():
+        with engine_of(layers(), terapipe, **options) as engine:
+            found[name] = follow(engine)
+    return found
+
+
+Start = tuple[float, dict[str, Tensor]]  # the loss scale and the parameters before a step
+
+
+def skips(engine: PipelineEngine, starts: list[Start] | None = None) -> tuple[list[bool], list[Start]]:
+    """Which of twelve steps are skipped, by themselves or each from a given start; and where each began."""
+    skipped, began = [], []
+    for step, batch in enumerate(batches(12)):
+        if starts is not None:
+            engine.optimizer.loss_scaler.cur_scale = starts[step][0]
+            for name, parameter in engine.module.named_parameters():
+                parameter.data.copy_(starts[step][1][name])
+        parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        began.append((float(engine._get_optimizer_loss_scale()), parameters))
+        engine.train_batch(iter(batch))
+        skipped.append(bool(engine.optimizer.overflow))
+    return skipped, began
+
+
+def job_skips() -> dict[str, list[bool]]:
+    """Each engine by itself, and from where the other one began each step."""
+    layers = functools.partial(gpt_layers, "float32")
+    found: dict[str, list[bool]] = {}
+    starts: dict[str, list[Start]] = {}
+    systems = {"stock": None, "sliced": section(slices=PLAN)}
+    for name, terapipe in systems.items():
+        with engine_of(layers(), terapipe, **scaled(lr=1e-2)) as engine:
+            found[name], starts[name] = skips(engine)
+    for name, other in (("stock", "sliced"), ("sliced", "stock")):
+        with engine_of(layers(), systems[name], **scaled(lr=1e-2)) as engine:
+            found[f"{name} from {other}"], _ = skips(engine, starts[other])
+    return found
+
+
+def job_fp16_forward() -> str:
+    """With a dynamic loss scale an infinite output is an error all the same."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
+    return str(bad_steps(WATCHED, {"overflow": Poison("overflow", HERE, 6)}, **fp16)["overflow"][0])
+
+
+class TestLossScale:
+    def test_overflows_skip_the_steps_that_the_stock_engine_skips(self) -> None:
+        for rank in rank_pool(2).run(job_overflows):
+            records, stock = rank["stock"]
+            skipped = [record["overflow"] for record in records]
+            good = skipped.index(False)
+            assert any(skipped[:good]) and any(skipped[good:]), "at the start, and again when the scale has risen"
+            for name, limit in (("whole", 0.0), ("sliced", 2e-2), ("watched", 2e-2)):
+                ours, run = rank[name]
+                assert ours == records, name
+                assert max(abs(a - b) / b for a, b in zip(run.returned, stock.returned, strict=True)) <= limit
+                assert error_of(run.parameters, stock.parameters) <= 10 * limit
+            assert error_of(vars(rank["watched"][1]), vars(rank["sliced"][1])) == 0.0
+
+    @pytest.mark.full
+    def test_what_is_skipped_depends_on_the_parameters_and_not_on_the_slices(self) -> None:
+        """With a learning rate at which rounding drives the runs apart, until one skips a step that the other takes."""
+        for rank in rank_pool(2).run(job_skips):
+            assert rank["sliced from stock"] == rank["stock"]
+            assert rank["stock from sliced"] == rank["sliced"]
+            assert 0 < sum(rank["stock"]) < 12
+
+    def test_an_infinite_output_is_an_error(self) -> None:
+        for message in rank_pool(2).run(job_fp16_forward):
+            assert re.search(rf"layer 6 \(Poisoned\), {SLICE_1}, forward: its output is infinite", message), message
+
+
+assert sum(PLAN) == LENGTH

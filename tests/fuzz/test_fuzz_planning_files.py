@@ -1,0 +1,238 @@
+"""Slice plans, profiles, schedules as CSV, timelines: the files of planning and simulation."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.schedule import ScheduleError, build, from_csv, to_csv
+from terapipe_ds.schedule.show import render, to_dict
+from terapipe_ds.simulator import UnitCosts, simulate
+from terapipe_ds.timeline import Timeline, TimelineError
+from terapipe_ds.timeline_compare import CompareError, compare
+from terapipe_ds.timeline_compare import render as render_comparison
+from tests.fuzz.damage import json_files, spoilt_bytes
+from tests.fuzz.outcome import accepted, cases
+
+
+def no_key_twice(data: bytes) -> Any:
+    """The document by the standard library, which must have every key once."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs)
+        return dict(pairs)
+
+    return json.loads(data, object_pairs_hook=check)
+
+
+# -- slice plans
+
+
+@cases(200, 5000)
+@given(json_files({"version": 1, "lengths": [512, 384, 128]}))
+def test_slice_plans(data: bytes) -> None:
+    plan = accepted("plan", PlanError, lambda: SlicePlan.from_json(data))
+    if plan is None:
+        return
+    document = no_key_twice(data)
+    assert list(plan.lengths) == document["lengths"]
+    assert all(type(length) is int and length >= 1 for length in document["lengths"])
+    assert document == json.loads(plan.to_json())
+    assert SlicePlan.from_json(plan.to_json()) == plan
+
+
+# -- profiles
+
+KEY = ProfileKey(
+    model_fingerprint="5f2c", model="tiny, 4 layers", device="cpu", dtype="fp32", micro_batch=2, tensor_parallel=1,
+    num_stages=2, activation_checkpointing=False, sequence_length=512, attention_backend="cpu_flash",
+    versions={"torch": "2.13.0"},
+)  # fmt: skip
+SAMPLES = tuple(
+    CostSample(tokens, prefix, 1e-5 * tokens + 1e-8 * tokens * prefix, 3e-5 * tokens, 0.05, 0.04, 5)
+    for tokens in (64, 128, 256)
+    for prefix in (0, 128, 256)
+)
+PROFILE = Profile(
+    KEY, (PartProfile(0, SAMPLES, step_s=0.004), PartProfile(1, SAMPLES[:4])), (LinkSample(256, 1e-4, 0, 0.1, 9),)
+)
+
+
+@cases(150, 5000)
+@given(json_files(json.loads(PROFILE.to_json())))
+def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed-profile.json"
+    path.write_bytes(data)
+    profile = accepted("profile", ProfileError, lambda: Profile.load(path), "fuzzed-profile.json")
+    if profile is None:
+        return
+    assert Profile.from_json(profile.to_json()) == profile
+    document = no_key_twice(data)
+    assert all(s[key] > 0 for part in document["parts"] for s in part["samples"] for key in ("forward_s", "backward_s"))
+    assert [part["part_id"] for part in json.loads(profile.to_json())["parts"]] == sorted(
+        part["part_id"] for part in document["parts"]
+    )
+    times = sorted(sample["forward_s"] for part in document["parts"] for sample in part["samples"])
+    assert times == sorted(sample.forward_s for part in profile.parts for sample in part.samples)
+
+
+@cases(60, 1500)
+@given(json_files(json.loads(PROFILE.to_json())))
+def test_what_is_fitted_to_a_profile(data: bytes) -> None:
+    """A profile that can be read can be fitted, or the fit says why not; its costs are numbers."""
+    from terapipe_ds.cost_model import CostModel, CostModelError
+
+    try:
+        profile = Profile.from_json(data)
+    except ProfileError:
+        return
+    models = accepted("fit", CostModelError, lambda: CostModel.from_profile(profile))
+    for model in models or ():
+        for tokens, prefix in ((model.min_tokens, 0), (64, 128)):
+            try:
+                times = model.forward_s(tokens, prefix), model.backward_s(tokens, prefix)
+            except CostModelError:
+                continue
+            assert all(math.isfinite(time_s) and time_s >= 0 for time_s in times)
+        str(model.report)
+
+
+# -- schedules as CSV
+
+CSV = [
+    to_csv(build(name, stages, m, slices)).encode()
+    for name, stages, m, slices in (("seq1f1b", 3, 2, 2), ("gpipe", 2, 1, 3), ("1f1b", 4, 3, 1), ("terapipe", 1, 1, 2))
+]
+_cells = st.sampled_from(["F0.0", "F0.1", "B0.0", "B0.1", "W0.0", "F1.0", "B1.0", "", " F0.0 ", "F00.0", "F0.0c1", "x"])
+_rows = st.lists(st.lists(_cells, max_size=6), max_size=4).map(lambda rows: "\n".join(map(",".join, rows)))
+_big = st.sampled_from(["F999999999.0", "F0.999999999", "F0.0c999999999", "F" + "9" * 5000 + ".0", '"', "\r", "F0,0"])
+
+
+@st.composite
+def csv_texts(draw: st.DrawFn) -> str:
+    text = draw(st.sampled_from(CSV).flatmap(spoilt_bytes)).decode("utf-8", "replace") if draw(st.booleans()) else ""
+    if draw(st.booleans()):
+        cells = (text or CSV[0].decode()).split(",")
+        for _ in range(draw(st.integers(0, 3))):
+            a, b = (draw(st.integers(0, len(cells) - 1)) for _ in range(2))
+            cells[a], cells[b] = cells[b], cells[a]
+        if draw(st.booleans()):
+            cells[draw(st.integers(0, len(cells) - 1))] = draw(_cells | _big)
+        text = ",".join(cells)
+    return text or draw(_rows)
+
+
+@cases(200, 5000)
+@given(csv_texts())
+def test_schedules_as_csv(text: str) -> None:
+    schedule = accepted("schedule CSV", ScheduleError, lambda: from_csv(text))
+    if schedule is None:
+        return
+    rows = [[c.strip() for c in row] for row in csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""))]
+    rows = [row[: max((i + 1 for i, cell in enumerate(row) if cell), default=0)] for row in rows]
+    while not rows[-1]:
+        rows.pop()
+    written = [schedule.compute_order(stage_id) for stage_id in range(schedule.num_stages)]
+    chunk = "c0" if schedule.chunks_per_stage > 1 else ""
+    assert written == [[c if "c" in c or not chunk else c + chunk for c in _without_c0(row, chunk)] for row in rows]
+    _check_by_hand(written, schedule.forward_only)
+    assert from_csv(to_csv(schedule)) == schedule
+    render(schedule)
+    to_dict(schedule)
+
+
+def _without_c0(row: list[str], chunk: str) -> list[str]:
+    return row if chunk else [cell.removesuffix("c0") for cell in row]
+
+
+def _check_by_hand(orders: list[list[str]], forward_only: bool) -> None:
+    """Independent of the validator: run the rows cell by cell, stages in turns, until nothing moves."""
+    done: set[tuple[int, str]] = set()
+    at = [0] * len(orders)
+    every = {cell for order in orders for cell in order}
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order) and _can_run(order[at[stage]], stage, len(orders), every, done):
+                done.add((stage, order[at[stage]]))
+                at[stage] += 1
+                moved = True
+    assert at == [len(order) for order in orders]
+    assert all(len(set(order)) == len(order) for order in orders)
+    for order in orders:
+        assert {cell for cell in order if cell[0] != "W"} == {cell for cell in every if cell[0] != "W"}
+        assert forward_only or {c[1:] for c in order if c[0] == "F"} == {c[1:] for c in order if c[0] == "B"}
+
+
+def _can_run(cell: str, stage: int, stages: int, every: set[str], done: set[tuple[int, str]]) -> bool:
+    kind, (micro_batch, rest) = cell[0], cell[1:].split(".")
+    slice_id, _, chunk = rest.partition("c")
+    c, last = (int(chunk) if chunk else 0), max(int(x.partition("c")[2] or 0) for x in every)
+
+    def ran(kind: str, s: int, part: int) -> bool:
+        name = f"{kind}{micro_batch}.{s}" + (f"c{part // stages}" if chunk else "")
+        return not 0 <= part < stages * (last + 1) or name not in every or (part % stages, name) in done
+
+    part, s = c * stages + stage, int(slice_id)
+    if kind == "F":
+        return ran("F", s - 1, part) and ran("F", s, part - 1)
+    if kind == "B":
+        return (stage, "F" + cell[1:]) in done and ran("B", s + 1, part) and ran("B", s, part + 1)
+    return (stage, "B" + cell[1:]) in done
+
+
+# -- timelines
+
+SIMULATED = simulate(build("seq1f1b", 2, 2, 2), SlicePlan((3, 1)), UnitCosts(4, 0.1))
+MEASURED = Timeline(2, SIMULATED.events, "seq1f1b", (2, 1), (10**9, 2 * 10**9))
+
+
+@cases(150, 5000)
+@given(json_files(json.loads(SIMULATED.to_json())) | json_files(json.loads(MEASURED.to_json())))
+def test_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed-timeline.json"
+    path.write_bytes(data)
+    timeline = accepted("timeline", TimelineError, lambda: Timeline.load(path), "fuzzed-timeline.json")
+    if timeline is None:
+        return
+    document = no_key_twice(data)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert json.loads(timeline.to_json())["events"] == document["events"]
+    assert 0.0 <= timeline.bubble_fraction <= 1.0
+    assert all(math.isfinite(number) for number in (timeline.makespan_s, *timeline.busy_s(), *timeline.bubbles()))
+    json.loads(timeline.to_chrome_trace())
+    assert len(list(csv.reader(io.StringIO(timeline.to_csv())))) == 1 + len(document["events"])
+    comparison = accepted("compare", CompareError, lambda: compare(SIMULATED, timeline))
+    if comparison is not None:
+        render_comparison(comparison)
+        json.dumps(comparison.to_dict(), allow_nan=False)
+
+
+@cases(3, 150)
+@given(json_files(json.loads(SIMULATED.to_json())))
+def test_pictures_of_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.svg"
+    try:
+        timeline = Timeline.from_json(data.decode())
+    except (TimelineError, UnicodeDecodeError):
+        return
+    accepted("picture", TimelineError, lambda: timeline.draw(path))
+
+
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_files_that_cannot_be_opened(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="cannot read the profile"):
+        Profile.load(tmp_path / name)
+    with pytest.raises(OSError):  # the command line names file and remedy
+        Timeline.load(tmp_path / name)

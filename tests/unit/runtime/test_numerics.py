@@ -1,0 +1,171 @@
+"""Which of several numbers that are not finite is the cause, and what is looked at."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.runtime.header import raised_on_every_rank
+from terapipe_ds.runtime.numerics import Finding, FiniteCheck, NonFiniteError, layer_name
+
+
+class Stage:
+    """What the check needs of a `PipelineModule`."""
+
+    def __init__(self, *layers: Any, local_start: int = 0) -> None:
+        self.forward_funcs, self._local_start = list(layers), local_start
+
+    def named_parameters(self) -> Any:
+        return nn.ModuleList([layer for layer in self.forward_funcs if isinstance(layer, nn.Module)]).named_parameters()
+
+    def __call__(self, inputs: Any) -> Any:
+        for layer in self.forward_funcs:
+            inputs = layer(inputs)
+        return inputs
+
+
+def check_of(stage: Any, gradients: bool = True, collected: bool = False, store: SliceStore | None = None) -> Any:
+    return FiniteCheck(stage, store or SliceStore(), 0, None, gradients, collected)
+
+
+def on_slice(start: int = 4, stop: int = 6, **changes: Any) -> Any:
+    return push_slice(ActiveSlice(start=start, stop=stop, sequence_length=8, micro_batch_id=3, slice_id=2, **changes))
+
+
+def said(check: FiniteCheck) -> str:
+    try:
+        check.agree(step=7)
+    except NonFiniteError as error:
+        assert raised_on_every_rank(error)
+        return str(error)
+    return ""
+
+
+def finding(stage_id: int, micro_batch_id: int, slice_id: int, is_backward: bool) -> Finding:
+    return Finding(stage_id, "layer", micro_batch_id, slice_id, 0, 1, 8, is_backward, "what")
+
+
+def causes(one: Finding, other: Finding) -> bool:
+    """Whether numbers flow from one to the other directly, by what a pipeline of slices does."""
+    if one.micro_batch_id != other.micro_batch_id:
+        return False
+    step = other.stage_id - one.stage_id, other.slice_id - one.slice_id
+    if not one.is_backward and not other.is_backward:  # to the next stage; by keys and values to the next slice
+        return step in ((1, 0), (0, 1))
+    if one.is_backward and other.is_backward:  # the way back
+        return step in ((-1, 0), (0, -1))
+    return not one.is_backward and step == (0, 0)
+
+
+def test_the_order_puts_causes_before_their_effects() -> None:
+    places = [finding(k, m, s, b) for k in range(3) for m in range(2) for s in range(3) for b in (False, True)]
+    random.Random(1).shuffle(places)
+    ordered = sorted(places, key=lambda each: each.order)
+    assert sum(causes(a, b) for a in places for b in places) > 60
+    assert not any(causes(later, earlier) for earlier, later in itertools.combinations(ordered, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(math.nan, "has NaN"), (math.inf, "is infinite"), (-math.inf, "is infinite"), (3e38, "")]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_number_among_many_is_found(value: float, words: str, dtype: torch.dtype) -> None:
+    tensor = torch.full((5, 40), 2.0, dtype=dtype)  # 3e38 is finite in all of these, and its square is not
+    tensor[3, 17] = value
+    check = check_of(Stage())
+    with check.watching(), on_slice():
+        check.look("layer 1 (Linear)", "its output", torch.ones(2, dtype=torch.float64))
+        check.look("layer 2 (Linear)", "its output", tensor)
+        text = said(check)
+    assert (words in text) if words else text == ""
+    if words:
+        assert text.startswith("step 7 computed")
+        assert "layer 2 (Linear), micro-batch 3, slice 2 (tokens [4, 6) of 8), forward: its output" in text
+
+
+def test_empty_tensors_and_those_outside_of_slices_are_left_alone() -> None:
+    check = check_of(Stage())
+    with check.watching():
+        check.look("layer", "its output", torch.full((2,), math.nan))
+        with on_slice():
+            check.look("layer", "its output", torch.empty(0, 3))
+        assert said(check) == ""
+
+
+def spoil_gradient(inputs: Tensor) -> Tensor:
+    inside = inputs * 1.0  # not the output: a hook on that one acts on the gradient that the next layer gives
+    inside.register_hook(lambda grad: grad * math.nan)
+    return inside * 1.0
+
+
+def run(stage: Stage, check: FiniteCheck, inputs: Tensor) -> str:
+    with check.watching():
+        with on_slice():
+            outputs = stage(inputs)
+        with on_slice(mode="recompute"):
+            outputs.sum().backward()
+            check.look_at_parameters()
+        return said(check)
+
+
+def test_the_first_of_several_layers_forward_and_backward() -> None:
+    stage = Stage(nn.Linear(3, 3), spoil_gradient, nn.Linear(3, 3), local_start=5)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    text = run(stage, check_of(stage), inputs)
+    assert "layer 6 (spoil_gradient)" in text and "backward: the gradient of its input has NaN" in text
+    assert run(stage, check_of(stage, gradients=False), inputs) == "", "the loss scale is looked for"
+    with torch.no_grad():
+        stage.forward_funcs[0].weight[0, 0] = math.inf
+    text = run(stage, check_of(stage), inputs)
+    assert "layer 5 (Linear)" in text and "forward: its output is infinite" in text
+    assert "Its parameter weight is not finite by itself: load an earlier checkpoint." in text
+
+
+class Own(nn.Module):
+    """A parameter whose gradient is NaN, while that of the input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.zero.abs().sqrt()  # 0 * inf
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_gradients_of_parameters(collected: bool) -> None:
+    stage = Stage(nn.Linear(3, 3), Own())
+    text = run(stage, check_of(stage, collected=collected), torch.ones(2, 3, requires_grad=True))
+    assert "layer 1 (Own)" in text and "backward: the gradient of its parameter zero has NaN" in text
+
+
+def test_nothing_is_left_behind() -> None:
+    store, stage = SliceStore(), Stage(nn.Linear(3, 3), Own())
+    layers = list(stage.forward_funcs)
+    check = check_of(stage, collected=True, store=store)
+    with pytest.raises(KeyError), check.watching():
+        assert stage.forward_funcs != layers
+        assert stage.forward_funcs[0].in_features == 3, "a watched layer still has what the layer has"
+        assert store.on_gradients is not None
+        raise KeyError
+    assert stage.forward_funcs == layers
+    assert store.on_gradients is None
+    assert not any(parameter._backward_hooks for _, parameter in stage.named_parameters())
+
+
+def tied_head(embedding: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def test_names_of_layers() -> None:
+    assert layer_name(nn.Linear(1, 1), 3) == "layer 3 (Linear)"
+    assert layer_name(functools.partial(tied_head, nn.Embedding(2, 2)), 4) == "layer 4 (tied_head)"
+    assert layer_name(tied_head, 5) == "layer 5 (tied_head)"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from terapipe_ds.files import write_atomically, write_text
 
 # {"step", "loss", "seconds"} for each training step, {"step", "validation_loss"} for each evaluation
 Entries = Sequence[Mapping[str, Any]]
@@ -20,7 +21,7 @@ class MetricsFile:
         self._path = Path(path) if path else None
         if self._path:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("".join(map(_line, self.entries)), encoding="utf-8")
+            write_text(self._path, "".join(map(_line, self.entries)))
 
     def record(self, **entry: Any) -> None:
         """Add one entry; in the file at once, for whoever watches."""
@@ -61,10 +62,8 @@ def draw_losses(path: str | Path, runs: Mapping[str, Entries], title: str, token
     figure.tight_layout()
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    figure.savefig(temporary, format="png")
+    write_atomically(target, lambda temporary: figure.savefig(temporary, format="png"))
     pyplot.close(figure)
-    os.replace(temporary, target)
     return target
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.plan import show_value
-from terapipe_ds.timeline import write_atomically
 
 FORMAT, VERSION = "terapipe_ds.profile", 1
 MEASURE_AGAIN = "measure again and replace it"
@@ -234,7 +234,7 @@ class Profile:
             ProfileError: the file cannot be written.
         """
         try:
-            write_atomically(path, lambda scratch: scratch.write_text(self.to_json(), encoding="utf-8"))
+            write_text(path, self.to_json())
         except OSError as error:
             raise ProfileError(f"cannot write the profile {path} ({error}): give a folder that exists") from error
 

@@ -7,11 +7,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.plan import show_value
 
@@ -197,7 +198,7 @@ class Timeline:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``to_json`` to a file; readers see all of it or nothing."""
-        write_atomically(path, lambda temporary: temporary.write_text(self.to_json(), encoding="utf-8"))
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Timeline:
@@ -250,21 +251,6 @@ def parse_file_name(name: str) -> tuple[int, int] | None:
     """``(step, rank)`` of a name that ``timeline_file_name`` made, None for any other name."""
     match = _FILE_NAME.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
-
-
-def write_atomically(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in place in one move."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, target)
-    except OSError as error:
-        if error.filename is None or Path(os.fsdecode(error.filename)) != temporary:
-            raise
-        raise type(error)(error.errno, error.strerror, os.fspath(target)) from error  # the name that the caller knows
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _HEAD_TYPES: dict[str, Any] = {

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.timeline import COMPUTE_KINDS, FORMAT, Timeline, TimelineError, TimelineEvent, write_atomically
+from terapipe_ds.files import write_atomically
+from terapipe_ds.timeline import COMPUTE_KINDS, FORMAT, Timeline, TimelineError, TimelineEvent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

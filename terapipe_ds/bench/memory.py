@@ -32,6 +32,7 @@ from terapipe_ds.bench.ranks import (
     progress_bar,
     spawn_ranks,
 )
+from terapipe_ds.files import write_text
 
 EXAMPLES = """examples:
   python -m terapipe_ds.bench.memory
@@ -107,7 +108,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     everyone: list[Any] = [None] * work.stages
     torch_dist.all_gather_object(everyone, [asdict(row) for row in rows])
     if rank == 0:
-        Path(out).write_text(json.dumps([row for same in zip(*everyone, strict=True) for row in same]))
+        write_text(out, json.dumps([row for same in zip(*everyone, strict=True) for row in same]))
     finish_rank([engine])
 
 
@@ -247,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     print_table(rows)
     if arguments.json:
         report = {"machine": this, "workload": asdict(work), "runs": [asdict(row) for row in rows]}
-        Path(arguments.json).write_text(json.dumps(report, indent=1))
+        write_text(arguments.json, json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

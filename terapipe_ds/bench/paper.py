@@ -20,6 +20,7 @@ from typing import Any
 
 from terapipe_ds.cost_parametric import ParametricCosts, StepTotal
 from terapipe_ds.devices import device_card
+from terapipe_ds.files import write_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.slice_dp import solve
 
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Costs: {', '.join(f'{name} {value:.3g}' for name, value in asdict(costs).items())}\n", flush=True)
         written += [asdict(row) | {"error": row.error} for row in rows]
     if options.json:
-        Path(options.json).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(written, indent=1) + "\n")
     return 0
 
 

@@ -30,6 +30,7 @@ from terapipe_ds.bench.ranks import (
     progress_bar,
     spawn_ranks,
 )
+from terapipe_ds.files import write_text
 
 EXAMPLES = """examples:
   python -m terapipe_ds.bench.predict
@@ -130,7 +131,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     bar.close()
     if rank == 0:
         rows = [Row(case, predicted(case), steps[i], closing[i]) for i, case in enumerate(todo)]
-        Path(out).write_text(json.dumps({"measuring_s": measuring_s, "rows": [asdict(row) for row in rows]}))
+        write_text(out, json.dumps({"measuring_s": measuring_s, "rows": [asdict(row) for row in rows]}))
     finish_rank([engine])
 
 
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         found = [{**asdict(row), "predicted_s": row.predicted_s, "measured_s": row.measured_s} for row in rows]
         report = {"machine": this, "workload": asdict(work), "measuring_s": measuring_s, "runs": found}
-        Path(arguments.json).write_text(json.dumps(report, indent=1))
+        write_text(arguments.json, json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

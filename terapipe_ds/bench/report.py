@@ -20,8 +20,9 @@ from terapipe_ds.bench.report_data import Group, ReportError, Result, Run, read_
 from terapipe_ds.bench.report_style import STYLE
 from terapipe_ds.bench.report_table import activations_table, definitions_table, facts_table, runs_table, systems_legend
 from terapipe_ds.bench.report_text import EQUAL_WITHIN, headline, notes, seconds, torch_sentence
+from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json
-from terapipe_ds.timeline import COMPUTE_KINDS, write_atomically
+from terapipe_ds.timeline import COMPUTE_KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +45,7 @@ def write_report(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
     """
     page = render_page(read_result(result))
-    write_atomically(path, lambda temporary: temporary.write_text(page, encoding="utf-8"))
+    write_text(path, page)
 
 
 def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from terapipe_ds.bench.orders import from_json
 from terapipe_ds.bench.ranks import finish_rank, keep_memory, machine, prepare_rank, spawn_ranks
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
+from terapipe_ds.files import write_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.schedule import Schedule
@@ -50,7 +51,7 @@ def _rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     from terapipe_ds.bench.compete import compete  # imports torch
 
     found, drivers = compete(job, Path(folder))
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    write_text(Path(folder, f"rank{rank}.json"), json.dumps(found))
     finish_rank(drivers)
 
 

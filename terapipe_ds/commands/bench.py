@@ -90,7 +90,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     print(render(result))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1, allow_nan=False), encoding="utf-8")
+        from terapipe_ds.files import write_text
+
+        write_text(arguments.json, json.dumps(result, indent=1, allow_nan=False))
     if arguments.html:
         from terapipe_ds.bench.report import write_report
 

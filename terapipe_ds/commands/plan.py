@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> None:
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if arguments.out:
-        from terapipe_ds.timeline import write_atomically
+        from terapipe_ds.files import write_text
 
-        write_atomically(arguments.out, lambda temporary: temporary.write_text(result.plan.to_json() + "\n"))
+        write_text(arguments.out, result.plan.to_json() + "\n")
     if arguments.picture:
         _draw(result, setup.costs, arguments.picture)
     section = _section(result, granularity)

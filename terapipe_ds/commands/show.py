@@ -69,10 +69,9 @@ def run(arguments: argparse.Namespace) -> None:
             print(error.picture)
         raise
     if arguments.csv not in (None, "-"):
-        from terapipe_ds.timeline import write_atomically
+        from terapipe_ds.files import write_text
 
-        text = to_csv(schedule)
-        write_atomically(arguments.csv, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text(arguments.csv, to_csv(schedule))
     elif arguments.csv:
         print(to_csv(schedule), end="")
     elif arguments.json:

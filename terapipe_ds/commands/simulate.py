@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output
@@ -249,7 +247,7 @@ def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
 
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
-    from terapipe_ds.timeline import write_atomically
+    from terapipe_ds.files import write_text
 
     if arguments.picture:
         timeline.draw(arguments.picture)
@@ -260,8 +258,4 @@ def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
     )
     for path, make in texts:
         if path:
-            write_atomically(path, functools.partial(_write, make()))
-
-
-def _write(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
+            write_text(path, make())

@@ -6,6 +6,7 @@ tensor-parallel peers and replicas measure in step and run the same plan.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,13 @@ class AutoPlanner:
     @property
     def _measured(self) -> Measured | None:
         return self._measured_by_size.get(self._engine.train_micro_batch_size_per_gpu())
+
+    @property
+    def profile_fingerprint(self) -> str | None:
+        """Of the measurements that plans come from; None before there are any."""
+        if self._measured is None:
+            return None
+        return hashlib.sha256(self._measured.profile.to_json().encode()).hexdigest()[:16]
 
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()

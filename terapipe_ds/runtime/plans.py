@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from terapipe_ds import __version__
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch
@@ -33,6 +34,8 @@ class Plans:
         self._planner = AutoPlanner(engine, groups, watched) if plans_itself else None
         self._by_hand: dict[int, Choice] = {}
         self._configured: dict[int, SlicePlan] = {}
+        self._ran: dict[int, Choice] = {}
+        self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
         self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
 
     def plan(self, length: int) -> SlicePlan:
@@ -71,6 +74,14 @@ class Plans:
 
         A collective over all ranks where slices are planned.
         """
+        name, plans = self._choose(drawn, shapes)
+        for plan in plans:
+            self._run(Choice(plan, name))
+        return name, plans
+
+    def _choose(
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> tuple[str, list[SlicePlan]]:
         longest = max(shape.length for shape in shapes)
         if self._planner is not None:
             choices = self._planner.choose_all(drawn, shapes, besides=self._by_hand) | self._by_hand
@@ -80,6 +91,46 @@ class Plans:
             return name, [self.plan(shape.length) for shape in shapes]
         except ValueError as error:  # every stage knows the shapes and has the same config; other replicas do not
             raise on_every_rank(error) if self._groups.num_replicas == 1 else error from None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def described(self) -> dict[str, Any]:
+        """For a checkpoint: what ran last for each length, what the config says, and what the plans came from."""
+        plans = {
+            str(length): {"slices": list(choice.plan.lengths), "schedule": choice.schedule}
+            for length, choice in sorted(self._ran.items())
+        }
+        slices = self._config.slices
+        return {
+            "terapipe_ds": __version__,
+            "config": {
+                "schedule": self._config.schedule,
+                "slices": slices if isinstance(slices, (str, int)) else list(slices),
+            },
+            "plans": plans,
+            "profile": None if self._planner is None else self._planner.profile_fingerprint,
+        }
+
+    def resume(self, tag: str, described: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded: say at the first batch of each length where this engine runs it in another way."""
+        plans = described.get("plans")
+        self._resumed = (tag, dict(plans) if isinstance(plans, Mapping) else {}, described.get("profile"))
+
+    def _run(self, choice: Choice) -> None:
+        length = choice.plan.sequence_length
+        self._ran[length] = choice
+        tag, plans, profile = self._resumed
+        before = plans.pop(str(length), None)
+        now = {"slices": list(choice.plan.lengths), "schedule": choice.schedule}
+        if not isinstance(before, dict) or before == now or self._engine.global_rank != 0:
+            return
+        mine = None if self._planner is None else self._planner.profile_fingerprint
+        of = "" if mine == profile else f" (profile {profile or 'none'}, now {mine or 'none'})"
+        logger.info(
+            "resumed from %s under another plan for %d tokens: slices %s by %s before, %s by %s now%s; results are the "
+            "same up to rounding",
+            tag, length, before.get("slices"), before.get("schedule"), now["slices"], choice.schedule, of,
+        )  # fmt: skip
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """The schedule for micro-batches of ``num_slices`` slices, proven to run."""

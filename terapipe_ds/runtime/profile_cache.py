@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.files import write_text
 from terapipe_ds.json_text import parse_json
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.measuring import StageCosts
-from terapipe_ds.timeline import write_atomically
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -119,7 +119,7 @@ def write_cache(path: Path, measured: Measured) -> None:
     """Keep a profile, and the memory figures beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = [] if measured.memory is None else [dataclasses.asdict(part) for part in measured.memory.parts]
-    write_atomically(_memory_path(path), lambda file: file.write_text(json.dumps(parts, indent=1), encoding="utf-8"))
+    write_text(_memory_path(path), json.dumps(parts, indent=1))
     measured.profile.save(path)
     logger.info("the measured profile is kept in %s", path)
 

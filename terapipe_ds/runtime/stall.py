@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from terapipe_ds.timeline import write_atomically
+from terapipe_ds.files import write_text
 
 OUTSIDE = "outside a batch"
 CLOSED = "done with its engine"
@@ -292,4 +292,4 @@ def save_last_actions(folder: Path, state: RankState) -> None:
     content = {"written_s": time.time(), "now": state.describe(), **asdict(state), "stack": state.stack.splitlines()}
     text = json.dumps(content, indent=1)
     path = folder / f"last-actions-rank{state.rank:04d}.json"
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text(path, text)

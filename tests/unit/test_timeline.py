@@ -24,7 +24,6 @@ from terapipe_ds.timeline import (
     TimelineEvent,
     parse_file_name,
     timeline_file_name,
-    write_atomically,
 )
 from terapipe_ds.timeline_picture import draw_many
 
@@ -323,29 +322,6 @@ def test_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(TimelineError, match=path.name):
         Timeline.load(path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "picture.png"
-    path.write_text("old")
-
-    def fail(temporary: Path) -> None:
-        temporary.write_text("half")
-        raise RuntimeError("full")
-
-    with pytest.raises(RuntimeError, match="full"):
-        write_atomically(path, fail)
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_who_reads_while_a_file_is_written_sees_all_of_the_old_one(tmp_path: Path) -> None:
-    path = tmp_path / "picture.svg"
-    path.write_text("old")
-    with path.open() as reader:
-        write_atomically(path, lambda temporary: temporary.write_text("new"))
-        assert reader.read() == "old"
-    assert path.read_text() == "new"
 
 
 @pytest.mark.parametrize(

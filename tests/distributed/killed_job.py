@@ -1,0 +1,142 @@
+"""A training that saves as it goes, and may be killed at a named point. Runs inside the ranks.
+
+What it did stands in one log per rank, a line for each event, written at once: the process may be gone a moment later.
+
+    resumed 4 | step 5 0x1.8p+1 | saving 6 | saved 6 | end <hash of the parameters>
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from terapipe_ds.runtime import checkpoint_manifest, checkpoint_save
+from tests.distributed.engines import engine_of, gpt_layers, micro_batch, section
+
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained and how it is saved.
+
+    Args:
+        stages: 2 ranks of a pipeline, or 1: two replicas.
+        tag: None: a name for each step; else one that every save replaces.
+    """
+
+    stages: int = 2
+    zero_stage: int = 0
+    tag: str | None = None
+    steps: int = 6
+    save_every: int = 2
+    slices: int = 3
+
+    def __str__(self) -> str:
+        return f"K{self.stages}-zero{self.zero_stage}-{self.tag or 'steps'}"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a rank kills itself: at ``point``, the ``nth`` time that it comes by in the step (or save) ``step``."""
+
+    rank: int
+    point: str  # forward | file | half a file | manifest | rename | latest
+    step: int
+    nth: int = 1
+
+
+def job_train(training: Training, folder: str, kill: Kill | None = None) -> None:
+    """Go on from the last checkpoint in ``folder``, to the end."""
+    rank = distributed.get_rank()
+    log = os.open(Path(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    changes = {"zero_optimization": {"stage": training.zero_stage}} if training.zero_stage else {}
+    layers, own = gpt_layers(dtype="float32"), section(slices=training.slices)
+    with engine_of(layers, own, stages=training.stages, **changes) as engine:
+        saved = Path(folder, "saved")
+        engine.load_checkpoint(str(saved))
+        first = engine.global_steps
+        _note(log, f"resumed {first}")
+        if kill is not None and kill.rank == rank:
+            _lay(kill, engine)
+        data = _data(engine, first)
+        for step in range(first + 1, training.steps + 1):
+            _note(log, f"step {step} {float(engine.train_batch(data)).hex()}")
+            if step % training.save_every == 0:
+                _note(log, f"saving {step}")
+                engine.save_checkpoint(str(saved), tag=training.tag, client_state={"step": step})
+                _note(log, f"saved {step}")
+        parameters = [p.detach().reshape(-1) for p in engine.module.parameters()]
+        _note(log, f"end {hashlib.sha256(torch.cat(parameters).numpy().tobytes()).hexdigest()[:16]}")
+    os.close(log)
+
+
+def _data(engine: Any, first_step: int) -> Iterator[Any]:
+    """Micro-batches from the first one on that no step has used, as a training script resumes its data."""
+    replica = engine.grid.get_data_parallel_rank()
+    return (micro_batch(seed=1000 * replica + index) for index in count(first_step * MICRO_BATCHES))
+
+
+def _note(log: int, text: str) -> None:
+    os.write(log, f"{text}\n".encode())
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# -- where a kill may strike ---------------------------------------------------------------------------------
+
+
+def _lay(kill: Kill, engine: Any) -> None:
+    """Make this rank kill itself."""
+    counter = count(1)
+
+    def strike(is_now: bool) -> bool:
+        return is_now and next(counter) == kill.nth
+
+    def before(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if strike(engine.global_steps == kill.step):
+                _die()
+            return function(*args, **kwargs)
+
+        return call
+
+    if kill.point == "forward":
+        engine.module.register_forward_pre_hook(
+            lambda *_: _die() if strike(engine.global_steps + 1 == kill.step) else None
+        )
+    elif kill.point in ("file", "half a file"):
+        engine.checkpoint_engine.save = _save_and_die(kill, engine, strike)
+    elif kill.point == "manifest":
+        checkpoint_manifest.Manifest.write = before(checkpoint_manifest.Manifest.write)  # type: ignore[method-assign]
+    elif kill.point == "rename":
+        Path.rename = before(Path.rename)  # type: ignore[method-assign]
+    elif kill.point == "latest":
+        checkpoint_save.write_text = before(checkpoint_save.write_text)
+    else:
+        raise ValueError(kill.point)
+
+
+def _save_and_die(kill: Kill, engine: Any, strike: Callable[[bool], bool]) -> Callable[..., None]:
+    """DeepSpeed's writer, until the rank dies with a file, or half of it."""
+    save = engine.checkpoint_engine.save
+
+    def save_and_die(state_dict: Any, path: str) -> None:
+        save(state_dict=state_dict, path=path)
+        if strike(engine.global_steps == kill.step):
+            if kill.point == "half a file":
+                os.truncate(path, os.path.getsize(path) // 2)
+            _die()
+
+    return save_and_die

@@ -1,0 +1,140 @@
+"""What the engine adds to a checkpoint, and what it says when one is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from terapipe_ds.runtime.checkpoint_manifest import MANIFEST, CheckpointError
+from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, section, train
+from tests.distributed.harness import rank_pool
+
+OURS = section(slices=3)
+OTHER = section(slices=[5, 10, 7, 1], schedule="terapipe")
+
+
+class Lines(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._logger = logging.getLogger("terapipe_ds")
+        self._level_before = self._logger.level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        self._logger.addHandler(self)
+        self._logger.setLevel(logging.INFO)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.setLevel(self._level_before)
+
+
+def error_of_call(act: Any) -> str:
+    try:
+        act()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def job_save(folder: str) -> dict[str, Any]:
+    """The usual save, one that is not to be the latest, and three that one rank or other cannot make."""
+    with engine_of(gpt_layers(), OURS) as engine:
+        train(engine, batches(1))
+        last_layer = engine.module.forward_funcs[-1].requires_grad_(False)
+        engine.save_checkpoint(folder, client_state={"epoch": 7})
+        engine.save_checkpoint(folder, tag="aside", save_latest=False, exclude_frozen_parameters=True)
+        last_layer.requires_grad_(True)
+        Path(folder, "file").touch()
+        failed = {
+            "tags": error_of_call(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}")),
+            "folder": error_of_call(lambda: engine.save_checkpoint(str(Path(folder, "file", "below")))),
+        }
+        with files_end_at(1000 if distributed.get_rank() == 1 else None):
+            failed["disk"] = error_of_call(lambda: engine.save_checkpoint(folder))
+        goes_on = train(engine, batches(1, first_seed=900)).returned
+    return {"failed": failed, "goes_on": goes_on}
+
+
+@contextlib.contextmanager
+def files_end_at(size: int | None) -> Iterator[None]:
+    """As on a full disk, the system refuses to write beyond ``size`` bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
+    with Lines() as lines, engine_of(gpt_layers(), OTHER if spoilt else OURS) as engine:
+        named = error_of_call(lambda: engine.load_checkpoint(folder, tag="aside")) if spoilt else ""
+        path, state = engine.load_checkpoint(folder)
+        returned = train(engine, batches(1, first_seed=900)).returned
+        said = [line for line in lines if "resumed" in line or "loaded" in line]
+        return {"named": named, "path": path, "epoch": state["epoch"], "returned": returned, "said": said}
+
+
+def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    saved = rank_pool(2).run(job_save, folder=str(folder))
+    for failed in (rank["failed"] for rank in saved):
+        assert "different tags, 'of rank 0', 'of rank 1'" in failed["tags"]
+        assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"]
+        assert "rank 1 cannot save the checkpoint: " in failed["disk"]
+    assert sorted(path.name for path in folder.iterdir()) == ["aside", "file", "global_step1", "latest"]
+    assert (folder / "latest").read_text() == "global_step1"
+    for tag in ("aside", "global_step1"):
+        manifest = json.loads((folder / tag / MANIFEST).read_text())
+        assert manifest["files"] == {path.name: path.stat().st_size for path in (folder / tag).glob("*.pt")}
+        assert len(manifest["files"]) >= 9  # seven layers and a file of each stage
+        assert (manifest["tag"], manifest["global_steps"], manifest["is_latest"]) == (tag, 1, tag != "aside")
+        assert manifest["training"]["plans"] == {str(LENGTH): {"slices": [8, 8, 7], "schedule": "seq1f1b"}}
+        assert manifest["training"]["config"] == {"schedule": "seq1f1b", "slices": 3}
+        assert manifest["training"]["profile"] is None
+    assert len(of_last_layer(folder / "global_step1")) > len(of_last_layer(folder / "aside"))
+
+    same = rank_pool(2).run(job_load, folder=str(folder), spoilt=False)
+    for before, after in zip(saved, same, strict=True):
+        assert after["returned"] == before["goes_on"]
+        assert (after["epoch"], after["said"]) == (7, [])
+
+    spoil(folder)
+    other = rank_pool(2).run(job_load, folder=str(folder), spoilt=True)
+    for before, after in zip(saved, other, strict=True):
+        assert "layer_03-model_states.pt has" in after["named"]
+        assert "global_step1" in after["path"]
+        assert abs(after["returned"][0] - before["goes_on"][0]) < 1e-6
+    assert other[1]["said"] == []
+    chosen, planned = other[0]["said"]
+    assert "aside is not whole" in chosen.replace(str(folder) + "/", "")
+    assert "global_step1 is loaded, the newest whole checkpoint there" in chosen
+    assert "resumed from global_step1 under another plan for 23 tokens: slices [8, 8, 7] by seq1f1b before" in planned
+    assert "[5, 10, 7, 1] by terapipe now" in planned
+
+
+def of_last_layer(folder: Path) -> dict[str, Any]:
+    return torch.load(max(folder.glob("layer_*.pt")), weights_only=False)
+
+
+def spoil(folder: Path) -> None:
+    """As if a copy had been cut short: the one that is now the latest lacks the end of a file."""
+    (folder / "latest").write_text("aside")
+    path = folder / "aside" / "layer_03-model_states.pt"
+    path.write_bytes(path.read_bytes()[:-1])

@@ -1,0 +1,153 @@
+"""Files are written whole or not at all, and nothing in the package writes in another way."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import terapipe_ds
+from terapipe_ds.files import write_atomically, write_text
+
+PACKAGE = Path(terapipe_ds.__file__).parent
+WRITING_METHODS = {"write_text", "write_bytes", "savefig", "tofile"}
+WRITING_FUNCTIONS = {"json.dump", "pickle.dump", "torch.save", "np.save", "numpy.save", "np.savez", "numpy.savez"}
+ALLOWED = {
+    ("bench/report_svg.py", "figure.savefig(buffer"),  # into memory
+    ("files.py", "temporary.write_text(text"),
+}
+
+
+def test_what_was_there_is_there_after_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    path.write_text("old")
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half")
+        raise RuntimeError("full")
+
+    with pytest.raises(RuntimeError, match="full"):
+        write_atomically(path, fail)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_who_reads_meanwhile_sees_all_of_the_old_file(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "picture.svg"
+    path.write_text("old")
+    with path.open() as reader:
+        write_text(path, "new é", durable=durable)
+        assert reader.read() == "old"
+    assert path.read_bytes() == "new é".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    program = (
+        "import os, signal, sys; from terapipe_ds.files import write_atomically\n"
+        "def half(path): path.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_atomically(sys.argv[1], half)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(path)], cwd=PACKAGE.parent, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+
+
+def test_errors_name_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        write_text(tmp_path / "no folder" / "plan.json", "text")
+    assert caught.value.filename == str(tmp_path / "no folder" / "plan.json")
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "text")
+
+
+def test_links_are_followed_and_devices_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    link, target, pipe = tmp_path / "link", tmp_path / "target", tmp_path / "pipe"
+    link.symlink_to(target)
+    write_text(link, "text")
+    assert link.is_symlink()
+    assert target.read_text() == "text"
+    write_text(os.devnull, "text")
+    assert Path(os.devnull).is_char_device()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text(pipe, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)
+
+
+# -- nothing writes in another way ------------------------------------------------------------------------------
+
+
+def bare_writes(source: str) -> Iterator[str]:
+    """Calls that write a file in place: none of those that `write_atomically` is given."""
+    tree = ast.parse(source)
+    given = {
+        inner
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "write_atomically"
+        for argument in call.args
+        for inner in ast.walk(argument)
+    }
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and call not in given and _writes(call):
+            yield ast.unparse(call)
+
+
+def _writes(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    if name in WRITING_FUNCTIONS or (isinstance(call.func, ast.Attribute) and call.func.attr in WRITING_METHODS):
+        return True
+    if name != "open" and not name.endswith(".open"):
+        return False
+    if name == "os.open":
+        return "O_RDONLY" not in ast.unparse(call) and not ast.unparse(call).startswith("os.open(os.devnull")
+    is_method = isinstance(call.func, ast.Attribute) and name not in ("io.open", "gzip.open", "lzma.open")
+    place = 0 if is_method else 1
+    if not is_method and call.args and ast.unparse(call.args[0]) == "os.devnull":
+        return False
+    modes = [keyword.value for keyword in call.keywords if keyword.arg == "mode"] + call.args[place : place + 1]
+    return any(not isinstance(mode, ast.Constant) or bool(set("wax+") & set(str(mode.value))) for mode in modes)
+
+
+def test_every_file_is_written_by_the_helper() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}: {call}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for call in bare_writes(path.read_text(encoding="utf-8"))
+        if not any(str(path.relative_to(PACKAGE)) == file and call.startswith(start) for file, start in ALLOWED)
+    ]
+    assert not found, "write by terapipe_ds.files, so that a killed process leaves no half: " + "; ".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(path, 'w')", "open(path, mode='ab')", "path.open('x')", "open(path, mode)", "Path(p).write_text(text)",
+        "path.write_bytes(b'')", "os.open(path, os.O_WRONLY)", "json.dump(x, file)", "torch.save(x, path)",
+        "figure.savefig(path)",
+        "write_atomically(path, write); path.write_text('')",
+    ],
+)  # fmt: skip
+def test_bare_writes_are_seen(source: str) -> None:
+    assert len(list(bare_writes(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open(path)", "path.open('rb')", "open(path, encoding='utf-8')", "write_text(path, text)",
+        "write_atomically(path, lambda t: figure.savefig(t))", "self._open()", "open(os.devnull, 'w')",
+    ],
+)  # fmt: skip
+def test_other_calls_are_left_alone(source: str) -> None:
+    assert list(bare_writes(source)) == []

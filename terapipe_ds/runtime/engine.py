@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,10 +22,9 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.checkpoint_load import find_checkpoint
-from terapipe_ds.runtime.checkpoint_save import save_checkpoint
+from terapipe_ds.runtime.checkpoint_engine import SafeCheckpoints
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.checkpoints import check_checkpoint, warn_of_checkpoints
+from terapipe_ds.runtime.checkpoints import warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
     check_eval_call,
@@ -72,7 +71,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     return execute
 
 
-class TeraPipeEngine(PipelineEngine):
+class TeraPipeEngine(SafeCheckpoints):
     """Built by ``deepspeed.initialize`` for a ``PipelineModule`` whose config has an enabled ``terapipe`` section.
 
     Everything that DeepSpeed's ``PipelineEngine`` offers is here with the same arguments and results: ``train_batch``,
@@ -163,55 +162,6 @@ class TeraPipeEngine(PipelineEngine):
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
             self.set_dataiterator(training_iterator)
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        """Same arguments and result as DeepSpeed's; it is there as a whole or not at all, whatever dies meanwhile.
-
-        A rank that never arrives is reported.
-
-        Raises:
-            CheckpointError: on every rank, where one of them cannot write.
-        """
-        with self._watchdog.apart("save_checkpoint"):
-            return save_checkpoint(
-                self, super().save_checkpoint, save_dir, tag, client_state or {}, save_latest,
-                exclude_frozen_parameters, self._plans.described(),
-            )  # fmt: skip
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
-        """Same arguments and result as DeepSpeed's; the plan and the schedule are those of this engine.
-
-        Where ``latest`` names a checkpoint that is not whole, the newest whole one is loaded, with a warning.
-
-        Raises:
-            TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded.
-            CheckpointError: on every rank, where ``tag`` is not whole, or nothing is.
-        """
-        found = find_checkpoint(self, load_dir, tag, load_optimizer_states and not load_module_only)
-        check_checkpoint(self, load_dir, found.read_as, load_optimizer_states, load_module_only)
-        loaded = super().load_checkpoint(
-            load_dir, found.read_as, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-            load_module_only, custom_load_fn,
-        )  # fmt: skip
-        if found.manifest is not None and loaded[0] is not None and not load_module_only:
-            self._plans.resume(found.manifest.tag, found.manifest.training)
-        return loaded
 
     def slice_plan(self, sequence_length: int) -> SlicePlan:
         """The slices of a sequence of ``sequence_length`` tokens; kept per length.

@@ -135,7 +135,7 @@ HOOKS: tuple[Hook, ...] = (
         "says what an engine has": "module optimizer device global_rank global_steps dp_world_size has_moe_layers",
         "says how an engine is configured": "zero_optimization zero_optimization_stage optimizer_name "
         "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint",
-        "reads and writes checkpoints": "checkpoint_engine save_checkpoint",
+        "reads and writes checkpoints": "checkpoint_engine save_checkpoint use_node_local_storage local_rank",
         "scales losses": "fp16_enabled dynamic_loss_scale torch_autocast_z0_gradscaler",
         "times actions": "timers wall_clock_breakdown",
         "casts the inputs of a check as those of a step": "fp16_auto_cast _cast_inputs_half",

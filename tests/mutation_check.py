@@ -36,6 +36,11 @@ from tests.distributed.single_process import train_alone
 TIMEOUT_S = 60.0
 SURVIVED = "SURVIVED"
 COMPARISON = "same training"
+OURS = (
+    "SliceStoreError", "InFlightError", "ScheduleError", "BatchError", "LinkError", "PlanError", "PlainAttentionError",
+    "TeraPipeConfigError", "VerifyError",
+)  # fmt: skip
+"""Errors that the engine raises because something is wrong; any other may come from the fault's own patch."""
 HAS_VERIFY = importlib.util.find_spec("terapipe_ds.runtime.verify") is not None
 
 
@@ -84,9 +89,17 @@ def caught_by(fault: Fault) -> Verdict:
             train_configuration, configuration=configuration, fault=fault.name, timeout_s=TIMEOUT_S, **fault.section
         )
     except RankFailure as failure:
-        return _refusal(failure)
+        return _judged(_refusal(failure), fault)
     violations = _violations(run, configuration, fault if fault.in_layers else None)
     return Verdict(COMPARISON, "; ".join(_short(line) for line in violations)) if violations else Verdict(SURVIVED, "")
+
+
+def _judged(refusal: Verdict, fault: Fault) -> Verdict:
+    """An error counts where it is one of ours, or the one that the fault names; a crash or a hang catches nothing."""
+    expected = fault.stopped_by is not None and re.search(fault.stopped_by, refusal.said)
+    if expected or refusal.net in OURS:
+        return refusal
+    return Verdict(SURVIVED, f"not a refusal of ours ({refusal.net}: {refusal.said})")
 
 
 def caught_by_verify(fault: Fault) -> Verdict:

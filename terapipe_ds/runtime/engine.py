@@ -215,6 +215,7 @@ class TeraPipeEngine(SafeCheckpoints):
             self.optimizer.zero_grad()
             self.zero_grad()
         self._set_batch(None)
+        self._let_go_of_graphs()
         self._store.reset()
         self.eval_return_logits = False
         for timer in self.timers.get_timers().values():
@@ -269,6 +270,7 @@ class TeraPipeEngine(SafeCheckpoints):
         with guard_plain_attention(), GuardCapturedNames() if first else nullcontext(), watching:
             super()._exec_schedule(pipe_schedule)
         self._guarded_modes.add(batch.training)
+        self._let_go_of_graphs()
         self._links.close_batch()
         for part in self._parts:
             part.close_batch()
@@ -276,6 +278,12 @@ class TeraPipeEngine(SafeCheckpoints):
         self._store.assert_drained()
         self._set_batch(None)
         self._tracer.write(self.global_steps)
+
+    def _let_go_of_graphs(self) -> None:
+        """DeepSpeed keeps the last loss with its graph, whose nodes lead back here by ways that Python's collector does
+        not see: the engine, its buffers and its groups would stay for good."""
+        if self.loss is not None:
+            self.loss = self.loss.detach() if torch.is_tensor(self.loss) else [part.detach() for part in self.loss]
 
     def _set_batch(self, batch: BatchInFlight | None) -> None:
         self._batch = batch

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.sliced import calls_measured_by
+from terapipe_ds.files import write_text
 
 
 class StageFlops(FlopsProfiler):
@@ -107,7 +108,7 @@ class StageFlops(FlopsProfiler):
         stage_id = self._engine.stage_id
         target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text + "\n")
+        write_text(target, text + "\n")
 
 
 class _WithoutTimers:

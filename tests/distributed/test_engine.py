@@ -10,6 +10,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import gc
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -931,7 +933,26 @@ def job_kept_schedules() -> list[tuple[int, int]]:
     return kept
 
 
+def job_engines_left(**changes: Any) -> int:
+    """After engines are closed and nobody holds them: how many there are still."""
+
+    def train_one() -> Any:
+        with engine_of(gpt_layers(), section(**changes)) as engine:
+            train(engine, batches(1))
+            engine.eval_batch(iter(batches(1)[0]))
+            return weakref.ref(engine)
+
+    left = [train_one() for _ in range(2)]
+    gc.collect()
+    return sum(ref() is not None for ref in left)
+
+
 class TestMemory:
+    @pytest.mark.parametrize("schedule", ["seq1f1b", "seq1f1b-zb"])
+    def test_an_engine_that_nobody_holds_goes(self, schedule: str) -> None:
+        """The last loss once held its graph, and that the engine: no collector sees through nodes of autograd."""
+        assert rank_pool(2).run(job_engines_left, schedule=schedule) == [0, 0]
+
     @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "dtype", "options"), MEMORY)
     def test_keys_values_and_gradients_take_what_the_schedule_says(
         self, schedule: str, stages: int, micro_batches: int, dtype: str, options: dict[str, Any]

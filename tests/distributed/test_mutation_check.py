@@ -37,6 +37,16 @@ def test_a_fault_that_nothing_catches_is_an_error(
     assert mutation_check.SURVIVED in said and said.rstrip().endswith(f"NOT RIGHT: {name}")
 
 
+def test_a_fault_that_does_not_work_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks look the fault up by its name: this one is not in their table, as if what it patches were gone."""
+    monkeypatch.setitem(FAULTS, "gone", replace(FAULTS["span_off_by_one"], name="gone"))
+    assert mutation_check.main(["gone"]) == 1
+    said = capsys.readouterr().out
+    assert "not a refusal of ours (KeyError" in said and said.rstrip().endswith("NOT RIGHT: gone")
+
+
 def test_an_unknown_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         mutation_check.main(["no_such_fault"])

@@ -46,10 +46,10 @@ def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[Micr
     asked = engine.verify_only or engine.terapipe_config.verify == "first_batch"
     if not training or not asked or getattr(engine, "_verified", False):
         return
-    engine._verified = True
     sliced = next((one for one in micro_batches if one.plan.num_slices > 1), None)
     mine = StageFindings() if sliced is None else _check(engine, sliced)
     report = _reported(engine, mine, None if sliced is None else sliced.plan)
+    engine._verified = sliced is not None and not report.findings  # a caller who goes on is told again
     if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from terapipe_ds.attention import guard_plain_attention
 from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
@@ -86,6 +88,8 @@ def check_stage(
             return stage
         finally:
             runner.store.reset()
+        if found is None:
+            found = _not_a_number(layer, check.outputs.tensors)
         if found is not None:
             stage.findings.append(found)
         if check.skipped:
@@ -95,6 +99,14 @@ def check_stage(
         inputs = Inputs(check.outputs, check.output_layouts)
     stage.outputs = inputs
     return stage
+
+
+def _not_a_number(layer: NamedLayer, outputs: Sequence[Tensor]) -> Finding | None:
+    """NaN on the whole sequence equals nothing, so that no comparison means anything. (Infinities may be masks.)"""
+    if not any(t.isnan().any() for t in outputs if t.is_floating_point()):
+        return None
+    cause = "nothing can be compared; look for the cause in the layer, its weights or the batch (check_finite helps)"
+    return Finding(layer.layer_id, str(layer), "output of the whole sequence holds NaN", cause)
 
 
 def check_loss(stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int) -> None:

@@ -73,7 +73,7 @@ def _named(place: Place, with_optimizer: bool) -> Found:
         problem = None if manifest is None else manifest.problem(place.final, with_optimizer)
         if problem is not None:
             raise CheckpointError(
-                f"the checkpoint {place.final} is not whole: {problem}. Load another one; where another program "
+                f"the checkpoint {place.final} is not whole: {problem}. Name a whole one; where another program "
                 f"has saved it again since, delete its {MANIFEST}"
             )
         return Found(place.tag, place.tag, manifest)

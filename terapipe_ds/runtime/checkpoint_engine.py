@@ -59,12 +59,13 @@ class SafeCheckpoints(PipelineEngine):
             TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded.
             CheckpointError: on every rank, where ``tag`` is not whole, or nothing is.
         """
-        found = find_checkpoint(self, load_dir, tag, load_optimizer_states and not load_module_only)
-        check_checkpoint(self, load_dir, found.read_as, load_optimizer_states, load_module_only)
-        loaded = super().load_checkpoint(
-            load_dir, found.read_as, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-            load_module_only, custom_load_fn,
-        )  # fmt: skip
+        with self._watchdog.apart("load_checkpoint"):
+            found = find_checkpoint(self, load_dir, tag, load_optimizer_states and not load_module_only)
+            check_checkpoint(self, load_dir, found.read_as, load_optimizer_states, load_module_only)
+            loaded = super().load_checkpoint(
+                load_dir, found.read_as, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                load_module_only, custom_load_fn,
+            )  # fmt: skip
         if found.manifest is not None and loaded[0] is not None and not load_module_only:
             self._plans.resume(found.manifest.tag, found.manifest.training)
         return loaded

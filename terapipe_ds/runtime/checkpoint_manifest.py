@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.files import sync, write_text
+from terapipe_ds.json_text import parse_json
 
 MANIFEST = "terapipe_complete.json"
 LATEST = "latest"  # DeepSpeed's name
@@ -60,7 +61,7 @@ class Manifest:
         if not path.is_file():
             return None
         try:
-            document = json.loads(path.read_bytes())
+            document = parse_json(path.read_bytes())
             known = document["format"] == _FORMAT and document["version"] == _VERSION
             files = {str(name): int(size) for name, size in document["files"].items()}
             training = document["training"]

@@ -80,6 +80,7 @@ class TeraPipeEngine(SafeCheckpoints):
 
     verify_only: bool = False  # the first batch is checked and then the process ends
     closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
+    loss: Any
     total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
     total_additional_losses: Any
 

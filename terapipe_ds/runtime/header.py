@@ -275,8 +275,6 @@ def _require_agreement(rows: list[list[int]], report: StageReport, group: Any) -
         torch_dist.all_gather_object(texts, report.agreement, group=group)
         sides = _sides(dict(enumerate(texts)), "stages")
         raise _disagree(f"{sides}. {_SAME_CALLS}")
-
-
     if len({row[-1] for row in rows if row[-1]}) > 1:
         seen: list[Any] = [None] * len(rows)
         torch_dist.all_gather_object(seen, [[shape.rows, shape.length] for shape in report.seen], group=group)

@@ -295,6 +295,7 @@ class Watchdog:
         )
         if self._rank == 0:  # serves the store by which the others name who has died
             time.sleep(2 * POLL_S)
+        sys.stdout.flush()
         os._exit(128 + 15)
 
 

@@ -101,6 +101,20 @@ def _auto_against_stock(schedule: str) -> dict[str, float]:
     return differences(ours, stock)
 
 
+def _described() -> dict[str, Any]:
+    with engine_of(gpt_layers(), _auto()) as engine:
+        train(engine, batches(1))
+        return engine._plans.described()
+
+
+def test_a_checkpoint_says_which_profile_its_plans_came_from() -> None:
+    first, second = rank_pool(2).run(_described)
+    assert isinstance(first["profile"], str) and len(first["profile"]) >= 8
+    assert second["profile"] == first["profile"]
+    (plan,) = first["plans"].values()
+    assert plan == second["plans"][str(sum(plan["slices"]))]
+
+
 @pytest.mark.parametrize("schedule", ["seq1f1b", "auto"])
 def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
     assert violations(rank_pool(2).run(_auto_against_stock, schedule=schedule), EXACT) == {}

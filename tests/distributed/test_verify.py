@@ -125,8 +125,6 @@ class TestTwoRanks:
                 assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-
-
 # -- megatron-core layers, with tensor parallelism -------------------------------------------------------------------
 
 MEGATRON = {

@@ -17,16 +17,16 @@ class VerifyError(ValueError):
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells the others. ``counts``: layers that were checked, in fp32 too, without dropout."""
+    """What one rank tells the others. ``counts``: layers that were checked, in fp32 too, without dropout; losses."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, int, int]
     plan: SlicePlan | None
 
     @classmethod
     def of(cls, stage: StageFindings, plan: SlicePlan | None) -> Told:
-        counts = stage.num_layers, stage.in_fp32_too, stage.without_dropout
+        counts = stage.num_layers, stage.in_fp32_too, stage.without_dropout, stage.num_losses
         return cls(tuple(stage.findings), tuple(stage.notes), counts, plan)
 
 
@@ -39,6 +39,7 @@ class Report:
     num_layers: int
     in_fp32_too: int
     without_dropout: int
+    num_losses: int
     plan: SlicePlan | None
 
     @classmethod
@@ -48,9 +49,9 @@ class Report:
         for finding in (finding for one in told for finding in one.findings):
             first.setdefault((finding.layer_id, finding.layer), finding)
         notes = tuple(dict.fromkeys(note for one in told for note in one.notes))
-        counts = [sum(one.counts[i] for one in told) // copies for i in range(3)]
+        layers, fp32, still, losses = (sum(one.counts[i] for one in told) // copies for i in range(4))
         plan = next((one.plan for one in told if one.plan is not None), None)
-        return cls(tuple(first[key] for key in sorted(first)), notes, counts[0], counts[1], counts[2], plan)
+        return cls(tuple(first[key] for key in sorted(first)), notes, layers, fp32, still, losses, plan)
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -62,7 +63,8 @@ class Report:
             if len(self.findings) > _SHOWN:
                 lines.append(f"  and {len(self.findings) - _SHOWN} more layers")
         else:
-            lines = [f"verify: {self.num_layers} layers and the loss give on {slices} what they give on the whole"]
+            compared = f"{self.num_layers} layers" + " and the loss" * bool(self.num_losses)
+            lines = [f"verify: {compared} give on {slices} what they give on the whole"]
             if self.in_fp32_too:
                 lines.append(f"  {self.in_fp32_too} layers in half precision were compared in fp32 as well")
         if self.without_dropout:

@@ -50,7 +50,8 @@ class Inputs:
 class StageFindings:
     """What one stage found; ``outputs`` is what it hands on, None where a layer could not run."""
 
-    num_layers: int = 0
+    num_layers: int = 0  # that were compared
+    num_losses: int = 0
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     in_fp32_too: int = 0  # layers in half precision that were checked in fp32 as well
@@ -95,7 +96,7 @@ def check_stage(
         if check.skipped:
             stage.notes.append(f"{layer}: {check.skipped}")
         stage.without_dropout += check.without_dropout
-        stage.num_layers += 1
+        stage.num_layers += not check.skipped
         inputs = Inputs(check.outputs, check.output_layouts)
     stage.outputs = inputs
     return stage
@@ -112,6 +113,7 @@ def _not_a_number(layer: NamedLayer, outputs: Sequence[Tensor]) -> Finding | Non
 def check_loss(stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int) -> None:
     """The loss of the last stage on what its layers gave."""
     assert stage.outputs is not None
+    stage.num_losses += 1
     tensors = stage.outputs.values.tensors
     tolerance = tolerance_of({t.dtype for t in tensors}, tensors[0].device)
     try:

@@ -217,10 +217,13 @@ def report_lines(states: Iterable[RankState]) -> list[str]:
 
 
 def stall_report(states: Mapping[int, RankState], stall_timeout_s: float, asynchronous: bool) -> str:
-    """The whole report. ``asynchronous``: the device runs behind the host. No states: the store is gone."""
+    """The whole report. ``asynchronous``: the device runs behind the host. No states: nobody can be asked."""
     head = f"no progress for {stall_timeout_s:g} s (terapipe.stall_timeout_s):"
     if not states:
-        return f"{head} and nobody can be asked, because rank 0, which serves the watch-dog's store, is gone."
+        return (
+            f"{head} and nobody can be asked, because rank 0, which serves the watch-dog's store, does not answer: its "
+            "process has ended, or stands still with its machine. Look there."
+        )
     lines = [head, *report_lines(states.values()), *verdict(states)]
     if asynchronous:
         lines.append("The device runs behind the host: what it waits for may be earlier than where the host stands.")

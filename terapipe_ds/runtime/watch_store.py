@@ -2,6 +2,8 @@
 
 A store of its own, served by rank 0: the default store's client may be busy in the main thread. Nothing here blocks
 for longer than it is told, and nothing raises: where rank 0 is gone, so is the store, and questions have no answer.
+Where rank 0's process stands still (SIGSTOP, a paused machine), a question would never come back, whatever timeout the
+store has: so each is asked by a thread that may be left behind.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +25,7 @@ from terapipe_ds.runtime.stall import RankState
 _ABORT = "abort"
 _ROLL = "roll"
 _LOOK_S = 0.02
+_SILENT_S = 3.0  # a store that answers nothing for so long is asked no more until that answer has come
 
 
 def make_store(timeout_s: float) -> Any:
@@ -59,16 +63,31 @@ class WatchStore:
         self._answered = 0  # the number of the last roll call that this rank has answered
         self.failure: dict[str, Any] | None = None  # the first one of the job, once it is known here
         self.lost_at: float | None = None
+        self._unanswered: threading.Thread | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a question waits for its answer since long."""
+        return self._unanswered is not None and self._unanswered.is_alive()
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """What the store answers; None where there is none, or where rank 0, which serves it, is gone."""
-        if self._store is None or self.lost_at is not None:
+        """What the store answers; None where there is none, or where rank 0, which serves it, is gone or silent."""
+        if self._store is None or self.lost_at is not None or self.is_silent:
             return None
-        try:
-            return question(self._store)
-        except Exception:
-            self.lost_at = time.monotonic()
-            return None
+        answers: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question(self._store))
+            except Exception:
+                self.lost_at = time.monotonic()
+
+        asking = threading.Thread(target=ask, name="terapipe-watchdog-asks", daemon=True)
+        asking.start()
+        asking.join(_SILENT_S)
+        if asking.is_alive():
+            self._unanswered = asking
+        return answers[0] if answers else None
 
     # -- failures ----------------------------------------------------------------------------------------------------
 

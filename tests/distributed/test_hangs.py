@@ -98,6 +98,16 @@ class TestHangs:
 
 
 class TestEnds:
+    def test_a_stopped_process_that_serves_the_store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A question to it never comes back; the other rank reports in time all the same."""
+        job = hanging("stopped", 0, tmp_path, unit=(1, 0))
+        ended = end_pool(2, job, monkeypatch, grace_s=0.2, act=train_until_it_hangs)
+        ended.assert_all_told(
+            r"no progress for 1 s .*rank 0, which serves the watch-dog's store, does not answer", survivors=[1]
+        )
+        assert ended.exit_codes == [None, 1]  # the pool has to end the stopped one
+        assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S
+
     @pytest.mark.full
     def test_a_killed_rank_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end(hanging("kill", 1, tmp_path, unit=(1, 0)), monkeypatch)

@@ -106,12 +106,26 @@ def _terminated_in_save(engine: Any, fault: Fault) -> None:
     engine.checkpoint_engine.save = save
 
 
+def _stopped(engine: Any, fault: Fault) -> None:
+    """The whole process stands still before an action, with the watch-dog and the store that it serves."""
+    usual = engine._ACTIONS[Kind.FORWARD]
+
+    def act(engine: Any, action: Action) -> None:
+        if action.unit == tuple(fault.unit):
+            mark()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        usual(engine, action)
+
+    engine._ACTIONS = {**engine._ACTIONS, Kind.FORWARD: act}
+
+
 PLACES: dict[str, Callable[[PipelineEngine, Fault], None]] = {
     "hang_before_forward": _before_forward,
     "hang_send": _in_send,
     "hang_optimizer": _in_optimizer,
     "hang_reduce": _in_reduce,
     "hang_save": _in_save,
+    "stopped": _stopped,
     "terminated_in_save": _terminated_in_save,
 }
 

@@ -321,6 +321,7 @@ class TestLaunchedJobsEnd:
         assert resumed == [losses[2:] for losses in uninterrupted]
         assert len(resumed[0]) == 2
 
+    @pytest.mark.full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
     def test_a_rank_that_exits(self, tmp_path: Path) -> None:
         code, ended = launch(3, Job(stages=3, fault=Fault("exit", 1)), tmp_path)
         ended.assert_all_told(r"lost the connection to another rank|SIGTERM|rank [02] .*failed", survivors=[0, 2])
@@ -334,6 +335,7 @@ class TestLaunchedJobsEnd:
         assert code != 0
         ended.assert_soon()
 
+    @pytest.mark.full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
     def test_a_rank_that_hangs(self, tmp_path: Path) -> None:
         code, ended = launch(2, Job(fault=Fault("hang", 1), stall_timeout_s=STALL_TIMEOUT_S), tmp_path)
         ended.assert_all_told("no progress for 2 s", r"Stage 1 \(rank 1\) is where", survivors=[0, 1])

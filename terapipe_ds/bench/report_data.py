@@ -218,7 +218,7 @@ def _take(data: dict[str, Any], key: str, where: str, kind: _Kind, default: Any 
 
 def _read_run(data: object, where: str) -> Run:
     if not isinstance(data, dict):
-        raise ReportError(f"{where} is {str(data)[:60]!r}: a run is an object")
+        raise ReportError(f"{where} is {str(data)[:60]!r}: give an object, as `terapipe bench --json` writes")
     system = _need(data, "system", where, _TEXT)
     if system not in SYSTEMS:
         raise ReportError(f"{where} has system = {system[:60]!r}: known are {', '.join(SYSTEMS)}")

@@ -104,14 +104,14 @@ class GPTConfig:
         _require(self.num_heads % self.num_kv_heads == 0, problem, f"give num_kv_heads one of {divisors}")
         _require(self.rope_base > 0, f"rope_base={self.rope_base}", "give a number > 0")
         known = self.positions in ("rope", "learned")
-        _require(known, f"positions={self.positions!r}", 'give "rope" or "learned"')
+        _require(known, f"positions={show_value(self.positions)}", 'give "rope" or "learned"')
         problem = f"head_dim={self.head_dim} is odd, and rotary positions turn pairs of numbers"
         fix = 'give an even head_dim or positions="learned"'
         _require(self.positions == "learned" or self.head_dim % 2 == 0, problem, fix)
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
             _require(0.0 <= value < 1.0, f"{name}={value}", "give a number from 0 up to, not including, 1")
-        _require(self.dtype in _DTYPES, f"dtype={self.dtype!r}", f"give one of {', '.join(_DTYPES)}")
+        _require(self.dtype in _DTYPES, f"dtype={show_value(self.dtype)}", f"give one of {', '.join(_DTYPES)}")
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> GPTConfig:

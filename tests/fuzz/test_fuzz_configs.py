@@ -20,6 +20,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.devices import FILE, DeviceError, read_cards
 from tests.fuzz.damage import json_files, spoilt, values
 from tests.fuzz.outcome import accepted, cases
+from tests.fuzz.test_fuzz_planning_files import KEY, PROFILE
 
 SECTION = {
     "enabled": True, "schedule": "seq1f1b", "slices": [512, 384, 128], "sequence_dim": 1, "sliced_inputs": [0, 1],
@@ -179,7 +180,6 @@ def test_memory_figures_of_cached_profiles(tmp_path_factory: pytest.TempPathFact
     """A cache is measured again when it is spoilt; it is no reason to stop."""
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.runtime.profile_cache import Measured, _memory_path, read_cache
-    from tests.fuzz.test_fuzz_planning_files import KEY, PROFILE
 
     path: Path = tmp_path_factory.getbasetemp() / "profile-fuzzed.json"
     PROFILE.save(path)

@@ -158,17 +158,17 @@ def _own_model(
     arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
 ) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
     """The config, the fields of the model, and the workload with its sizes."""
-    from terapipe_ds.commands.profile import _dtype, _model, _number
+    from terapipe_ds.commands.user_model import dtype_of, model_of, number_of
 
     ds_config = read_json(arguments.config, "--config") if arguments.config else None
     if arguments.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
-    config, _, _ = _model(arguments.model, _dtype(ds_config or {}))
+    config, _, _ = model_of(arguments.model, dtype_of(ds_config or {}))
     length = given["sequence_length"] or config.max_sequence_length
     gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
     work = dataclasses.replace(
         work, hidden=config.hidden_size, layers=config.num_layers, heads=config.num_heads, sequence_length=length,
-        micro_batch=given["micro_batch"] or _number(ds_config or {}, "train_micro_batch_size_per_gpu"),
+        micro_batch=given["micro_batch"] or number_of(ds_config or {}, "train_micro_batch_size_per_gpu"),
     )  # fmt: skip
     return ds_config, gpt, work
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from terapipe_ds.commands import CommandError, check_counts, check_output, read_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.commands.user_model import MAX_THREADS, MAX_TOKENS, StdoutToStderr, number_of, offline_job
 
 HELP = "measure what slices of a model take on one device"
 DESCRIPTION = (
@@ -26,9 +25,6 @@ A model is a named size (terapipe plan --help lists them) or a JSON file with fi
 {"hidden_size": 512, "num_layers": 8, "num_heads": 8}. The config gives the micro-batch size, accumulation, precision,
 activation checkpointing and granularity.
 """
-
-
-MAX_TOKENS, MAX_THREADS = 2**26, 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,26 +50,15 @@ def run(arguments: argparse.Namespace) -> None:
     from terapipe_ds.config import TeraPipeConfig
 
     section = TeraPipeConfig.from_deepspeed(ds_config)
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    import torch
-
+    job = offline_job(
+        arguments, ds_config, arguments.stages, num_micro_batches=number_of(ds_config, "gradient_accumulation_steps")
+    )
+    length = job.inputs.shape[1]
+    job = dataclasses.replace(job, granularity_tokens=min(section.granularity_tokens, length))
     from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.runtime.offline import OfflineJob, profile_model
+    from terapipe_ds.runtime.offline import profile_model
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    config, layers, loss_fn = _model(arguments.model, _dtype(ds_config))
-    length = arguments.sequence_length or config.max_sequence_length
-    rows = _rows(ds_config, length)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
-    job = OfflineJob(
-        layers, loss_fn, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), arguments.stages,
-        num_micro_batches=_number(ds_config, "gradient_accumulation_steps"),
-        granularity_tokens=min(section.granularity_tokens, length),
-        activation_checkpoint_interval=_checkpoint_interval(ds_config),
-    )  # fmt: skip
-    with _Bar(arguments.stages) as bar, _StdoutToStderr():
+    with _Bar(arguments.stages) as bar, StdoutToStderr():
         profile = profile_model(job, bar, _warn)
     profile.save(arguments.out)
     if arguments.json:
@@ -86,76 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"  {model.report}".replace("\n", "\n  "))
 
 
-def _object(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
-    value = ds_config.get(key) or {}
-    if not isinstance(value, dict):
-        raise CommandError(f"{key} = {show_value(value)} in --config: give an object")
-    return value
-
-
-def _checkpoint_interval(ds_config: dict[str, Any]) -> int:
-    value = _object(ds_config, "pipeline").get("activation_checkpoint_interval", 0)
-    if type(value) is not int or value < 0:
-        raise CommandError(
-            f"pipeline.activation_checkpoint_interval = {show_value(value)} in --config: give a number >= 0"
-        )
-    return value
-
-
-def _number(ds_config: dict[str, Any], key: str) -> int:
-    value = ds_config.get(key, 1)
-    if type(value) is not int or value < 1:
-        raise CommandError(f"{key} = {show_value(value)} in --config: give a number >= 1")
-    return value
-
-
-def _rows(ds_config: dict[str, Any], length: int) -> int:
-    rows = _number(ds_config, "train_micro_batch_size_per_gpu")
-    if rows * length > MAX_TOKENS:
-        many = f"train_micro_batch_size_per_gpu = {show_value(rows)} in --config with {length} tokens each"
-        raise CommandError(f"{many} is too much to measure: give at most {MAX_TOKENS} tokens altogether")
-    return rows
-
-
-def _dtype(ds_config: dict[str, Any]) -> str:
-    for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if _object(ds_config, key).get("enabled") is True:
-            return dtype
-    return "float32"
-
-
-def _model(name: str, dtype: str) -> tuple[Any, Any, Any]:
-    """(config, layers, loss) of ``models.gpt``."""
-    from terapipe_ds.models.gpt import GPTConfig, GPTConfigError, gpt_layers, gpt_loss
-
-    if name.endswith(".json"):
-        fields = read_json(name, "--model")
-        known = [field.name for field in dataclasses.fields(GPTConfig)]
-        unknown = next((key for key in fields if key not in known), None)
-        if unknown is not None:
-            text = f"unknown field {show_value(unknown)}; give some of {', '.join(known)}"
-            raise CommandError(f"--model {name}: {text}")
-        try:
-            config = GPTConfig(**{"dtype": dtype, **fields})
-        except GPTConfigError as error:
-            raise CommandError(f"--model {name}: {error}") from None
-    else:
-        config = GPTConfig.from_name(name, dtype=dtype)
-    return config, gpt_layers(config), gpt_loss
-
-
 def _warn(text: str) -> None:
     print(f"terapipe profile: warning: {text}", file=sys.stderr)
-
-
-class _StdoutToStderr:
-    """DeepSpeed prints how it partitions on stdout, where --json has its place."""
-
-    def __enter__(self) -> None:
-        self._stdout, sys.stdout = sys.stdout, sys.stderr
-
-    def __exit__(self, *_: object) -> None:
-        sys.stdout = self._stdout
 
 
 class _Bar:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 from terapipe_ds.commands import CommandError, check_counts, read_json
+from terapipe_ds.commands.user_model import MAX_THREADS, MAX_TOKENS, StdoutToStderr, offline_job
 
 HELP = "compare a model's layers on slices with the same layers on whole sequences"
 DESCRIPTION = (
@@ -40,38 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
-    from terapipe_ds.commands.profile import (
-        MAX_THREADS,
-        MAX_TOKENS,
-        _checkpoint_interval,
-        _dtype,
-        _model,
-        _rows,
-        _StdoutToStderr,
-    )
     check_counts(arguments, {"sequence_length": MAX_TOKENS, "threads": MAX_THREADS})
     from terapipe_ds.config import TeraPipeConfig
 
     ds_config = read_json(arguments.config, "--config")
     section = TeraPipeConfig.from_deepspeed(ds_config)
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    import torch
-
-    from terapipe_ds.runtime.offline import OfflineJob
+    job = offline_job(arguments, ds_config, num_stages=1)
     from terapipe_ds.runtime.verify.offline import verify_model
 
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
-    config, layers, loss_fn = _model(arguments.model, _dtype(ds_config))
-    length = arguments.sequence_length or config.max_sequence_length
-    rows = _rows(ds_config, length)
-    tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(0))
-    job = OfflineJob(
-        layers, loss_fn, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), num_stages=1,
-        activation_checkpoint_interval=_checkpoint_interval(ds_config),
-    )  # fmt: skip
-    plan = _plan(section, length, arguments.slices)
-    with _StdoutToStderr():
+    plan = _plan(section, job.inputs.shape[1], arguments.slices)
+    with StdoutToStderr():
         report = verify_model(job, plan, section)
     print(report)
     if report.findings:

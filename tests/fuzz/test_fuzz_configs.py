@@ -15,7 +15,7 @@ from terapipe_ds.bench.report import load_result, render_page
 from terapipe_ds.bench.report_data import ReportError, read_result
 from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.plan import _from_config
-from terapipe_ds.commands.profile import _model
+from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.devices import FILE, DeviceError, read_cards
 from tests.fuzz.damage import json_files, spoilt, values
@@ -90,7 +90,7 @@ def test_model_files(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> N
 
     path = tmp_path_factory.getbasetemp() / "fuzzed-model.json"
     path.write_bytes(data)
-    found = accepted("model file", (CommandError, GPTConfigError), lambda: _model(str(path), "float32"), str(path))
+    found = accepted("model file", (CommandError, GPTConfigError), lambda: model_of(str(path), "float32"), str(path))
     if found is None:
         return
     config, layers, _ = found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -72,8 +73,8 @@ class WatchStore:
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """What the store answers; None where there is none, or where rank 0, which serves it, is gone or silent."""
-        if self._store is None or self.lost_at is not None or self.is_silent:
-            return None
+        if self._store is None or self.lost_at is not None or self.is_silent or sys.is_finalizing():
+            return None  # a thread started while the interpreter ends would never run, and be waited for forever
         answers: list[Any] = []
 
         def ask() -> None:

@@ -133,12 +133,14 @@ class Watchdog:
         self._record.now(Doing(action))
 
     def close(self) -> None:
-        """Stop the thread. The engine is done."""
+        """Stop the thread: the engine is done. Called again, as late as when the interpreter ends, it does nothing."""
         if self._thread is None:
+            return
+        self._sigterm.remove()  # which only the main thread can, perhaps in a second call
+        if self._stop.is_set():
             return
         atexit.unregister(self.close)
         self._stop.set()
-        self._sigterm.remove()
         self._sigterm.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -450,6 +451,22 @@ class TestEnd:
         assert thread.is_alive()
         watchdog.close()
         assert not thread.is_alive()
+
+    def test_closed_again_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DeepSpeed's ``__del__`` destroys an engine that a script still holds when no thread can run any more."""
+        watchdog = job.rank(0)
+        watchdog.close()
+        started: list[threading.Thread] = []
+        monkeypatch.setattr(threading.Thread, "start", started.append)
+        watchdog.close()
+        assert not started
+
+    def test_nothing_is_asked_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        watchdog = job.rank(0)
+        monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+        assert watchdog._others.last_states() == {}
+        monkeypatch.undo()
+        assert set(watchdog._others.last_states()) == {0}
 
 
 def _wakeup_descriptor() -> int:

@@ -86,6 +86,7 @@ class TeraPipeConfig(_StrictModel):
 
     enabled: bool = Field(False, description="true or false")
     schedule: _Schedule = Field("seq1f1b", description=f"one of {', '.join(SCHEDULES)}, or auto")
+    chunks_per_stage: _Positive = Field(1, description="an integer >= 1")
     slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
         "auto",
         description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1',

@@ -35,6 +35,7 @@ from terapipe_ds.runtime.checks import (
     slice_length_multiple,
     with_multiple,
 )
+from terapipe_ds.runtime.copies import complete_gradients, sum_losses
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
@@ -152,9 +153,14 @@ class TeraPipeEngine(SafeCheckpoints):
 
     def is_last_stage(self) -> bool:
         """True where the loss of a batch is known: on the stage of the last part, once this engine is built."""
-        if not hasattr(self, "_parts"):
+        if "_parts" not in vars(self):
             return super().is_last_stage()  # DeepSpeed's own start, neighbour by neighbour
         return self.stage_id == self._layout.loss_stage
+
+    def _aggregate_total_loss(self) -> Any:
+        if self._layout.has_copies:
+            sum_losses(self, self._layout, self._groups)
+        return super()._aggregate_total_loss()
 
     def _loss_stage_global_rank(self) -> int:
         return int(self.grid.stage_to_global(self._layout.loss_stage))
@@ -356,6 +362,8 @@ class TeraPipeEngine(SafeCheckpoints):
         before_reduce = getattr(self.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(self)
+        if self._layout.has_copies:
+            complete_gradients(self.module)
         self._exec_reduce_tied_grads()
 
     def _optimizer_step(self, action: Action) -> None:

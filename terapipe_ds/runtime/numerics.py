@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.parted import each_part, replace_layers
 
 
 class NonFiniteError(ValueError):
@@ -97,15 +98,17 @@ class FiniteCheck:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around the actions of a batch."""
-        layers, handles = self._module.forward_funcs, []
-        names = [layer_name(layer, self._module._local_start + i) for i, layer in enumerate(layers)]
-        self._parameters = dict(_parameters_of(self._module, layers, names))
+        parts, names, handles = [], [], []
+        for _ in each_part(self._module):
+            layers, start = self._module.forward_funcs, self._module._local_start
+            mine = [layer_name(layer, start + index) for index, layer in enumerate(layers)]
+            parts.append(layers)
+            names += mine
+            last = len(layers) - 1
+            watched = [_WatchedLayer(layers[i], mine[i], self, is_last=i == last) for i in range(len(layers))]
+            replace_layers(self._module, watched)
+        self._parameters = dict(_parameters_of(self._module, [layer for part in parts for layer in part], names))
         self._looks.clear()
-        last = len(layers) - 1
-        self._module.forward_funcs = [
-            _WatchedLayer(layer, name, self, index == last)
-            for index, (layer, name) in enumerate(zip(layers, names, strict=True))
-        ]
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             if self._collected:
@@ -113,7 +116,8 @@ class FiniteCheck:
         try:
             yield
         finally:
-            self._module.forward_funcs = layers
+            for chunk_id in each_part(self._module):
+                replace_layers(self._module, parts[chunk_id])
             self._store.on_gradients = None
             for handle in handles:
                 handle.remove()

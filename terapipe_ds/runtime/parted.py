@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as torch_dist
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.copies import copies_of
 from terapipe_ds.runtime.layout import Layout
 
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
@@ -71,6 +73,23 @@ class PartedModule(PipelineModule):
         part_id = next(p for p in range(self.terapipe_layout.num_parts) if self.parts[p] <= layer_idx < self.parts[p + 1])
         return self.terapipe_layout.owner(part_id)
 
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        if not self.terapipe_layout.has_copies:
+            return super()._index_tied_modules()
+        return copies_of(self, self.terapipe_layout, [(part.start, part.forward_funcs) for part in self._held])
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
+        """The weights that other stages hold as well, each with the group of these."""
+        return [
+            (self._recursive_getattr(comm["module"], name), comm["group"])
+            for comm in self.tied_comms.values()
+            for name in comm["weight_attr"]
+        ]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        for weight, group in self.get_tied_weights_and_groups():
+            dist.all_reduce(weight.grad, group=group)
+
     def _precompute_checkpointable_values(self) -> None:
         for chunk_id in self.each_part():
             self.is_checkpointable_results_interval = None  # kept per interval, and not per part
@@ -93,6 +112,22 @@ class PartedModule(PipelineModule):
 
     def _part_id(self, chunk_id: int) -> int:
         return self.terapipe_layout.placement[self.stage_id, chunk_id]
+
+
+def each_part(module: Any) -> Iterator[int]:
+    """One part of this stage after the other, as what ``module`` runs; the only one where it holds one."""
+    if isinstance(module, PartedModule):
+        yield from module.each_part()
+    else:
+        yield 0
+
+
+def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
+    """Let the part that is active run these functions in place of its layers."""
+    if isinstance(module, PartedModule):
+        module.replace_layers(forward_funcs)
+    else:
+        module.forward_funcs = forward_funcs
 
 
 def lay_out(module: Any, layout: Layout, parameters: Any = None) -> Any:

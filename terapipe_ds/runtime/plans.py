@@ -136,9 +136,16 @@ class Plans:
         """The schedule for micro-batches of ``num_slices`` slices, proven to run."""
         key = (name, training, num_slices)
         if key not in self._schedules:
-            schedule = build(name, self._engine.num_stages, len(num_slices), num_slices, forward_only=not training)
-            validate(schedule)
+            schedule = self._built(name, training, num_slices)
             if len(self._schedules) >= _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
         return self._schedules[key]
+
+    def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        stages, chunks = self._engine.num_stages, self._config.chunks_per_stage
+        schedule = build(
+            name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks
+        )  # fmt: skip
+        validate(schedule)
+        return schedule

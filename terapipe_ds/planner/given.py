@@ -7,7 +7,7 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.result import PlanResult, choose
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay
 
 
@@ -25,7 +25,10 @@ def best_schedule(
     found, needs = [], []
     each = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(one, "weight_s", None)) for one in each)
-    names = [name for name in SCHEDULE_NAMES if knows_weights or name not in SPLIT_SCHEDULES]
+    left_out = ("dapple", *CHUNKED_SCHEDULES)
+    names = [
+        name for name in SCHEDULE_NAMES if name not in left_out and (knows_weights or name not in SPLIT_SCHEDULES)
+    ]
     for name in names:
         replay = Replay.of(build(name, num_stages, num_micro_batches, plan.num_slices))
         timeline = replay.run(plan, costs, memory=memory)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from .action import Action, Kind, Schedule, ScheduleError, StageSchedule
 from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
 from .lower import lower
+from .placement import CHUNKED_SCHEDULES, placement_for
 from .show import from_csv, render, to_csv
 from .validate import validate
 
 __all__ = [
+    "CHUNKED_SCHEDULES",
     "SCHEDULE_NAMES",
     "SPLIT_SCHEDULES",
     "Action",
@@ -19,6 +21,7 @@ __all__ = [
     "build",
     "from_csv",
     "lower",
+    "placement_for",
     "render",
     "to_csv",
     "validate",

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed import compare, configurations
 from tests.distributed.compare import RankRecord
 from tests.distributed.configurations import COUNT, Configuration
@@ -64,7 +63,7 @@ class TestConfigurations:
 
     def test_every_schedule_and_every_value_occurs_in_the_default_run_too(self) -> None:
         few, many = configurations.covering(12), configurations.drawn()
-        assert {each.schedule for each in few} == set(SCHEDULE_NAMES)
+        assert {each.schedule for each in few} == set(configurations.SCHEDULES)
         for name in (
             "precision", "checkpointing", "tied", "kv_heads", "positions", "gpt3", "masked", "loss_reduction",
             "clipping", "hook", "mixed", "data_parallel",

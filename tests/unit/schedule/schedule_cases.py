@@ -9,13 +9,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from terapipe_ds.schedule import SCHEDULE_NAMES, Action, Kind, Schedule
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Action, Kind, Schedule
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "schedules.json").read_text(encoding="utf-8")
 )
 
-names = st.sampled_from(SCHEDULE_NAMES)
+names = st.sampled_from([name for name in SCHEDULE_NAMES if name not in CHUNKED_SCHEDULES])
+"""The schedules with one part per stage."""
 stage_counts = st.integers(1, 7)
 even_shapes = st.tuples(stage_counts, st.integers(1, 6), st.integers(1, 6))
 """(stages, micro-batches, slices of each)."""

@@ -19,7 +19,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
 
-SCHEDULES = ("gpipe", "1f1b", "dapple", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
+SCHEDULES = (
+    "gpipe", "1f1b", "dapple", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb", "interleaved", "seq1f1b-interleaved",
+    "zbv", "chimera", "chimera-seq",
+)  # fmt: skip
 _SECTION = "terapipe"
 _MAX_INT = 2**63 - 1  # torch's int64
 _MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms

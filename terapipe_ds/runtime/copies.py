@@ -47,7 +47,8 @@ def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any) -> 
 
 
 def _holders(module: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each layer, or each tied one, the one that saves it first."""
+    """The stages that hold each layer, or each tied one; the first one counts in norms, as on DeepSpeed's first stage
+    everything does."""
     holders: dict[str, list[int]] = {}
     for part_id in range(layout.num_parts):
         stages = [stage_id for stage_id, _ in layout.homes(part_id)]
@@ -55,7 +56,7 @@ def _holders(module: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
             spec = module._layer_specs[layer_id]
             name = spec.key if isinstance(spec, TiedLayerSpec) else str(layer_id)
             holders.setdefault(name, []).extend(stages)
-    return {name: tuple(dict.fromkeys(stages)) for name, stages in holders.items()}
+    return {name: tuple(sorted(set(stages))) for name, stages in holders.items()}
 
 
 def _ranks_of(module: Any, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -80,7 +81,8 @@ def complete_gradients(module: Any) -> None:
     for group, weights in by_group.values():
         if not weights:
             continue
-        there = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32, device=weights[0].device)
+        here = [weight.grad is not None for weight in weights]
+        there = torch.tensor(here, dtype=torch.int32, device=weights[0].device)
         torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
         for weight, anywhere in zip(weights, there.tolist(), strict=True):
             if anywhere and weight.grad is None:

@@ -25,8 +25,8 @@ class Place:
 class Layout:
     """``placement[(stage_id, chunk_id)]``: the part there, as in ``Schedule.placement``.
 
-    A part has several places where a pipeline goes both ways (Chimera); that with the lowest chunk is its own one: there
-    it is saved, and there evaluation runs it.
+    A part has several places where a pipeline goes both ways (Chimera); that with the lowest chunk is its own one:
+    there it is saved, and there evaluation runs it.
     """
 
     num_stages: int

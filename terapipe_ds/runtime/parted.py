@@ -70,8 +70,7 @@ class PartedModule(PipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that owns a layer; for tied layers."""
-        part_id = next(p for p in range(self.terapipe_layout.num_parts) if self.parts[p] <= layer_idx < self.parts[p + 1])
-        return self.terapipe_layout.owner(part_id)
+        return self.terapipe_layout.owner(_part_of(self.parts, layer_idx))
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         if not self.terapipe_layout.has_copies:
@@ -160,7 +159,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None) -> Any:
     old = _layers_by_name(module, [(module._local_start, module.forward_funcs)])
     with _random_states_kept():
         _cut(module, layout, method)
-        module.__class__ = _parted_class(type(module))
+        module.__class__ = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
         module.terapipe_layout = layout
         _build(module, old)
     _move(module, before, old)
@@ -266,7 +265,9 @@ def _build(module: Any, old: dict[Name, Any]) -> None:
     for name in old:
         module._modules.pop(str(name), None)
     # a built layer stands for its spec while DeepSpeed builds what is new
-    module._layer_specs = [spec if isinstance(spec, TiedLayerSpec) else old.get(i, spec) for i, spec in enumerate(specs)]
+    module._layer_specs = [
+        spec if isinstance(spec, TiedLayerSpec) else old.get(layer_id, spec) for layer_id, spec in enumerate(specs)
+    ]
     module._held, here = [], set()
     for place in module.terapipe_layout.places(module.stage_id):
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]

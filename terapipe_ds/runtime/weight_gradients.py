@@ -96,8 +96,8 @@ class WeightGradients:
         for product in products:  # versions of tensors that anybody may have a view of
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
-                    f"W{key[1]}.{key[2]} of part {key[0]}: the input or the output gradient of a linear layer with weight "
-                    f"{list(product.weight.shape)} was changed in place after its B"
+                    f"W{key[1]}.{key[2]} of part {key[0]}: the input or the output gradient of a linear layer with "
+                    f"weight {list(product.weight.shape)} was changed in place after its B"
                 )
         if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
             with around():
@@ -121,7 +121,8 @@ class WeightGradients:
     def assert_done(self) -> None:
         """Every W has run. Raises InFlightError."""
         if self._waiting:
-            raise InFlightError(f"the W of {sorted(self._waiting)} (part, micro-batch, slice) did not run in this batch")
+            missing = sorted(self._waiting)
+            raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
     # -- asked by the layers -----------------------------------------------------------------------------------------
 

@@ -45,16 +45,3 @@ def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUni
         [(kind, m, s, chunk) for _, (kind, m, chunk) in sorted(mine.items()) for s in slices_of(kind, num_slices[m])]
         for mine in slots
     ]
-
-
-def bidirectional_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """Every forward: the n-th unit of a direction at slot k + 2n of that direction's stage k."""
-    placement = bidirectional(num_stages)
-    chunks = directions(num_stages, len(num_slices))
-    slots: list[list[tuple[int, PlacedUnit]]] = [[] for _ in range(num_stages)]
-    for chunk in range(2):
-        units = [(m, s) for m, count in enumerate(num_slices) if chunks[m] == chunk for s in range(count)]
-        for n, (m, s) in enumerate(units):
-            for stage_id in range(num_stages):
-                slots[stage_id].append((placement[stage_id, chunk] + 2 * n, (Kind.FORWARD, m, s, chunk)))
-    return [[unit for _, unit in sorted(mine, key=lambda entry: entry[0])] for mine in slots]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .action import Action, Kind, Schedule, ScheduleError
-from .bidirectional import bidirectional_forwards, chimera
+from .bidirectional import chimera
 from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
 from .one_for_one import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, placement_for
@@ -118,8 +118,8 @@ def _whole(
 
 
 def _forward_only(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) -> list[list[PlacedUnit]]:
-    if name in BIDIRECTIONAL:
-        return bidirectional_forwards(num_stages, slices)
+    if name in BIDIRECTIONAL:  # all go down: one stage has the results, in their order
+        return [looped_forwards(num_stages, slices, 1)] * num_stages
     if name in V_SHAPED:
         return v_forwards(num_stages, slices)
     return [looped_forwards(num_stages, slices, chunks)] * num_stages

@@ -143,7 +143,8 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
 
 
 def terapipe_section(case: Case) -> dict[str, Any]:
-    return {"enabled": True, "schedule": case.schedule, "slices": PLANS[case.plan], "granularity_tokens": 1}
+    section = {"enabled": True, "schedule": case.schedule, "slices": PLANS[case.plan], "granularity_tokens": 1}
+    return section | ({"chunks_per_stage": 2} if "interleaved" in case.schedule else {})
 
 
 def _initialize_weights(model: torch.nn.Module) -> None:

@@ -136,10 +136,11 @@ def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
 
 
 def _weights(engine: Any, micro_batch: MicroBatchInFlight) -> tuple[float, ...]:
-    """Of the slices' losses, which the stage of the last part knows; on every stage of the pipeline."""
+    """Of the slices' losses, which the stage of the last part knows; on every stage."""
     told = [micro_batch.weights]
     if engine._groups.control is not None:
-        torch_dist.broadcast_object_list(told, src=engine._groups.ranks[engine._layout.loss_stage], group=engine._groups.control)
+        source = engine._groups.ranks[engine._layout.loss_stage]
+        torch_dist.broadcast_object_list(told, src=source, group=engine._groups.control)
     return told[0]
 
 

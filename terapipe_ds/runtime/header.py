@@ -125,7 +125,7 @@ def exchange(
     torch_dist.all_gather(headers, report.encode(), group=group)
     rows = [header.tolist() for header in headers]
     if any(row[0] != Status.OK for row in rows):
-        _raise_everywhere(report, group, (0, num_stages - 1) if drawing is None else drawing)
+        _raise_everywhere(report, group, num_stages, (0, num_stages - 1) if drawing is None else drawing)
     _require_agreement(rows, report, group)
     *_, uniform, first_rows, first_length, _ = rows[loss_stage]
     if uniform:
@@ -245,8 +245,8 @@ def _status(error: BaseException | None) -> Status:
     return Status.EXHAUSTED if isinstance(error, StopIteration) else Status.FAILED
 
 
-def _raise_everywhere(report: StageReport, group: Any, drawing: tuple[int, ...]) -> None:
-    texts: list[Any] = [None] * torch_dist.get_world_size(group)
+def _raise_everywhere(report: StageReport, group: Any, num_stages: int, drawing: tuple[int, ...]) -> None:
+    texts: list[Any] = [None] * num_stages
     mine = None if report.error is None else (report.status, f"{type(report.error).__name__}: {report.error}")
     torch_dist.all_gather_object(texts, mine, group=group)
     failed = {stage: text for stage, text in enumerate(texts) if text is not None}

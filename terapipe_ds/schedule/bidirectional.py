@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .action import Kind
 from .interleaved import PlacedUnit, slices_of
+from .list_schedule import list_schedule
 from .placement import bidirectional
 
 
@@ -45,3 +46,20 @@ def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUni
         [(kind, m, s, chunk) for _, (kind, m, chunk) in sorted(mine.items()) for s in slices_of(kind, num_slices[m])]
         for mine in slots
     ]
+
+
+# stage 0  F0.0c0 F1.0c1 F0.1c0 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0
+# stage 1  F1.0c1 F0.0c0 F1.1c1 F0.1c0 B0.1c0 B0.0c0 B1.1c1 B1.0c1
+def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
+    """``chimera`` by slices: the same two pipelines and the same micro-batches in each, one F one B by slices.
+
+    Orders come from list scheduling at B = 2F, where the k-th stage of a direction holds at most 2(K - k) + s - 1 live
+    slices of that direction, s of the micro-batch that has most: 2(K + s) on each stage, not K * s. With one slice per
+    micro-batch it is ``chimera`` itself.
+    """
+    most = max(num_slices)
+    if most == 1:
+        return chimera(num_stages, num_slices)
+    placement = bidirectional(num_stages)
+    limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
+    return list_schedule(placement, num_slices, limits, directions=directions(num_stages, len(num_slices)))

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .action import Action, Kind, Schedule, ScheduleError
-from .bidirectional import chimera
+from .bidirectional import chimera, chimera_seq
 from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
 from .one_for_one import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, placement_for
-from .v_shaped import v_forwards
+from .v_shaped import v_forwards, zbv
 from .zero_bubble import seq1f1b_zb, zb_h1
 
 
@@ -52,7 +52,9 @@ GENERATORS: dict[str, Callable[..., list[list[Unit]]]] = {
 CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
     "interleaved": interleaved,
     "seq1f1b-interleaved": seq1f1b_interleaved,
+    "zbv": zbv,
     "chimera": chimera,
+    "chimera-seq": chimera_seq,
 }
 """Those whose stages hold several chunks; a looped one is called with their number too."""
 
@@ -62,7 +64,7 @@ SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
 OPTIONS = {"dapple": ("policy",)}
 """What a schedule takes besides counts: the keywords of its generator."""
 
-SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb")
+SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb", "zbv")
 """Those whose backwards are split in B and W, and whose times need ``weight_s``."""
 
 

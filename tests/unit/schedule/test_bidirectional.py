@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import GOLDEN, bidirectional
 
-from terapipe_ds.schedule import build, validate
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import Kind, build, validate
 from terapipe_ds.schedule.bidirectional import directions
 from terapipe_ds.schedule.show import count_slots
 from terapipe_ds.schedule.validate import replay
+from terapipe_ds.simulator import UnitCosts, simulate
 
 even_stages = st.integers(1, 4).map(lambda half: 2 * half)
 slice_counts = st.lists(st.integers(1, 5), min_size=1, max_size=12)
@@ -42,11 +44,49 @@ def test_idle_slots_at_f_equal_to_b(num_stages: int, units: int) -> None:
     assert count.num_slots == 2 * units * num_stages + num_stages - 2
 
 
-@given(even_stages, slice_counts)
-def test_every_shape_is_valid(num_stages: int, num_slices: list[int]) -> None:
-    schedule = build("chimera", num_stages, len(num_slices), num_slices)
+@pytest.mark.parametrize("name", ["chimera", "chimera-seq"])
+@given(num_stages=even_stages, num_slices=slice_counts)
+def test_every_shape_is_valid(name: str, num_stages: int, num_slices: list[int]) -> None:
+    schedule = build(name, num_stages, len(num_slices), num_slices)
     validate(schedule)
     assert sum(map(len, schedule.orders)) == 2 * num_stages * sum(num_slices)
+    ways = directions(num_stages, len(num_slices))
+    for order in schedule.orders:
+        assert all(action.chunk_id == ways[action.micro_batch_id] for action in order)
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 8])
+def test_by_slices_with_one_slice_each_it_is_the_schedule_of_whole_micro_batches(m: int) -> None:
+    assert build("chimera-seq", 4, m, 1).orders == build("chimera", 4, m, 1).orders
+
+
+@given(even_stages, slice_counts)
+def test_live_slices_by_slices(num_stages: int, num_slices: list[int]) -> None:
+    """2(K - k) + s - 1 of the direction whose stage k it is, for both directions; where all fit, as many as there are.
+
+    (With one slice each it is chimera, whose peak is lower.)
+    """
+    schedule = build("chimera-seq", num_stages, len(num_slices), num_slices)
+    s = max(num_slices)
+    for stage_id, order in enumerate(schedule.orders):
+        live, peaks = [0, 0], [0, 0]
+        for action in order:
+            live[action.chunk_id] += 1 if action.kind is Kind.FORWARD else -1
+            peaks[action.chunk_id] = max(peaks[action.chunk_id], live[action.chunk_id])
+        assert peaks[0] <= 2 * (num_stages - stage_id) + s - 1
+        assert peaks[1] <= 2 * (stage_id + 1) + s - 1
+    assert max(schedule.peak_live_slices()) <= 2 * (num_stages + s)
+
+
+@pytest.mark.parametrize(("num_stages", "m", "s"), [(4, 4, 4), (4, 8, 4), (8, 4, 4), (8, 8, 4), (8, 8, 8)])
+def test_slices_shorten_both_and_by_slices_takes_less_memory(num_stages: int, m: int, s: int) -> None:
+    """At F = 1, B = 2: faster than seq1f1b, and than chimera without slices; at less memory than chimera with them."""
+    plan, costs = SlicePlan.equal(480, s), UnitCosts(480)
+    by_slices, whole, one_way = (build(name, num_stages, m, s) for name in ("chimera-seq", "chimera", "seq1f1b"))
+    makespan_s = simulate(by_slices, plan, costs).makespan_s
+    assert makespan_s < simulate(one_way, plan, costs).makespan_s
+    assert makespan_s < simulate(build("chimera", num_stages, m, 1), SlicePlan((480,)), costs).makespan_s
+    assert max(by_slices.peak_live_slices()) <= max(whole.peak_live_slices())
 
 
 @given(even_stages, st.integers(1, 12), st.integers(1, 4))

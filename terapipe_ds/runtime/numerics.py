@@ -47,14 +47,15 @@ class Finding:
     sequence_length: int
     is_backward: bool
     what: str
+    part_id: int
     hint: str = ""
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
         """What sorts first cannot follow from what sorts later: a backward follows from forwards, a slice's forward
-        from earlier stages and slices, its backward from later ones."""
+        from earlier parts and slices, its backward from later ones."""
         sign = -1 if self.is_backward else 1
-        return self.is_backward, self.micro_batch_id, sign * self.slice_id, sign * self.stage_id
+        return self.is_backward, self.micro_batch_id, sign * self.slice_id, sign * self.part_id
 
     def __str__(self) -> str:
         return (
@@ -188,7 +189,7 @@ class FiniteCheck:
         active = look.active
         return Finding(
             self._stage_id, look.layer, active.micro_batch_id, active.slice_id, active.start, active.stop,
-            active.sequence_length, look.is_backward, f"{look.what} {text}",
+            active.sequence_length, look.is_backward, f"{look.what} {text}", active.part_id,
         )  # fmt: skip
 
     def _hint(self, layer: str) -> str:

@@ -292,6 +292,11 @@ def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         except ScheduleError as error:
             yield f"{_name(('schedule',))} = {show_value(name)}: {error.reason}"
         else:
+            if section.get("slices", "auto") == "auto":
+                yield (
+                    f'{_name(("slices",))} = "auto": the schedule in {show_value(name)} is for a number of slices; '
+                    "give that number, or a list of lengths"
+                )
             if chunks not in (1, found):
                 yield f"{shown}: the schedule in {show_value(name)} has {found} per stage; give that, or leave it at 1"
 

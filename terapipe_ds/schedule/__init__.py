@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .action import Action, Kind, Schedule, ScheduleError, StageSchedule
 from .csv_form import fits, from_csv, load, to_csv
-from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
+from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build, build_forwards
 from .lower import lower
 from .placement import CHUNKED_SCHEDULES, placement_for
 from .show import render
@@ -20,6 +20,7 @@ __all__ = [
     "ScheduleError",
     "StageSchedule",
     "build",
+    "build_forwards",
     "fits",
     "from_csv",
     "load",

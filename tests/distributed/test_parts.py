@@ -3,7 +3,11 @@ does not show of them."""
 
 from __future__ import annotations
 
+import os
+import re
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -27,6 +31,7 @@ from tests.distributed.engines import (
     reduce_in_fp64,
     run_training,
     section,
+    train,
     violations,
 )
 from tests.distributed.harness import rank_pool
@@ -346,3 +351,113 @@ def job_tied_groups() -> list[list[int]]:
     with engine_of(layers, section(**ZBV)) as engine:
         assert isinstance(engine, deepspeed.PipelineEngine)
         return [comm["ranks"] for comm in engine.module.tied_comms.values()]
+
+
+# -- schedules from a file -----------------------------------------------------------------------------------
+
+BY_HAND = {  # two micro-batches of two slices; on the V a bubble is filled as no generator does it
+    "plain.csv": """
+        F0.0,F0.1,F1.0,F1.1,B0.1,B0.0,B1.1,B1.0
+        F0.0,F0.1,B0.1,B0.0,F1.0,F1.1,B1.1,B1.0
+    """,
+    "v.csv": """
+        placement,0/3,1/2
+        F0.0c0,F0.1c0,F0.0c1,F0.1c1,B0.1c1,F1.0c0,B0.0c1,F1.1c0,F1.0c1,B0.1c0,B0.0c0,F1.1c1,B1.1c1,B1.0c1,B1.1c0,B1.0c0
+        F0.0c0,F0.0c1,F0.1c0,F0.1c1,F1.0c0,F1.0c1,B0.1c1,B0.1c0,W0.1c1,B0.0c1,B0.0c0,F1.1c0,F1.1c1,B1.1c1,W0.0c1,B1.1c0,B1.0c1,B1.0c0,W1.1c1,W1.0c1
+    """,
+}
+
+
+def job_file(path: str) -> tuple[dict[str, float], float, float, list[str]]:
+    written = open(path).read().split()
+    with engine_of(gpt_layers(), section(schedule=path, slices=2)) as engine:
+        ours = train(engine, batches(2))
+        evaluated = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
+        ran = engine._plans.schedule(path, True, (2, 2)).compute_order(engine.stage_id)
+    with engine_of(gpt_layers(), None) as engine:
+        train(engine, batches(2))
+        expected = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
+    assert ",".join(ran) == written[-2 + torch.distributed.get_rank()]
+    return differences(ours, alone(2)), evaluated, expected, ran
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_schedule_written_by_hand(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(BY_HAND[name]).strip() + "\n")
+    ranks = rank_pool(2).run(job_file, path=str(path))
+    assert not violations([rank[0] for rank in ranks])
+    for _, evaluated, expected, _ in ranks:
+        assert evaluated == pytest.approx(expected, rel=1e-6)
+
+
+def job_file_refused(paths: list[str], num_micro_batches: int, slices: Any) -> str:
+    path = paths[torch.distributed.get_rank()]
+    try:
+        with engine_of(
+            gpt_layers(), section(schedule=path, slices=slices), gradient_accumulation_steps=num_micro_batches
+        ) as engine:
+            engine.train_batch(iter(batches(1, num_micro_batches)[0]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "slices", "message"),
+    [
+        (3, 2, "has 2 micro-batches, a batch 3: set gradient_accumulation_steps to 2"),
+        (2, 3, "has 2 slices of micro-batch 0, the plan 3"),
+        (2, "auto", "the schedule in .* is for a number of slices"),
+    ],
+)
+def test_a_file_that_does_not_fit(num_micro_batches: int, slices: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plain.csv"
+    path.write_text(textwrap.dedent(BY_HAND["plain.csv"]).strip())
+    paths = [str(path)] * 2
+    for text in rank_pool(2).run(job_file_refused, paths=paths, num_micro_batches=num_micro_batches, slices=slices):
+        assert re.search(message, text)
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    """As on two nodes: one of them has another content, or none."""
+    for rank, rows in enumerate(BY_HAND["plain.csv"].strip().splitlines()):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "plain.csv").write_text((rows.strip() + "\n") * 2)
+    texts = rank_pool(2).run(job_own_folder, folder=str(tmp_path))
+    assert all("the schedule's file: ranks [0]: checksum" in text for text in texts)
+
+
+def job_own_folder(folder: str) -> str:
+    before = os.getcwd()
+    os.chdir(os.path.join(folder, str(torch.distributed.get_rank())))
+    try:
+        return job_file_refused(["plain.csv"] * 2, 2, 2)
+    finally:
+        os.chdir(before)
+
+
+def job_copies_mixed(path: str) -> str:
+    return job_file_refused([path] * 2, 2, 1)
+
+
+def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.csv"
+    path.write_text("placement,0/1,1/0\nF0.0c0,F0.0c1,B0.0c1,B0.0c0\nF1.0c1,F1.0c0,B1.0c0,B1.0c1\n")
+    texts = rank_pool(2).run(job_copies_mixed, path=str(path))
+    assert all("stay in one chunk" in text for text in texts), texts
+
+
+def job_by_hand_elsewhere(schedule: str) -> str:
+    with engine_of(gpt_layers(), section(**LOOP)) as engine:
+        try:
+            engine.use_slice_plan(terapipe_ds.SlicePlan((20, 3)), schedule)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_layers_stay_where_they_are() -> None:
+    assert rank_pool(2).run(job_by_hand_elsewhere, schedule="interleaved") == ["", ""]
+    for schedule, message in (("zbv", "wants the layers at other places"), ("seq1f1b", "has one part per stage")):
+        assert all(message in text for text in rank_pool(2).run(job_by_hand_elsewhere, schedule=schedule))

@@ -177,7 +177,7 @@ def job_refused(changes: dict[str, Any], num_layers: int) -> str:
     ("changes", "message"),
     [
         ({"schedule": "interleaved", "chunks_per_stage": 4}, "5 layers cannot be cut in 8 parts"),
-        ({"schedule": "seq1f1b", "chunks_per_stage": 2}, "'seq1f1b': chunks_per_stage is 2"),
+        ({"schedule": "seq1f1b", "chunks_per_stage": 2}, "schedule 'seq1f1b' has one part per stage"),
     ],
 )
 def test_layouts_that_cannot_be(changes: dict[str, Any], message: str) -> None:

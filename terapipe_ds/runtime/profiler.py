@@ -3,9 +3,9 @@
 All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
 tensor-parallel peers meet inside the layers. Points come in groups of about a whole sequence, all forwards and then all
 backwards in reverse: slices that are live together use memory that is not warm any more, as in training. Groups come
-round after round, so that a machine that drifts meets all of them alike, and the median over the rounds is what counts: of the runs
-in which no other program had the processor. A few short commands of somebody else would otherwise stand in the costs of
-a slice or two, and the plan would avoid these slices.
+round after round, so that a machine that drifts meets all of them alike, and the median over the rounds is what counts:
+of the runs in which no other program had the processor. A few short commands of somebody else would otherwise stand in
+the costs of a slice or two, and the plan would avoid these slices.
 """
 
 from __future__ import annotations

@@ -139,12 +139,12 @@ def share_gloo_thread() -> None:
     """
     from torch.distributed import distributed_c10d
 
-    plain = getattr(distributed_c10d, "ProcessGroupGloo", None)
-    if plain is None or not hasattr(plain, "_Options") or not hasattr(plain, "create_default_device"):
+    plain: Any = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if not hasattr(plain, "_Options") or not hasattr(plain, "create_default_device"):
         return
     device = plain.create_default_device()
 
-    class SharedGloo(plain):  # type: ignore[misc, valid-type]
+    class SharedGloo(plain):  # type: ignore[misc]
         """A class, because torch asks groups for it."""
 
         def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
@@ -152,7 +152,7 @@ def share_gloo_thread() -> None:
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = SharedGloo
+    distributed_c10d.ProcessGroupGloo = SharedGloo  # type: ignore[misc]
 
 
 def progress_bar(rank: int, total: int, what: str) -> Any:

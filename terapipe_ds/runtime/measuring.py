@@ -27,7 +27,7 @@ from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.link import MessageSpec
-from terapipe_ds.runtime.probe import StageProbe, synchronize
+from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -92,7 +92,8 @@ def measure_stage(
             specs = {tokens: _hear_and_tell(probe, tokens, groups, engine.stage_id) for tokens in lengths}
             measured = measure(
                 probe, points, sequence_length, num_stages=engine.num_stages,
-                num_micro_batches=engine.micro_batches, peers=peers, progress=progress,
+                num_micro_batches=engine.micro_batches, peers=peers, processor_s=processor_clock(),
+                progress=progress,
             )  # fmt: skip
             weight_s = weights(probe, lengths, peers)
             memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))

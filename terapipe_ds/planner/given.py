@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
@@ -15,10 +16,12 @@ from terapipe_ds.simulator import Replay
 def best_schedule(
     costs: Any, plan: SlicePlan, num_stages: int, num_micro_batches: int = 1, *, memory: Any = None,
     memory_limit_bytes: float | None = None, chunks_per_stage: int = 1,
+    placement: Mapping[tuple[int, int], int] | None = None,
 ) -> PlanResult:  # fmt: skip
     """The schedule that takes the least predicted time with ``plan`` and fits; `costs` as for `plan_slices`.
 
-    Compared are all that have ``chunks_per_stage`` chunks and as many parts as costs (see `ranked_schedules`). Nothing
+    Compared are all that have ``chunks_per_stage`` chunks and as many parts as costs, and run on ``placement`` where
+    one is given (see `ranked_schedules`). Nothing
     is proven of other plans: the bound is 0.
 
     Raises:
@@ -28,7 +31,7 @@ def best_schedule(
     each = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(one, "weight_s", None)) for one in each)
     num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
-    names = ranked_schedules(num_stages, chunks_per_stage, num_parts, knows_weights)
+    names = ranked_schedules(num_stages, chunks_per_stage, num_parts, knows_weights, placement)
     for name in names:
         shape = num_stages, num_micro_batches
         replay = Replay.of(build(name, *shape, plan.num_slices, chunks_per_stage=chunks_per_stage))

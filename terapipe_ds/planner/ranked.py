@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.tabulate import check_count
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, build
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, build, placement_for
 
 
 def ranked_schedules(
-    num_stages: int, chunks_per_stage: int, num_parts: int, knows_weights: bool = True
-) -> tuple[str, ...]:
+    num_stages: int, chunks_per_stage: int, num_parts: int, knows_weights: bool = True,
+    placement: Mapping[tuple[int, int], int] | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """The schedules that "auto" compares: those whose stages hold ``chunks_per_stage`` chunks of ``num_parts`` parts.
 
     With one chunk all of one part per stage; with v chunks of v K parts the looped ones and, for 2, ``zbv``; with two
     chunks of K parts, each of which stands at two places, ``chimera`` and ``chimera-seq``. Without ``dapple``, which is
-    another name of ``1f1b``, and, unless costs say what W takes, without those that split backwards.
+    another name of ``1f1b``, and, unless costs say what W takes, without those that split backwards. With a
+    ``placement`` (see ``Schedule.placement``) those alone that run on it: layers do not move while a model trains.
     """
     found = []
     for name in SCHEDULE_NAMES:
@@ -24,7 +27,9 @@ def ranked_schedules(
             continue
         shape = _shape(name, num_stages, chunks_per_stage)
         one_of_many = chunks_per_stage == 1 and "interleaved" in name  # 1f1b and seq1f1b once more
-        if shape == (chunks_per_stage, num_parts) and not one_of_many:
+        if shape != (chunks_per_stage, num_parts) or one_of_many:
+            continue
+        if placement is None or placement_for(name, num_stages, chunks_per_stage) == placement:
             found.append(name)
     return tuple(found)
 

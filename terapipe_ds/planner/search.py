@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ def plan_slices(
     costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int = 1, granularity_tokens: int = 64,
     schedule: str = "terapipe", max_slices: int | None = None, memory: Any = None,
     memory_limit_bytes: float | None = None, *, progress: Progress | None = None, budget: int = _BUDGET,
-    chunks_per_stage: int = 1,
+    chunks_per_stage: int = 1, placement: Mapping[tuple[int, int], int] | None = None,
 ) -> PlanResult:  # fmt: skip
     """The plan with the least predicted time under ``schedule`` (or ``"auto"``) that fits in memory.
 
@@ -62,6 +62,7 @@ def plan_slices(
         memory: a `MemoryModel`, or what has its methods; both are asked by part.
         chunks_per_stage: as for ``schedule.build``; "auto" tries the schedules that have so many chunks, and as many
             parts as costs are given (see `ranked_schedules`).
+        placement: where the parts stand already: "auto" tries the schedules that run on it.
         budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
 
     Raises:
@@ -76,7 +77,7 @@ def plan_slices(
         costs, sequence_length, num_parts_of(schedule, num_stages, chunks_per_stage, costs), num_micro_batches,
         granularity_tokens, max_slices, memory, memory_limit_bytes, progress,
     )  # fmt: skip
-    problem.num_stages, problem.chunks_per_stage = num_stages, chunks_per_stage
+    problem.num_stages, problem.chunks_per_stage, problem.placement = num_stages, chunks_per_stage, placement
     if schedule != "auto":
         if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
             raise PlannerError(
@@ -120,6 +121,7 @@ class _Problem:
     progress: Progress | None
     num_stages: int = 1
     chunks_per_stage: int = 1
+    placement: Mapping[tuple[int, int], int] | None = None
     found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules of this call chose
 
     @classmethod
@@ -150,7 +152,9 @@ class _Problem:
         if self.chunks_per_stage == 1:
             tried = _AUTO if self.num_micro_batches > 1 else _AUTO_OF_ONE
             return tried | _AUTO_SPLIT if self.knows_weights else tried
-        names = ranked_schedules(self.num_stages, self.chunks_per_stage, len(self.parts), self.knows_weights)
+        names = ranked_schedules(
+            self.num_stages, self.chunks_per_stage, len(self.parts), self.knows_weights, self.placement
+        )
         return {name: _AUTO_CHUNKED[name] for name in names}
 
     @property

@@ -208,7 +208,10 @@ class AutoPlanner:
         """The simulated step beside the traces of measured ones, for ``terapipe compare``."""
         if self._config.trace_dir is None:
             return
-        schedule = build(result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices)
+        schedule = build(
+            result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices,
+            chunks_per_stage=self._config.chunks_per_stage,
+        )  # fmt: skip
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
@@ -216,7 +219,9 @@ class AutoPlanner:
 
     def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
         """The best plan; with slices that are given, the best schedule for them."""
+        layout = self._engine._layout
         options = {"memory": memory, "memory_limit_bytes": limit_bytes}
+        options |= {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement}
         stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
         if self._config.slices == "auto":
             granularity, schedule = self._config.granularity_tokens, self._config.schedule

@@ -32,11 +32,6 @@ class Plans:
     def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
         self._engine, self._groups, self._config = engine, groups, engine.terapipe_config
         plans_itself = "auto" in (self._config.slices, self._config.schedule)
-        if plans_itself and not engine._layout.is_plain:
-            raise TeraPipeConfigError(
-                "slices and schedules of stages with several parts are not planned while training runs: set "
-                "terapipe.slices to a number, and terapipe.schedule to a name"
-            )
         self._planner = AutoPlanner(engine, groups, watched) if plans_itself else None
         self._by_hand: dict[int, Choice] = {}
         self._configured: dict[int, SlicePlan] = {}

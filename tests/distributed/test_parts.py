@@ -21,6 +21,7 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.models import gpt
 from tests.distributed.engines import (
     EXACT,
+    LENGTH,
     batches,
     build,
     config,
@@ -461,3 +462,36 @@ def test_layers_stay_where_they_are() -> None:
     assert rank_pool(2).run(job_by_hand_elsewhere, schedule="interleaved") == ["", ""]
     for schedule, message in (("zbv", "wants the layers at other places"), ("seq1f1b", "has one part per stage")):
         assert all(message in text for text in rank_pool(2).run(job_by_hand_elsewhere, schedule=schedule))
+
+
+# -- planning ------------------------------------------------------------------------------------------------
+
+
+def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int]]:
+    planned = section(**{"slices": "auto", "granularity_tokens": 4, **changes})
+    with engine_of(gpt_layers(), planned) as engine:
+        ours = train(engine, batches(2))
+        planner = engine._plans._planner
+        choice, measured = planner.known(LENGTH), [part.part_id for part in planner._measured.profile.parts]
+    return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "num_parts"),
+    [
+        (LOOP, {"seq1f1b-interleaved"}, 4),
+        (ZBV, {"zbv"}, 4),
+        (BOTH_WAYS, {"chimera-seq"}, 2),
+        ({"schedule": "auto", "chunks_per_stage": 2}, {"interleaved", "seq1f1b-interleaved"}, 4),
+        ({"schedule": "auto", "chunks_per_stage": 2, "slices": 3}, {"interleaved", "seq1f1b-interleaved"}, 4),
+    ],
+)
+def test_slices_are_planned_from_the_costs_of_all_parts(
+    changes: dict[str, Any], names: set[str], num_parts: int
+) -> None:
+    first, second = rank_pool(2).run(job_planned, changes=changes)
+    assert not violations([first[0], second[0]])
+    assert first[1:] == second[1:]
+    assert sum(first[1]) == LENGTH
+    assert first[2] in names
+    assert first[3] == list(range(num_parts))

@@ -370,7 +370,7 @@ BY_HAND = {  # two micro-batches of two slices; on the V a bubble is filled as n
 
 
 def job_file(path: str) -> tuple[dict[str, float], float, float, list[str]]:
-    written = open(path).read().split()
+    written = Path(path).read_text().split()
     with engine_of(gpt_layers(), section(schedule=path, slices=2)) as engine:
         ours = train(engine, batches(2))
         evaluated = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))

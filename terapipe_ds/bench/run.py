@@ -143,7 +143,7 @@ class Run:
 
     def predicted_s(self) -> float | None:
         """From the costs measured before: the simulated makespan, then the measured reduce and optimizer."""
-        if self.measured.costs is None or self.case.system != "terapipe":
+        if self.measured.costs is None or self.case.system != "terapipe" or self.case.chunks_per_stage > 1:
             return None
         makespan_s: float = simulate(self.schedule, self.plan, self.measured.costs).makespan_s
         return makespan_s + self.closing_s

@@ -6,7 +6,9 @@ run, and its order is what it ran. Such an order cannot deadlock, for it has jus
 Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
 sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
 part), or always that of the earlier part, which gives room for the next F: which of the two rules is better depends on
-the shape, so both are played and the shorter is taken.
+the shape, so both are played and the shorter is taken. Where backwards are split, nobody knows here how they are: a
+layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of the orders that
+it gives the one is taken that is shortest over all of them.
 
 An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as long as
 each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
@@ -22,6 +24,13 @@ from dataclasses import dataclass, field
 from .action import Kind, ScheduleError
 from .interleaved import PlacedUnit
 from .placement import Placement
+
+_TIMES = ({Kind.FORWARD: 1, Kind.BACKWARD: 2},)
+_SPLIT_TIMES = tuple(
+    {Kind.FORWARD: 5, Kind.BACKWARD: backward, Kind.WEIGHT: 10 - backward} for backward in (5, 6, 7)
+)
+"""In slots: a backward takes two forwards, of which W is a half, two fifths or three tenths."""
+_MANY_UNITS = 4000  # above which one clock must do: planning builds orders for many numbers of slices
 
 _Id = tuple[int, int]
 """(micro_batch_id, slice_id)."""
@@ -70,23 +79,47 @@ def list_schedule(
 
     ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
-    it a micro-batch passes all places. F takes one slot; B takes two, or one where its W takes another.
+    it a micro-batch passes all places. F takes one slot; B takes two, or with its W as long.
     """
+    times = _SPLIT_TIMES if splits_backward else _TIMES
+    units = sum(num_slices) * len(placement) * len(times[0])
     plays = [
-        _play(_lanes(placement, num_slices, limits, directions), splits_backward, earlier_first)
+        _play(_lanes(placement, num_slices, limits, directions), slots, earlier_first)
+        for slots in (times if units <= _MANY_UNITS else times[len(times) // 2 :][:1])
         for earlier_first in (False, True)
     ]
-    return min(plays, key=lambda play: play[0])[1]
+    return min(plays, key=lambda orders: sum(num_slots(orders, placement, each) / sum(each.values()) for each in times))
 
 
-def _play(
-    lanes: list[list[_Lane]], splits_backward: bool, earlier_first: bool
-) -> tuple[int, list[list[PlacedUnit]]]:
-    """How many slots it takes, and what each stage ran."""
-    slots = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits_backward else 2, Kind.WEIGHT: 1}
+def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mapping[Kind, int] = _TIMES[0]) -> int:
+    """How long orders take where each kind takes so many slots."""
+    last_part_id = max(placement.values())
+    ends: dict[tuple[Kind, int, int, int], int] = {}
+    at, free_at = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage_id, order in enumerate(orders):
+            while at[stage_id] < len(order):
+                kind, m, s, chunk = order[at[stage_id]]
+                part_id = placement[stage_id, chunk]
+                peer = {Kind.FORWARD: part_id - 1, Kind.BACKWARD: part_id + 1}.get(kind, -1)
+                ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
+                if ready is None:
+                    break
+                free_at[stage_id] = max(free_at[stage_id], ready) + slots[kind]
+                ends[kind, part_id, m, s] = free_at[stage_id]
+                at[stage_id] += 1
+                moved = True
+    return max(free_at)
+
+
+def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], earlier_first: bool) -> list[list[PlacedUnit]]:
+    """What each stage ran."""
+    splits_backward = Kind.WEIGHT in slots
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
-    left = sum(len(lane.ahead) for mine in lanes for lane in mine) * (3 if splits_backward else 2)
+    left = sum(len(lane.ahead) for mine in lanes for lane in mine) * len(slots)
     now = 0
     while left:
         chosen = [
@@ -103,7 +136,7 @@ def _play(
         if left and not later:
             raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
         now = min(later, default=now)
-    return max(free_at), orders
+    return orders
 
 
 def _lanes(

@@ -12,14 +12,15 @@ from .one_for_one import forwards
 from .placement import v_shape
 
 
-# stage 0  F0.0c0 F1.0c0 .      F0.0c1 B0.0c1 W0.0c1 F1.0c1 B1.0c1 B0.0c0 W0.0c0 B1.0c0 W1.0c0 W1.0c1
+# stage 0  F0.0c0 F1.0c0 .      F0.0c1 B0.0c1 W0.0c1 F1.0c1 B1.0c1 B0.0c0 W0.0c0 W1.0c1 B1.0c0 W1.0c0
 # stage 1  .      F0.0c0 F0.0c1 F1.0c0 F1.0c1 B0.0c1 B0.0c0 W0.0c0 B1.0c1 B1.0c0 W0.0c1 W1.0c0 W1.0c1
 def zbv(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Zero bubble on a V, by slices (ZB-V of Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362).
 
     Stage k holds at most 2K - k + s - 2 slices of its chunk 0 and k + s of its chunk 1 between their F and their W, s
     of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of ``seq1f1b``,
-    which holds K + s - 1 of them. Orders come from list scheduling with these limits at F = B = W.
+    which holds K + s - 1 of them. Orders come from list scheduling with these limits, at several shares that W
+    may have of a backward.
     """
     placement = v_shape(num_stages)
     most = max(num_slices)

@@ -64,7 +64,8 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
         return chimera(num_stages, num_slices)
     placement = bidirectional(num_stages)
     limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
-    found = list_schedule(placement, num_slices, limits, directions=directions(num_stages, len(num_slices)))
+    ways = directions(num_stages, len(num_slices))
+    found = list_schedule(placement, num_slices, limits, slots=(1, 2, 0), directions=ways)
     whole = chimera(num_stages, num_slices)
     fits = all(
         _peak(order, chunk) <= limits[stage_id, chunk] for stage_id, order in enumerate(whole) for chunk in range(2)

@@ -64,26 +64,27 @@ class _Lane:
 
 def list_schedule(
     placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int], *,
-    directions: Sequence[int] | None = None, splits_backward: bool = False,
+    slots: tuple[int, int, int], directions: Sequence[int] | None = None,
 ) -> list[list[PlacedUnit]]:  # fmt: skip
     """The orders of the stages of a placement; the shorter of two plays.
 
     ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
-    it a micro-batch passes all places. F takes one slot; B takes two, or one where its W takes another.
+    it a micro-batch passes all places. ``slots`` are those that F, B and W take; without W where the last one is 0.
     """
     plays = [
-        _play(_lanes(placement, num_slices, limits, directions), splits_backward, earlier_first)
+        _play(_lanes(placement, num_slices, limits, directions), slots, earlier_first)
         for earlier_first in (False, True)
     ]
     return min(plays, key=lambda play: play[0])[1]
 
 
 def _play(
-    lanes: list[list[_Lane]], splits_backward: bool, earlier_first: bool
+    lanes: list[list[_Lane]], slots: tuple[int, int, int], earlier_first: bool
 ) -> tuple[int, list[list[PlacedUnit]]]:
     """How many slots it takes, and what each stage ran."""
-    slots = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits_backward else 2, Kind.WEIGHT: 1}
+    slots_of = dict(zip((Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT), slots, strict=True))
+    splits_backward = slots_of[Kind.WEIGHT] > 0
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
     left = sum(len(lane.ahead) for mine in lanes for lane in mine) * (3 if splits_backward else 2)
@@ -96,8 +97,8 @@ def _play(
         ]
         started = [choice for choice in chosen if choice is not None]
         for kind, lane in started:
-            orders[lane.stage_id].append(_start(kind, lane, now + slots[kind], splits_backward))
-            free_at[lane.stage_id] = now + slots[kind]
+            orders[lane.stage_id].append(_start(kind, lane, now + slots_of[kind], splits_backward))
+            free_at[lane.stage_id] = now + slots_of[kind]
         left -= len(started)
         later = [free for free in free_at if free > now]
         if left and not later:

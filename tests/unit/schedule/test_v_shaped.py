@@ -82,11 +82,32 @@ def test_a_shorter_bubble_than_on_a_line(num_stages: int, m: int, s: int) -> Non
 
 def test_a_limit_that_nothing_fits_under_says_so() -> None:
     with pytest.raises(ScheduleError, match="no stage can go on: a limit is below the slices"):
-        list_schedule(v_shape(1), [2], {(0, 0): 1, (0, 1): 2})
+        list_schedule(v_shape(1), [2], {(0, 0): 1, (0, 1): 2}, slots=(1, 2, 0))
 
 
 def test_list_scheduling_by_hand() -> None:
     """One stage, two parts, room for one unit each: the second forward waits for the first one's W."""
-    order = list_schedule(v_shape(1), [1, 1], {(0, 0): 1, (0, 1): 1}, splits_backward=True)
+    order = list_schedule(v_shape(1), [1, 1], {(0, 0): 1, (0, 1): 1}, slots=(1, 1, 1))
     text = [f"{kind.value}{m}c{chunk}" for kind, m, _, chunk in order[0]]
     assert text == ["F0c0", "F0c1", "B0c1", "B0c0", "W0c0", "F1c0", "W0c1", "F1c1", "B1c1", "B1c0", "W1c0", "W1c1"]
+
+
+class ShortWeights(UnitCosts):
+    """W is a fifth of the backward, as where attention takes much of it."""
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return super().weight_s(tokens, prefix) * 0.4
+
+
+def test_an_order_for_other_lengths_of_b_and_w() -> None:
+    plan, costs = SlicePlan.equal(60, 2), ShortWeights(60, share=0.5)
+    plain, fitted = (build("zbv", 4, 8, 2, slots=slots) for slots in ((1, 1, 1), (2, 3, 1)))
+    validate(fitted)
+    assert plain == build("zbv", 4, 8, 2)
+    assert simulate(fitted, plan, costs).makespan_s < 0.96 * simulate(plain, plan, costs).makespan_s
+
+
+@pytest.mark.parametrize("slots", [(1, 1), (1, 1, 0), (1, 1, True), (1.0, 1, 1), "111", None])
+def test_slots_are_three_whole_numbers(slots: Any) -> None:
+    with pytest.raises(ScheduleError, match="slots is .*: give what F, B and W take as three whole numbers"):
+        build("zbv", 2, 2, 2, slots=slots)

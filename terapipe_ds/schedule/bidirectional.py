@@ -10,8 +10,10 @@ from itertools import accumulate
 
 from .action import Kind
 from .interleaved import PlacedUnit, slices_of
-from .list_schedule import list_schedule, num_slots
+from .list_schedule import UNSPLIT, list_schedule, num_slots
 from .placement import bidirectional
+
+_TIMES = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 
 
 def directions(num_stages: int, num_micro_batches: int) -> list[int]:
@@ -64,12 +66,13 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
         return chimera(num_stages, num_slices)
     placement = bidirectional(num_stages)
     limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
-    found = list_schedule(placement, num_slices, limits, directions=directions(num_stages, len(num_slices)))
+    ways = directions(num_stages, len(num_slices))
+    found = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
     fits = all(
         _peak(order, chunk) <= limits[stage_id, chunk] for stage_id, order in enumerate(whole) for chunk in range(2)
     )
-    return whole if fits and num_slots(whole, placement) < num_slots(found, placement) else found
+    return whole if fits and num_slots(whole, placement, _TIMES) < num_slots(found, placement, _TIMES) else found
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:

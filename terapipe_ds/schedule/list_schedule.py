@@ -5,8 +5,8 @@ run, and its order is what it ran. Such an order cannot deadlock, for it has jus
 
 Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
 sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
-part), or always that of the earlier part, which gives room for the next F: which of the two rules is better depends on
-the shape, so both are played and the shorter is taken. Where backwards are split, nobody knows here how they are: a
+part), or always that of the earlier part, which gives room for the next F, or of the later one: which of these rules is
+best depends on the shape, so all are played and the shortest is taken. Where backwards are split, nobody knows here how they are: a
 layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of the orders that
 it gives the one is taken that is shortest over all of them.
 
@@ -18,18 +18,21 @@ on each of those parts, hence on the last one, and there its B can run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .action import Kind, ScheduleError
 from .interleaved import PlacedUnit
 from .placement import Placement
 
-_TIMES = ({Kind.FORWARD: 1, Kind.BACKWARD: 2},)
-_SPLIT_TIMES = tuple(
-    {Kind.FORWARD: 5, Kind.BACKWARD: backward, Kind.WEIGHT: 10 - backward} for backward in (5, 6, 7)
-)
-"""In slots: a backward takes two forwards, of which W is a half, two fifths or three tenths."""
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+Slots = tuple[int, int, int]
+"""What F, B and W take; without W where the last one is 0."""
+
+UNSPLIT: tuple[Slots, ...] = ((1, 2, 0),)
+SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
+"""A backward takes two forwards; of it W is a half, two fifths or three tenths."""
+
 _MANY_UNITS = 4000  # above which one clock must do: planning builds orders for many numbers of slices
 
 _Id = tuple[int, int]
@@ -71,27 +74,41 @@ class _Lane:
         return self.forward_ends[unit] if self.after is None else self.after.backward_ends.get(unit)
 
 
+_Rule = Callable[[tuple[int, _Lane]], tuple[int, ...]]
+"""Of several B that can run, (since when, where), the least one by this runs first."""
+
+_RULES: tuple[_Rule, ...] = (
+    lambda ready: (ready[0], -ready[1].part_id),
+    lambda ready: (ready[1].part_id,),
+    lambda ready: (-ready[1].part_id,),
+)
+
+
 def list_schedule(
     placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int], *,
-    directions: Sequence[int] | None = None, splits_backward: bool = False,
+    times: Sequence[Slots], directions: Sequence[int] | None = None,
 ) -> list[list[PlacedUnit]]:  # fmt: skip
-    """The orders of the stages of a placement; the shorter of two plays.
+    """The orders of the stages of a placement: of several plays the one that is shortest over all ``times``.
 
     ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
-    it a micro-batch passes all places. F takes one slot; B takes two, or with its W as long.
+    it a micro-batch passes all places.
     """
-    times = _SPLIT_TIMES if splits_backward else _TIMES
-    units = sum(num_slices) * len(placement) * len(times[0])
+    clocks = [{kind: slots for kind, slots in zip(_KINDS, each, strict=True) if slots} for each in times]
+    units = sum(num_slices) * len(placement) * len(clocks[0])
     plays = [
-        _play(_lanes(placement, num_slices, limits, directions), slots, earlier_first)
-        for slots in (times if units <= _MANY_UNITS else times[len(times) // 2 :][:1])
-        for earlier_first in (False, True)
+        _play(_lanes(placement, num_slices, limits, directions), clock, rule)
+        for clock in (clocks if units <= _MANY_UNITS else clocks[len(clocks) // 2 :][:1])
+        for rule in _RULES[: None if units <= _MANY_UNITS else 2]
     ]
-    return min(plays, key=lambda orders: sum(num_slots(orders, placement, each) / sum(each.values()) for each in times))
+
+    def length(orders: list[list[PlacedUnit]]) -> float:
+        return sum(num_slots(orders, placement, clock) / sum(clock.values()) for clock in clocks)
+
+    return min(plays, key=length)
 
 
-def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mapping[Kind, int] = _TIMES[0]) -> int:
+def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mapping[Kind, int]) -> int:
     """How long orders take where each kind takes so many slots."""
     last_part_id = max(placement.values())
     ends: dict[tuple[Kind, int, int, int], int] = {}
@@ -114,7 +131,7 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mappi
     return max(free_at)
 
 
-def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], earlier_first: bool) -> list[list[PlacedUnit]]:
+def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> list[list[PlacedUnit]]:
     """What each stage ran."""
     splits_backward = Kind.WEIGHT in slots
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
@@ -123,7 +140,7 @@ def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], earlier_first: bo
     now = 0
     while left:
         chosen = [
-            _choose(mine, now, splits_backward, earlier_first)
+            _choose(mine, now, splits_backward, rule)
             for mine, free in zip(lanes, free_at, strict=True)
             if free <= now
         ]
@@ -158,12 +175,11 @@ def _lanes(
 
 
 def _choose(
-    lanes: Sequence[_Lane], now: int, splits_backward: bool, earlier_first: bool
+    lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule
 ) -> tuple[Kind, _Lane] | None:
     ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
     if ready:
-        rank = (lambda each: each[1].part_id) if earlier_first else (lambda each: (each[0], -each[1].part_id))
-        return Kind.BACKWARD, min(ready, key=rank)[1]
+        return Kind.BACKWARD, min(ready, key=rule)[1]
     ahead = [lane for lane in lanes if (at := lane.forward_ready_at()) is not None and at <= now]
     if ahead:
         return Kind.FORWARD, max(ahead, key=lambda lane: lane.part_id)

@@ -33,7 +33,7 @@ UNSPLIT: tuple[Slots, ...] = ((1, 2, 0),)
 SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
 """A backward takes two forwards; of it W is a half, two fifths or three tenths."""
 
-_MANY_UNITS = 4000  # above which one clock must do: planning builds orders for many numbers of slices
+_MANY_UNITS = 1500  # above which one clock must do: planning builds orders for many numbers of slices
 
 _Id = tuple[int, int]
 """(micro_batch_id, slice_id)."""

@@ -88,7 +88,7 @@ class Shares:
 @given(st.integers(2, 6), st.integers(1, 8), st.integers(1, 6))
 def test_a_shorter_bubble_than_on_a_line(num_stages: int, m: int, s: int) -> None:
     """At F = B = W than 1F1B by slices always. Where W is a half, two fifths or three tenths of a backward, no longer
-    on average than its zero-bubble form but for a slot or so that a greedy order loses (two hundredths)."""
+    on average than its zero-bubble form but for a slot or so that a greedy order loses (three hundredths)."""
     plan = SlicePlan.equal(60, s)
 
     def seconds(name: str, weight_share: float) -> float:
@@ -98,7 +98,7 @@ def test_a_shorter_bubble_than_on_a_line(num_stages: int, m: int, s: int) -> Non
 
     assert seconds("zbv", 0.5) < seconds("seq1f1b", 0.5) - 1e-9
     on_a_v, on_a_line = (sum(seconds(name, share) for share in (0.5, 0.4, 0.3)) for name in ("zbv", "seq1f1b-zb"))
-    assert on_a_v <= 1.02 * on_a_line
+    assert on_a_v <= 1.03 * on_a_line
 
 
 def test_a_limit_that_nothing_fits_under_says_so() -> None:

@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import by_hand, ragged_shapes
 
@@ -52,6 +52,7 @@ def test_next_to_the_authors_order(num_stages: int, m: int) -> None:
         assert slots == 6 * m + num_stages - 1, "nothing idles but the fill"
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(ragged_shapes)
 def test_every_shape_is_valid(shape: tuple[int, list[int]]) -> None:
     num_stages, num_slices = shape
@@ -69,6 +70,7 @@ def test_every_shape_is_valid(shape: tuple[int, list[int]]) -> None:
         assert peak <= 2 * (num_stages + s - 1)
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(st.integers(2, 6), st.integers(1, 8), st.integers(1, 6))
 def test_a_shorter_bubble_than_on_a_line(num_stages: int, m: int, s: int) -> None:
     """At F = B = W than 1F1B by slices always; no longer than its zero-bubble form (which at K + 1 and

@@ -359,11 +359,11 @@ class TeraPipeEngine(SafeCheckpoints):
             with self._watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 self._links.close_batch()  # a caller may go on after the error
                 self._finite.agree(self.global_steps + 1)
+        if self._layout.has_copies:
+            complete_gradients(self.module)
         before_reduce = getattr(self.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(self)
-        if self._layout.has_copies:
-            complete_gradients(self.module)
         self._exec_reduce_tied_grads()
 
     def _optimizer_step(self, action: Action) -> None:

@@ -70,7 +70,8 @@ def form_of(optimizer: Any) -> StateForm | None:
         known = not (optimizer.elastic_checkpoint or optimizer.round_robin_gradients or optimizer.has_moe_layers)
         return _flat(optimizer, strips=True) if known else None
     if isinstance(optimizer, BF16_Optimizer):
-        return None if optimizer.has_moe_layers else _flat(optimizer, strips=False)
+        known = optimizer.using_real_optimizer and not optimizer.has_moe_layers
+        return _flat(optimizer, strips=False) if known else None
     if isinstance(optimizer, FP16_Optimizer):
         return None if optimizer.has_moe_layers else FlatForm("optimizer_state_dict", "fp32_groups_flat")
     if isinstance(optimizer, FP16_UnfusedOptimizer):
@@ -79,8 +80,7 @@ def form_of(optimizer: Any) -> StateForm | None:
 
 
 def _flat(optimizer: Any, strips: bool) -> FlatForm:
-    counts = {int(count) for count in optimizer.partition_count}
-    count = counts.pop()
+    count = int(optimizer.partition_count[0])  # of each group alike, where there are no experts
     return FlatForm(
         constants.BASE_OPTIMIZER_STATE, constants.SINGLE_PARTITION_OF_FP32_GROUPS, count,
         optimizer.nccl_start_alignment_factor * count, True, strips,

@@ -42,13 +42,15 @@ class States:
     """The optimizer states of this engine's pipeline.
 
     Args:
-        problem: why they cannot be brought into another order.
+        stuck: why they cannot be brought into another order.
+        stock_unknown: why nobody knows the order that DeepSpeed's own engine would have them in.
     """
 
     engine: Any
     form: StateForm | None
     stages: Sequence[StageParameters]
-    problem: str | None
+    stuck: str | None
+    stock_unknown: str | None
 
     @property
     def orders(self) -> Orders:
@@ -59,11 +61,10 @@ class States:
         return self.orders[self.engine.stage_id]
 
     def stock(self) -> Orders | None:
-        """DeepSpeed's own order; None where it is this engine's, or nobody knows it."""
-        if self.problem is not None:
+        """DeepSpeed's own order; None where nobody knows it."""
+        if self.stock_unknown is not None:
             return None
-        orders = stock_orders(self.engine.module, self.stages)
-        return None if orders == self.orders else orders
+        return self.orders if self.engine._layout.is_plain else stock_orders(self.engine.module, self.stages)
 
     @property
     def here(self) -> Place:
@@ -98,18 +99,18 @@ def states_of(engine: Any) -> States | None:
     """A collective over all ranks. None where there is no optimizer."""
     if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
         return None
-    form, mine = form_of(engine.optimizer), stage_parameters(engine)
-    problem = mine.problem
+    form, mine, stuck = form_of(engine.optimizer), stage_parameters(engine), None
     if engine.has_moe_layers or form is None:
-        problem = f"{type(engine.optimizer).__name__} keeps states of another form"
+        stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
     elif form.num_partitions > 1 and form.num_partitions != engine.grid.data_parallel_size:
-        problem = f"states are cut in {form.num_partitions} for {engine.grid.data_parallel_size} replicas"
-    told = gathered((mine, problem))
+        stuck = f"states are cut in {form.num_partitions} for {engine.grid.data_parallel_size} replicas"
+    told = gathered((mine, stuck))
     stages = [told[engine.grid.stage_to_global(stage_id)][0] for stage_id in range(engine.num_stages)]
-    problems = [each for _, each in told if each is not None]
     if len({len(stage.groups) for stage in stages}) > 1:
-        problems.append("stages have different numbers of groups")
-    return States(engine, form, stages, problems[0] if problems else None)
+        stuck = "stages have different numbers of groups"
+    stuck = stuck or next((each for _, each in told if each is not None), None)
+    unknown = None if engine._layout.is_plain else next((each.problem for each, _ in told if each.problem), None)
+    return States(engine, form, stages, stuck, unknown)
 
 
 def described_layout(engine: Any) -> dict[str, Any]:
@@ -134,15 +135,15 @@ def saved_as_stock(engine: Any) -> Iterator[dict[str, Any]]:
     if states is None:
         yield {}
         return
-    plain, stock = engine._layout.is_plain, states.stock()
-    if plain or (stock is None and states.problem is None):
+    stock, problem, made = states.stock(), states.stuck or states.stock_unknown, None
+    if stock == states.orders:
         yield {LISTED: states.mine}
         return
-    problem = states.problem
-    try:
-        made = None if stock is None else states.reordered(engine.optimizer.state_dict(), states.orders, stock)
-    except TeraPipeConfigError as error:  # on every rank
-        made, problem = None, str(error)
+    if stock is not None and problem is None:
+        try:
+            made = states.reordered(engine.optimizer.state_dict(), states.orders, stock)
+        except TeraPipeConfigError as error:  # on every rank
+            problem = str(error)
     if stock is None or made is None:
         guarded = {_GUARDED: engine.optimizer.state_dict(), "reason": problem}
         with _replaced(engine.optimizer, "state_dict", lambda: guarded):
@@ -206,7 +207,7 @@ def loaded_from(engine: Any, folder: Path | None) -> Iterator[None]:
         yield
         return
     orders, guarded = _orders_of_checkpoint(states, saved), _guarded(saved)
-    raise_on_every_rank(saved[engine.stage_id].problem or _problem(states, orders, guarded))
+    raise_on_every_rank(saved[engine.stage_id].problem or _problem(states, orders))
     if orders == states.orders and guarded is None:
         yield
         return
@@ -216,7 +217,9 @@ def loaded_from(engine: Any, folder: Path | None) -> Iterator[None]:
         by_replica = "state_dict_list" in kwargs  # ZeRO's, of which a rank reads its own
         number = engine.grid.get_data_parallel_id()
         state = kwargs["state_dict_list"][number] if by_replica else given
-        made = state[_GUARDED] if guarded is not None else states.reordered(state, orders, states.orders)
+        made = state if guarded is None else state[_GUARDED]
+        if orders != states.orders:
+            made = states.reordered(made, orders, states.orders)
         if not by_replica:
             return load(made, *args, **kwargs)
         every = [made if i == number else each for i, each in enumerate(kwargs.pop("state_dict_list"))]
@@ -248,14 +251,14 @@ def _saved(states: States, folder: Path) -> list[_Saved] | None:
 
 
 def _problem_of_unlisted(states: States, saved: Any) -> str | None:
-    if states.problem is not None and not states.engine._layout.is_plain:
+    orders = states.stock()
+    if orders is None:
         return (
-            "the checkpoint was saved by DeepSpeed's own engine, and its optimizer states cannot be brought to stages "
-            f"that hold several parts: {states.problem}. {_MODULE_ONLY}"
+            f"{states.stock_unknown}, and the checkpoint was saved by DeepSpeed's own engine, which does not say whose "
+            f"optimizer states it has saved. Give the groups that order. Or: {_MODULE_ONLY}"
         )
     if states.form is None or states.form.num_partitions > 1 or not isinstance(saved, Mapping):
         return None
-    orders = states.stock() or states.orders
     try:
         states.form.take(saved, orders[states.engine.stage_id], shapes_of(states.stages), 0)
     except _UNLIKE as error:
@@ -269,16 +272,18 @@ def _problem_of_unlisted(states: States, saved: Any) -> str | None:
 def _orders_of_checkpoint(states: States, saved: Sequence[_Saved]) -> Orders:
     """As listed there, or as DeepSpeed's own engine cuts this module."""
     listed = [each.listed for each in saved]
-    if all(each is not None for each in listed):
-        return tuple(each for each in listed if each is not None)
-    return states.stock() or states.orders
+    if any(each is None for each in listed):
+        return states.stock() or states.orders
+    return tuple(each for each in listed if each is not None)
 
 
 def _guarded(saved: Sequence[_Saved]) -> str | None:
     return next((each.guarded for each in saved if each.guarded is not None), None)
 
 
-def _problem(states: States, orders: Orders, guarded: str | None) -> str | None:
+def _problem(states: States, orders: Orders) -> str | None:
+    if orders == states.orders:
+        return None
     theirs, ours = ({name for stage in each for names in stage for name in names} for each in (orders, states.orders))
     unknown = theirs - set(shapes_of(states.stages))
     if unknown:
@@ -291,9 +296,7 @@ def _problem(states: States, orders: Orders, guarded: str | None) -> str | None:
             f"the checkpoint has no optimizer states of {sorted(ours - theirs)[0]} and {len(ours - theirs) - 1} other "
             f"parameters that are trained here. {_MODULE_ONLY}"
         )
-    if orders == states.orders:
-        return None
-    reason = guarded or states.problem
+    reason = states.stuck
     if reason is None and len(orders[0]) != len(states.orders[0]):
         reason = f"{len(orders[0])} groups of parameters there, {len(states.orders[0])} here"
     if reason is None:

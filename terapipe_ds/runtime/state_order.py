@@ -56,7 +56,10 @@ def _layer_of(name: str) -> str | int | None:
 def stage_parameters(engine: Any) -> StageParameters:
     """Of this rank."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    groups = tuple(tuple(names[id(parameter)] for parameter in group) for group in _optimized(engine.optimizer))
+    groups = tuple(
+        tuple(names.get(id(parameter), f"not in the module: {position}") for position, parameter in enumerate(group))
+        for group in _optimized(engine.optimizer)
+    )
     return StageParameters({name: tuple(p.shape) for name, p in engine.module.named_parameters()}, groups)
 
 

@@ -150,7 +150,7 @@ def run_chain(chain: Chain, folder: Path, ranks: int | None = None) -> list[list
 
 
 FP64 = [
-    Chain(("stock", "interleaved", "chimera", "interleaved3", "zbv", "stock")),
+    Chain(("stock", "interleaved", "chimera", "zbv", "stock")),
     Chain(("chimera", "interleaved", "stock"), stages=4, num_layers=6),
     full(Chain(("plain", "chimera", "plain", "interleaved3", "chimera", "zbv", "interleaved"))),
 ]
@@ -174,7 +174,7 @@ def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: P
     ["fp16", "bf16_zero1", "bf16_zero1_fp32_sums", *map(full, ("fp32", "fp32_zero1", "fp16_zero1"))],
 )
 def test_every_precision_keeps_its_states(precision: str, tmp_path: Path) -> None:
-    run_chain(Chain(("stock", "interleaved", "chimera", "stock"), precision), tmp_path)
+    run_chain(Chain(("interleaved", "stock", "chimera"), precision), tmp_path)
 
 
 def test_replicas_that_share_states(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_groups_of_parameters(saver: Grouped, loader: Grouped, tmp_path: Path) -
 
 
 REFUSED = [
-    (Grouped("stock"), Grouped("interleaved", backwards=True), "not in the order of module.named_parameters.*own engine"),
+    (Grouped("stock"), Grouped("interleaved", backwards=True), "not in the order of module.*own engine"),
     (Grouped("stock"), Grouped("interleaved", method="type:DecoderLayer"), "not those of the layers.*partition_method"),
     full(Grouped("stock"), Grouped("plain", method="type:DecoderLayer"), "not those of the layers.*partition_method"),
 ]

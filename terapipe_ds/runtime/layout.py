@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.schedule import ScheduleError
-from terapipe_ds.schedule.placement import placement_for
+from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 
 
 @dataclass(frozen=True)
@@ -90,6 +89,21 @@ class Layout:
         """The stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
+    def problem_of(self, schedule: Schedule) -> str | None:
+        """Why the links of this layout cannot carry a schedule; None where they can."""
+        if not self.has_copies:
+            return None
+        chunks: dict[int, set[int]] = {}
+        for action in (action for order in schedule.orders for action in order):
+            chunks.setdefault(action.micro_batch_id, set()).add(action.chunk_id)
+        mixed = [micro_batch_id for micro_batch_id, found in chunks.items() if len(found) > 1]
+        if not mixed:
+            return None
+        return (
+            f"schedule {schedule.name!r}: micro-batch {mixed[0]} changes between chunks; where parts stand at several "
+            "places, a micro-batch must stay in one chunk from the first part to the last"
+        )
+
     def wires(self) -> list[tuple[int, int, int, int]]:
         """``(source stage, source chunk, stage, chunk)`` of every way of activations between two stages.
 
@@ -114,7 +128,13 @@ def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
         TeraPipeConfigError: the schedule has no such layout.
     """
     if config.schedule.endswith(".csv"):
-        raise TeraPipeConfigError("csv")  # TODO
+        schedule = load(config.schedule)
+        if schedule.num_stages != num_stages:
+            raise TeraPipeConfigError(
+                f"terapipe.schedule = {config.schedule!r}: it is for {schedule.num_stages} stages, and the module has "
+                f"{num_stages}; write one for {num_stages}"
+            )
+        return Layout(num_stages, schedule.placement)
     name = ("interleaved" if config.chunks_per_stage > 1 else "1f1b") if config.schedule == "auto" else config.schedule
     try:
         return Layout(num_stages, placement_for(name, num_stages, config.chunks_per_stage))

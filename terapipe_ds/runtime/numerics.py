@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.header import on_every_rank
-from terapipe_ds.runtime.parted import each_part, replace_layers
+from terapipe_ds.runtime.parted import each_part, module_of, replace_layers
 
 
 class NonFiniteError(ValueError):
@@ -47,14 +47,15 @@ class Finding:
     sequence_length: int
     is_backward: bool
     what: str
+    part_id: int
     hint: str = ""
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
         """What sorts first cannot follow from what sorts later: a backward follows from forwards, a slice's forward
-        from earlier stages and slices, its backward from later ones."""
+        from earlier parts and slices, its backward from later ones."""
         sign = -1 if self.is_backward else 1
-        return self.is_backward, self.micro_batch_id, sign * self.slice_id, sign * self.stage_id
+        return self.is_backward, self.micro_batch_id, sign * self.slice_id, sign * self.part_id
 
     def __str__(self) -> str:
         return (
@@ -188,7 +189,7 @@ class FiniteCheck:
         active = look.active
         return Finding(
             self._stage_id, look.layer, active.micro_batch_id, active.slice_id, active.start, active.stop,
-            active.sequence_length, look.is_backward, f"{look.what} {text}",
+            active.sequence_length, look.is_backward, f"{look.what} {text}", active.part_id,
         )  # fmt: skip
 
     def _hint(self, layer: str) -> str:
@@ -267,18 +268,12 @@ def _parameters_of(
 ) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
     """Parameter -> the layer that it belongs to, and what its gradient is called."""
     seen: set[int] = set()
-    owners = [*zip(names, map(_module_of, layers), strict=True), ("the pipeline module", module)]
+    owners = [*zip(names, map(module_of, layers), strict=True), ("the pipeline module", module)]
     for owner, part in owners:
         for name, parameter in [] if part is None else part.named_parameters():
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter, (owner, f"{_GRADIENT_OF}parameter {name}")
-
-
-def _module_of(layer: Any) -> nn.Module | None:
-    if isinstance(layer, functools.partial):  # a tied layer with a forward of its own: (forward_fn, module)
-        return next((each for each in layer.args if isinstance(each, nn.Module)), None)
-    return layer if isinstance(layer, nn.Module) else None
 
 
 def layer_name(layer: Any, index: int) -> str:

@@ -122,6 +122,21 @@ def each_part(module: Any) -> Iterator[int]:
         yield 0
 
 
+def module_of(layer: Any) -> nn.Module | None:
+    """What has the parameters of an entry of ``forward_funcs``; None for a function."""
+    if isinstance(layer, functools.partial):  # a tied layer with a forward of its own: (forward_fn, module)
+        return next((each for each in layer.args if isinstance(each, nn.Module)), None)
+    return layer if isinstance(layer, nn.Module) else None
+
+
+def parameters_of_part(module: Any) -> list[nn.Parameter]:
+    """Of the part that ``module`` runs."""
+    if not isinstance(module, PartedModule):
+        return list(module.parameters())
+    layers = [module_of(layer) for layer in module.forward_funcs]
+    return list(nn.ModuleList(layer for layer in layers if layer is not None).parameters())
+
+
 def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
     """Let the part that is active run these functions in place of its layers."""
     if isinstance(module, PartedModule):

@@ -232,6 +232,11 @@ def _now_s() -> float:
     return time.perf_counter()
 
 
+def processor_clock() -> Callable[[], float] | None:
+    """The processor time of this process, with all its threads; None where a device computes beside the host."""
+    return time.process_time if get_accelerator().is_synchronized_device() else None
+
+
 def synchronize() -> None:
     """Wait for the device, where it runs behind the host."""
     if not get_accelerator().is_synchronized_device():

@@ -16,7 +16,7 @@ from .action import Action, Kind, Schedule, ScheduleError
 from .bidirectional import chimera, chimera_seq
 from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
 from .one_for_one import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
-from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, placement_for
+from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
 from .v_shaped import v_forwards, zbv
 from .zero_bubble import seq1f1b_zb, zb_h1
 
@@ -108,6 +108,24 @@ def build(
         for stage_id, order in enumerate(units)
     )
     return Schedule(name, num_stages, len(slices), slices, chunks, bool(forward_only), orders, placement)
+
+
+def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -> Schedule:
+    """An evaluation on any placement: every forward, each at the first of its part's places.
+
+    The n-th slice of a batch runs on part p in the order of n + p, which is later than all that it waits for.
+    """
+    slices = tuple(num_slices)
+    num_stages, num_parts = 1 + max(stage for stage, _ in placement), len(set(placement.values()))
+    chunks = len(placement) // num_stages
+    homes = {part: place for place, part in sorted(placement.items(), key=lambda item: item[0][::-1], reverse=True)}
+    units = [(m, s) for m, count in enumerate(slices) for s in range(count)]
+    waves = sorted((n + part, n, part) for n in range(len(units)) for part in range(num_parts))
+    orders = tuple(
+        tuple(Action(Kind.FORWARD, *units[n], part, homes[part][1]) for _, n, part in waves if homes[part][0] == stage)
+        for stage in range(num_stages)
+    )
+    return Schedule(name, num_stages, len(slices), slices, chunks, True, orders, dict(placement))
 
 
 def _whole(

@@ -3,11 +3,14 @@
 Where no closed form suits every shape, the stages are played: in each slot a free stage starts the best of what it can
 run, and its order is what it ran. Such an order cannot deadlock, for it has just been run.
 
-Which one is best: a B (of those that can run the one that waits longest, then that of the later part), for the stages
-before wait for it; then an F, that of the later part, which brings backwards sooner; a W only where nothing else can
-run. An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as
-long as each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch
-is whole on each of those parts, hence on the last one, and there its B can run.
+Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
+sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
+part), or always that of the earlier part, which gives room for the next F: which of the two rules is better depends on
+the shape, so both are played and the shorter is taken.
+
+An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as long as
+each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
+on each of those parts, hence on the last one, and there its B can run.
 """
 
 from __future__ import annotations
@@ -63,13 +66,23 @@ def list_schedule(
     placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int], *,
     directions: Sequence[int] | None = None, splits_backward: bool = False,
 ) -> list[list[PlacedUnit]]:  # fmt: skip
-    """The orders of the stages of a placement.
+    """The orders of the stages of a placement; the shorter of two plays.
 
     ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
     it a micro-batch passes all places. F takes one slot; B takes two, or one where its W takes another.
     """
-    lanes = _lanes(placement, num_slices, limits, directions)
+    plays = [
+        _play(_lanes(placement, num_slices, limits, directions), splits_backward, earlier_first)
+        for earlier_first in (False, True)
+    ]
+    return min(plays, key=lambda play: play[0])[1]
+
+
+def _play(
+    lanes: list[list[_Lane]], splits_backward: bool, earlier_first: bool
+) -> tuple[int, list[list[PlacedUnit]]]:
+    """How many slots it takes, and what each stage ran."""
     slots = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits_backward else 2, Kind.WEIGHT: 1}
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
@@ -77,7 +90,9 @@ def list_schedule(
     now = 0
     while left:
         chosen = [
-            _choose(mine, now, splits_backward) for mine, free in zip(lanes, free_at, strict=True) if free <= now
+            _choose(mine, now, splits_backward, earlier_first)
+            for mine, free in zip(lanes, free_at, strict=True)
+            if free <= now
         ]
         started = [choice for choice in chosen if choice is not None]
         for kind, lane in started:
@@ -88,7 +103,7 @@ def list_schedule(
         if left and not later:
             raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
         now = min(later, default=now)
-    return orders
+    return max(free_at), orders
 
 
 def _lanes(
@@ -109,10 +124,13 @@ def _lanes(
     return lanes
 
 
-def _choose(lanes: Sequence[_Lane], now: int, splits_backward: bool) -> tuple[Kind, _Lane] | None:
-    ready = [(at, -lane.part_id, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
+def _choose(
+    lanes: Sequence[_Lane], now: int, splits_backward: bool, earlier_first: bool
+) -> tuple[Kind, _Lane] | None:
+    ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
     if ready:
-        return Kind.BACKWARD, min(ready, key=lambda each: each[:2])[2]
+        rank = (lambda each: each[1].part_id) if earlier_first else (lambda each: (each[0], -each[1].part_id))
+        return Kind.BACKWARD, min(ready, key=rank)[1]
     ahead = [lane for lane in lanes if (at := lane.forward_ready_at()) is not None and at <= now]
     if ahead:
         return Kind.FORWARD, max(ahead, key=lambda lane: lane.part_id)

@@ -93,7 +93,8 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "micro_batches": (1, 2, 4),
     "plan": tuple(PLANS),
     "schedule": (
-        "gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb", "interleaved", "seq1f1b-interleaved", "chimera",
+        "gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb", "interleaved", "seq1f1b-interleaved", "zbv",
+        "chimera", "chimera-seq",
     ),
     "tied": (False, True),
     "checkpointing": ("off", "reentrant", "reentrant_all", "non_reentrant"),

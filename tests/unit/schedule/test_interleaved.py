@@ -100,24 +100,11 @@ def test_peaks_of_live_slices(shape: tuple[int, int, int], chunks: int) -> None:
             assert peak == min((chunks - 1) * num_stages + s + 2 * (num_stages - 1 - stage_id), chunks * m * s)
 
 
-class Chunked(UnitCosts):
-    """A part is 1 / v of a stage."""
-
-    chunks = 1
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return super().forward_s(tokens, prefix) / self.chunks
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return super().backward_s(tokens, prefix) / self.chunks
-
-
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 4), st.integers(2, 3))
 def test_the_bubble_is_a_vth(num_stages: int, rounds: int, s: int, chunks: int) -> None:
     """Where K divides m: (K - 1)(F + B) / v over the ideal m (F + B) (Narayanan et al., section 2.2)."""
     m = num_stages * rounds
-    costs = Chunked(60)
-    object.__setattr__(costs, "chunks", chunks)
+    costs = UnitCosts(60, share=1 / chunks)
     whole = simulate(build("interleaved", num_stages, m, 1, chunks_per_stage=chunks), SlicePlan((60,)), costs)
     assert whole.makespan_s == pytest.approx(3 * m + 3 * (num_stages - 1) / chunks)
     if num_stages % s == 0:

@@ -10,8 +10,10 @@ from itertools import accumulate
 
 from .action import Kind
 from .interleaved import PlacedUnit, slices_of
-from .list_schedule import list_schedule
-from .placement import Placement, bidirectional
+from .list_schedule import UNSPLIT, list_schedule, num_slots
+from .placement import bidirectional
+
+_TIMES = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 
 
 def directions(num_stages: int, num_micro_batches: int) -> list[int]:
@@ -64,38 +66,16 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
         return chimera(num_stages, num_slices)
     placement = bidirectional(num_stages)
     limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
-    found = list_schedule(placement, num_slices, limits, directions=directions(num_stages, len(num_slices)))
+    ways = directions(num_stages, len(num_slices))
+    found = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
     fits = all(
         _peak(order, chunk) <= limits[stage_id, chunk] for stage_id, order in enumerate(whole) for chunk in range(2)
     )
-    return whole if fits and _num_slots(whole, placement) < _num_slots(found, placement) else found
+    return whole if fits and num_slots(whole, placement, _TIMES) < num_slots(found, placement, _TIMES) else found
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:
     """The most live slices of one chunk."""
     live = (1 if kind is Kind.FORWARD else -1 for kind, _, _, chunk in order if chunk == chunk_id)
     return max(accumulate(live, initial=0))
-
-
-def _num_slots(orders: list[list[PlacedUnit]], placement: Placement) -> int:
-    """How long orders take where F takes one slot and B two."""
-    last_part_id = max(placement.values())
-    ends: dict[tuple[Kind, int, int, int], int] = {}
-    at, free_at = [0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for stage_id, order in enumerate(orders):
-            while at[stage_id] < len(order):
-                kind, m, s, chunk = order[at[stage_id]]
-                part_id = placement[stage_id, chunk]
-                peer = part_id - 1 if kind is Kind.FORWARD else part_id + 1
-                ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
-                if ready is None:
-                    break
-                free_at[stage_id] = max(free_at[stage_id], ready) + (1 if kind is Kind.FORWARD else 2)
-                ends[kind, part_id, m, s] = free_at[stage_id]
-                at[stage_id] += 1
-                moved = True
-    return max(free_at)

@@ -61,7 +61,7 @@ CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
 SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
 """The names that ``build`` knows."""
 
-OPTIONS = {"dapple": ("policy",)}
+OPTIONS = {"dapple": ("policy",), "zbv": ("slots",)}
 """What a schedule takes besides counts: the keywords of its generator."""
 
 SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb", "zbv")
@@ -86,7 +86,8 @@ def build(
     ``seq1f1b-interleaved`` one part per stage, hence ``1f1b`` and ``seq1f1b``; all others accept 1 only.
 
     With ``forward_only`` (evaluation) every stage runs all forwards: micro-batches and slices in order, parts in the
-    order in which their inputs come. ``dapple`` has the option ``policy``, "A" or "B".
+    order in which their inputs come. ``dapple`` has the option ``policy``, "A" or "B"; ``zbv`` has ``slots``, what F, B
+    and W take, for its list scheduling.
 
     Raises ``ScheduleError`` on an unknown name, on counts that are not whole numbers of at least 1, and on counts or
     options that the schedule does not take.

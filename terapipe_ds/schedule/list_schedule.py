@@ -5,8 +5,10 @@ run, and its order is what it ran. Such an order cannot deadlock, for it has jus
 
 Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
 sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
-part), or always that of the earlier part, which gives room for the next F: which of the two rules is better depends on
-the shape, so both are played and the shorter is taken.
+part), or always that of the earlier part, which gives room for the next F, or of the later one: which of these rules is
+best depends on the shape, so all are played and the shortest is taken. Where backwards are split, nobody knows here how they are: a
+layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of the orders that
+it gives the one is taken that is shortest over all of them.
 
 An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as long as
 each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
@@ -16,12 +18,22 @@ on each of those parts, hence on the last one, and there its B can run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .action import Kind, ScheduleError
 from .interleaved import PlacedUnit
 from .placement import Placement
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+Slots = tuple[int, int, int]
+"""What F, B and W take; without W where the last one is 0."""
+
+UNSPLIT: tuple[Slots, ...] = ((1, 2, 0),)
+SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
+"""A backward takes two forwards; of it W is a half, two fifths or three tenths."""
+
+_MANY_UNITS = 4000  # above which one clock must do: planning builds orders for many numbers of slices
 
 _Id = tuple[int, int]
 """(micro_batch_id, slice_id)."""
@@ -62,35 +74,73 @@ class _Lane:
         return self.forward_ends[unit] if self.after is None else self.after.backward_ends.get(unit)
 
 
+_Rule = Callable[[tuple[int, _Lane]], tuple[int, ...]]
+"""Of several B that can run, (since when, where), the least one by this runs first."""
+
+_RULES: tuple[_Rule, ...] = (
+    lambda ready: (ready[0], -ready[1].part_id),
+    lambda ready: (ready[1].part_id,),
+    lambda ready: (-ready[1].part_id,),
+)
+
+
 def list_schedule(
     placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int], *,
-    directions: Sequence[int] | None = None, splits_backward: bool = False,
+    times: Sequence[Slots], directions: Sequence[int] | None = None,
 ) -> list[list[PlacedUnit]]:  # fmt: skip
-    """The orders of the stages of a placement; the shorter of two plays.
+    """The orders of the stages of a placement: of several plays the one that is shortest over all ``times``.
 
     ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
-    it a micro-batch passes all places. F takes one slot; B takes two, or one where its W takes another.
+    it a micro-batch passes all places.
     """
+    clocks = [{kind: slots for kind, slots in zip(_KINDS, each, strict=True) if slots} for each in times]
+    units = sum(num_slices) * len(placement) * len(clocks[0])
     plays = [
-        _play(_lanes(placement, num_slices, limits, directions), splits_backward, earlier_first)
-        for earlier_first in (False, True)
+        _play(_lanes(placement, num_slices, limits, directions), clock, rule)
+        for clock in (clocks if units <= _MANY_UNITS else clocks[len(clocks) // 2 :][:1])
+        for rule in _RULES[: None if units <= _MANY_UNITS else 2]
     ]
-    return min(plays, key=lambda play: play[0])[1]
+
+    def length(orders: list[list[PlacedUnit]]) -> float:
+        return sum(num_slots(orders, placement, clock) / sum(clock.values()) for clock in clocks)
+
+    return min(plays, key=length)
 
 
-def _play(
-    lanes: list[list[_Lane]], splits_backward: bool, earlier_first: bool
-) -> tuple[int, list[list[PlacedUnit]]]:
-    """How many slots it takes, and what each stage ran."""
-    slots = {Kind.FORWARD: 1, Kind.BACKWARD: 1 if splits_backward else 2, Kind.WEIGHT: 1}
+def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mapping[Kind, int]) -> int:
+    """How long orders take where each kind takes so many slots."""
+    last_part_id = max(placement.values())
+    ends: dict[tuple[Kind, int, int, int], int] = {}
+    at, free_at = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage_id, order in enumerate(orders):
+            while at[stage_id] < len(order):
+                kind, m, s, chunk = order[at[stage_id]]
+                part_id = placement[stage_id, chunk]
+                peer = {Kind.FORWARD: part_id - 1, Kind.BACKWARD: part_id + 1}.get(kind, -1)
+                ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
+                if ready is None:
+                    break
+                free_at[stage_id] = max(free_at[stage_id], ready) + slots[kind]
+                ends[kind, part_id, m, s] = free_at[stage_id]
+                at[stage_id] += 1
+                moved = True
+    return max(free_at)
+
+
+def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> list[list[PlacedUnit]]:
+    """What each stage ran."""
+    splits_backward = Kind.WEIGHT in slots
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
-    left = sum(len(lane.ahead) for mine in lanes for lane in mine) * (3 if splits_backward else 2)
+    left = sum(len(lane.ahead) for mine in lanes for lane in mine) * len(slots)
     now = 0
     while left:
         chosen = [
-            _choose(mine, now, splits_backward, earlier_first)
+            _choose(mine, now, splits_backward, rule)
             for mine, free in zip(lanes, free_at, strict=True)
             if free <= now
         ]
@@ -103,7 +153,7 @@ def _play(
         if left and not later:
             raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
         now = min(later, default=now)
-    return max(free_at), orders
+    return orders
 
 
 def _lanes(
@@ -125,12 +175,11 @@ def _lanes(
 
 
 def _choose(
-    lanes: Sequence[_Lane], now: int, splits_backward: bool, earlier_first: bool
+    lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule
 ) -> tuple[Kind, _Lane] | None:
     ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
     if ready:
-        rank = (lambda each: each[1].part_id) if earlier_first else (lambda each: (each[0], -each[1].part_id))
-        return Kind.BACKWARD, min(ready, key=rank)[1]
+        return Kind.BACKWARD, min(ready, key=rule)[1]
     ahead = [lane for lane in lanes if (at := lane.forward_ready_at()) is not None and at <= now]
     if ahead:
         return Kind.FORWARD, max(ahead, key=lambda lane: lane.part_id)

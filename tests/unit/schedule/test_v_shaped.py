@@ -69,24 +69,67 @@ def test_every_shape_is_valid(shape: tuple[int, list[int]]) -> None:
         assert peak <= 2 * (num_stages + s - 1)
 
 
+class Shares:
+    """A forward of the whole sequence takes a second per 60 tokens, a backward two, of which W has a share."""
+
+    def __init__(self, whole_tokens: int, weight_share: float) -> None:
+        self.whole_tokens, self.weight_share = whole_tokens, weight_share
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return tokens / self.whole_tokens
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return 2 * tokens / self.whole_tokens
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return self.weight_share * self.backward_s(tokens, prefix)
+
+
 @given(st.integers(2, 6), st.integers(1, 8), st.integers(1, 6))
 def test_a_shorter_bubble_than_on_a_line(num_stages: int, m: int, s: int) -> None:
-    """At F = B = W than 1F1B by slices always; no longer than its zero-bubble form (which at K + 1 and
-    K + 2 whole micro-batches is a slot ahead)."""
+    """At F = B = W than 1F1B by slices always. Where W is a half, two fifths or three tenths of a backward, no longer
+    on average than its zero-bubble form but for a slot or so that a greedy order loses (two hundredths)."""
     plan = SlicePlan.equal(60, s)
-    seconds = simulate(build("zbv", num_stages, m, s), plan, UnitCosts(60, share=0.5)).makespan_s
-    assert seconds < simulate(build("seq1f1b", num_stages, m, s), plan, UnitCosts(60)).makespan_s - 1e-9
-    if s > 1 or not num_stages < m < num_stages + 3:
-        assert seconds <= simulate(build("seq1f1b-zb", num_stages, m, s), plan, UnitCosts(60)).makespan_s + 1e-9
+
+    def seconds(name: str, weight_share: float) -> float:
+        schedule = build(name, num_stages, m, s)
+        costs = Shares(60 * (2 if schedule.chunks_per_stage == 2 else 1), weight_share)
+        return simulate(schedule, plan, costs).makespan_s
+
+    assert seconds("zbv", 0.5) < seconds("seq1f1b", 0.5) - 1e-9
+    on_a_v, on_a_line = (sum(seconds(name, share) for share in (0.5, 0.4, 0.3)) for name in ("zbv", "seq1f1b-zb"))
+    assert on_a_v <= 1.02 * on_a_line
 
 
 def test_a_limit_that_nothing_fits_under_says_so() -> None:
     with pytest.raises(ScheduleError, match="no stage can go on: a limit is below the slices"):
-        list_schedule(v_shape(1), [2], {(0, 0): 1, (0, 1): 2})
+        list_schedule(v_shape(1), [2], {(0, 0): 1, (0, 1): 2}, times=[(1, 2, 0)])
 
 
 def test_list_scheduling_by_hand() -> None:
     """One stage, two parts, room for one unit each: the second forward waits for the first one's W."""
-    order = list_schedule(v_shape(1), [1, 1], {(0, 0): 1, (0, 1): 1}, splits_backward=True)
+    order = list_schedule(v_shape(1), [1, 1], {(0, 0): 1, (0, 1): 1}, times=[(1, 1, 1)])
     text = [f"{kind.value}{m}c{chunk}" for kind, m, _, chunk in order[0]]
     assert text == ["F0c0", "F0c1", "B0c1", "B0c0", "W0c0", "F1c0", "W0c1", "F1c1", "B1c1", "B1c0", "W1c0", "W1c1"]
+
+
+class ShortWeights(UnitCosts):
+    """W is a fifth of the backward, as where attention takes much of it."""
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return super().weight_s(tokens, prefix) * 0.4
+
+
+def test_an_order_for_other_lengths_of_b_and_w() -> None:
+    plan, costs = SlicePlan.equal(60, 2), ShortWeights(60, share=0.5)
+    plain, fitted = (build("zbv", 4, 8, 2, slots=slots) for slots in ((1, 1, 1), (2, 3, 1)))
+    validate(fitted)
+    usual = build("zbv", 4, 8, 2)  # for every share that W may have
+    assert simulate(fitted, plan, costs).makespan_s < 0.96 * simulate(plain, plan, costs).makespan_s
+    assert simulate(usual, plan, costs).makespan_s < 0.96 * simulate(plain, plan, costs).makespan_s
+
+
+@pytest.mark.parametrize("slots", [(1, 1), (1, 1, 0), (1, 1, True), (1.0, 1, 1), "111"])
+def test_slots_are_three_whole_numbers(slots: Any) -> None:
+    with pytest.raises(ScheduleError, match="slots is .*: give what F, B and W take as three whole numbers"):
+        build("zbv", 2, 2, 2, slots=slots)

@@ -24,12 +24,12 @@ from torch import Tensor
 import terapipe_ds
 from terapipe_ds.models import gpt
 from tests.distributed.engines import (
-    _reduce_in_fp64,
     batches,
     config,
     engine_of,
     error_of,
     gpt_layers,
+    reduce_in_fp64,
     relative_error,
     section,
     torch_attention,
@@ -289,7 +289,7 @@ def _with(grouped: Grouped, act: Any) -> dict[str, dict[str, Tensor]]:
         engine = grouped.engine()
         try:
             if grouped.precision == "fp64":
-                _reduce_in_fp64(engine)
+                reduce_in_fp64(engine)
             act(engine)
             return states_of(engine)
         finally:

@@ -5,10 +5,10 @@ run, and its order is what it ran. Such an order cannot deadlock, for it has jus
 
 Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
 sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
-part), or always that of the earlier part, which gives room for the next F, or of the later one: which of these rules is
-best depends on the shape, so all are played and the shortest is taken. Where backwards are split, nobody knows here how they are: a
-layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of the orders that
-it gives the one is taken that is shortest over all of them.
+part), or always that of the earlier part, which gives room for the next F, or of the later one: which of these rules
+is best depends on the shape, so all are played and the shortest is taken. Where backwards are split, nobody knows here
+how they are: a layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of
+the orders that it gives the one is taken that is shortest over all of them.
 
 An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as long as
 each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
@@ -33,7 +33,7 @@ UNSPLIT: tuple[Slots, ...] = ((1, 2, 0),)
 SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
 """A backward takes two forwards; of it W is a half, two fifths or three tenths."""
 
-_MANY_UNITS = 4000  # above which one clock must do: planning builds orders for many numbers of slices
+_MANY_UNITS = 1500  # above which one clock must do: planning builds orders for many numbers of slices
 
 _Id = tuple[int, int]
 """(micro_batch_id, slice_id)."""

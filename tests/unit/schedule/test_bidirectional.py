@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import GOLDEN, bidirectional
 
@@ -45,6 +45,7 @@ def test_idle_slots_at_f_equal_to_b(num_stages: int, units: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["chimera", "chimera-seq"])
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(num_stages=even_stages, num_slices=slice_counts)
 def test_every_shape_is_valid(name: str, num_stages: int, num_slices: list[int]) -> None:
     schedule = build(name, num_stages, len(num_slices), num_slices)
@@ -60,6 +61,7 @@ def test_by_slices_with_one_slice_each_it_is_the_schedule_of_whole_micro_batches
     assert build("chimera-seq", 4, m, 1).orders == build("chimera", 4, m, 1).orders
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(even_stages, slice_counts)
 def test_live_slices_by_slices(num_stages: int, num_slices: list[int]) -> None:
     """2(K - k) + s - 1 of the direction whose stage k it is, for both directions; where all fit, as many as there are.

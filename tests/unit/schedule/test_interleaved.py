@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import even_shapes, golden_order, ragged_shapes
 
@@ -50,6 +50,7 @@ def test_as_in_torch_where_k_divides_m(num_stages: int, rounds: int, chunks: int
         assert schedule.compute_order(rank) == torch_order(num_stages, m, chunks, rank)
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(ragged_shapes, chunk_counts)
 def test_every_shape_is_valid(shape: tuple[int, list[int]], chunks: int) -> None:
     num_stages, num_slices = shape
@@ -60,6 +61,7 @@ def test_every_shape_is_valid(shape: tuple[int, list[int]], chunks: int) -> None
 
 
 @pytest.mark.parametrize(("name", "base"), list(zip(NAMES, ("1f1b", "seq1f1b"), strict=True)))
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(shape=ragged_shapes)
 def test_one_chunk_is_the_schedule_without_chunks(name: str, base: str, shape: tuple[int, list[int]]) -> None:
     num_stages, num_slices = shape
@@ -67,6 +69,7 @@ def test_one_chunk_is_the_schedule_without_chunks(name: str, base: str, shape: t
     assert (chunked.orders, chunked.placement, chunked.chunks_per_stage) == (plain.orders, plain.placement, 1)
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(even_shapes, st.integers(2, 4))
 def test_whole_micro_batches_expanded(shape: tuple[int, int, int], chunks: int) -> None:
     num_stages, m, s = shape
@@ -80,6 +83,7 @@ def test_whole_micro_batches_expanded(shape: tuple[int, int, int], chunks: int) 
         assert sliced.compute_order(stage_id) == expected
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(even_shapes, st.integers(2, 4))
 def test_peaks_of_live_slices(shape: tuple[int, int, int], chunks: int) -> None:
     """(v - 1) G + 2 (K - 1 - i) + 1 micro-batches on stage i, of v m at most; G: what a group has."""
@@ -100,6 +104,7 @@ def test_peaks_of_live_slices(shape: tuple[int, int, int], chunks: int) -> None:
             assert peak == min((chunks - 1) * num_stages + s + 2 * (num_stages - 1 - stage_id), chunks * m * s)
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(st.integers(2, 6), st.integers(1, 3), st.integers(1, 4), st.integers(2, 3))
 def test_the_bubble_is_a_vth(num_stages: int, rounds: int, s: int, chunks: int) -> None:
     """Where K divides m: (K - 1)(F + B) / v over the ideal m (F + B) (Narayanan et al., section 2.2)."""

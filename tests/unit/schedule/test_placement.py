@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from schedule_cases import ragged_shapes
 
 from terapipe_ds.schedule import (
@@ -68,6 +68,7 @@ def forwards_of(name: str, num_stages: int, num_slices: list[int], chunks: int) 
     return build(name, num_stages, len(num_slices), num_slices, forward_only=True, chunks_per_stage=chunks)
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(ragged_shapes)
 def test_an_evaluation_runs_on_every_placement(shape: tuple[int, list[int]]) -> None:
     """No stage ever waits for long: all forwards take what a pipeline needs to fill, and a little more at the end."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.copies import copies_of
 from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.state_order import STOCK_BOUNDS
 
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
 
@@ -170,6 +171,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None) -> Any:
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module)
     before = list(module.parts)
+    setattr(module, STOCK_BOUNDS, before)
     _check_kind(type(module))
     old = _layers_by_name(module, [(module._local_start, module.forward_funcs)])
     with _random_states_kept():

@@ -97,7 +97,8 @@ class TeraPipeEngine(SafeCheckpoints):
         self.slice_length_multiple = slice_length_multiple(kwargs.get("model"))
         self._place: Place | None = None  # of the part that runs now
         self._layout = layout_of(self.terapipe_config, kwargs["model"].num_stages)
-        kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, kwargs.get("model_parameters"))
+        given = kwargs.get("model_parameters"), kwargs.get("optimizer")
+        kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, *given)
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing()

@@ -29,6 +29,7 @@ from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.state_order import STOCK_BOUNDS
 
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
+_LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
 
 
 @dataclass
@@ -145,19 +146,21 @@ def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
         module.forward_funcs = forward_funcs
 
 
-def lay_out(module: Any, layout: Layout, parameters: Any = None) -> Any:
+def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any = None) -> Any:
     """Cut ``module`` in the parts of ``layout`` and bring its layers there. A collective over all ranks; a module that
     is laid out so already stays as it is.
 
     Args:
         parameters: ``model_parameters`` of ``deepspeed.initialize``, chosen before the layers move.
+        optimizer: the user's own one, made before the layers move, which would train what nobody runs; or a function
+            that makes one.
 
     Returns:
         ``parameters`` as they are afterwards.
 
     Raises:
         TeraPipeConfigError: on every rank: fewer layers than parts, nobody knows how the module was cut, or what
-            ``parameters`` are afterwards.
+            ``parameters`` are afterwards; or an optimizer that exists.
     """
     if isinstance(module, PartedModule):
         if module.terapipe_layout.placement != layout.placement:
@@ -168,6 +171,11 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None) -> Any:
         return parameters
     if layout.is_plain:
         return parameters
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TeraPipeConfigError(
+            "the optimizer was made before the layers move to the stages that hold them from now on. "
+            f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
+        )
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module)
     before = list(module.parts)
@@ -224,9 +232,10 @@ def _parameters_of(module: Any, given: Any, before: set[int]) -> Any:
         return trained
     raise TeraPipeConfigError(
         "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
-        "parameters that are trained. Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is "
-        "built and make the groups then"
+        f"parameters that are trained. {_LAY_OUT_FIRST} make the groups then"
     )
+
+
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ def test_values_stay_when_layers_move(layout: str) -> None:
     assert after == set(before)
 
 
-def job_groups(changes: dict[str, Any], early: bool) -> Any:
-    """Two parameter groups, made before the layers move or after."""
+def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
+    """Two parameter groups, made before the layers move or after; or an optimizer of them."""
     module = PipelineModule(layers=gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
     ds_config = config(terapipe=section(**changes))
     if not early:
@@ -145,7 +145,10 @@ def job_groups(changes: dict[str, Any], early: bool) -> Any:
         {"params": [p for p in module.parameters() if p.dim() == 1]},
     ]
     try:
-        engine = terapipe_ds.initialize(model=module, model_parameters=groups, config=ds_config)[0]
+        made = {"optimizer": torch.optim.Adam(groups, lr=1e-2)} if own_optimizer else {"model_parameters": groups}
+        if own_optimizer:
+            del ds_config["optimizer"]
+        engine = terapipe_ds.initialize(model=module, config=ds_config, **made)[0]
     except TeraPipeConfigError as error:
         return str(error)
     reduce_in_fp64(engine)
@@ -158,13 +161,15 @@ def job_groups(changes: dict[str, Any], early: bool) -> Any:
     return steps
 
 
-def test_groups_made_before_the_layers_move_are_refused() -> None:
-    for text in rank_pool(2).run(job_groups, changes=LOOP, early=True):
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_what_was_made_before_the_layers_move_is_refused(own_optimizer: bool) -> None:
+    for text in rank_pool(2).run(job_groups, changes=BOTH_WAYS, early=True, own_optimizer=own_optimizer):
         assert "Call terapipe_ds.lay_out(module, ds_config)" in text
 
 
-def test_groups_made_after_the_layers_moved() -> None:
-    for steps in rank_pool(2).run(job_groups, changes=LOOP, early=False):
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_what_is_made_after_the_layers_moved_trains(own_optimizer: bool) -> None:
+    for steps in rank_pool(2).run(job_groups, changes=LOOP, early=False, own_optimizer=own_optimizer):
         assert steps and all(step == pytest.approx(3e-2, rel=0.05) for step in steps.values())
 
 

@@ -83,7 +83,7 @@ def test_the_wires_are_those_that_schedules_send_over(schedule: str, num_stages:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("seq1f1b", 2), ("1f1b", 3), ("chimera", 3)])
 def test_a_schedule_that_cannot_have_so_many_chunks(schedule: str, chunks: int) -> None:
-    with pytest.raises(TeraPipeConfigError, match=rf"terapipe.schedule = '{schedule}': chunks_per_stage is {chunks}"):
+    with pytest.raises(TeraPipeConfigError, match=rf"chunks_per_stage is {chunks}: schedule '{schedule}'"):
         layout(schedule, 2, chunks)
 
 

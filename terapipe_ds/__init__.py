@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan as SlicePlan
     from terapipe_ds.planner import plan_slices as plan_slices
     from terapipe_ds.runtime.register import initialize as initialize
+    from terapipe_ds.runtime.register import lay_out as lay_out
     from terapipe_ds.runtime.register import register as register
     from terapipe_ds.runtime.register import unregister as unregister
     from terapipe_ds.simulator import simulate as simulate
@@ -31,6 +32,7 @@ _EXPORTS = {
     "TeraPipeConfigError": "terapipe_ds.config",
     "Timeline": "terapipe_ds.timeline",
     "initialize": "terapipe_ds.runtime.register",
+    "lay_out": "terapipe_ds.runtime.register",
     "plan_slices": "terapipe_ds.planner",
     "register": "terapipe_ds.runtime.register",
     "simulate": "terapipe_ds.simulator",

@@ -12,14 +12,16 @@ import functools
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
+from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
 
-SCHEDULES = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
+SCHEDULES = SCHEDULE_NAMES
 _SECTION = "terapipe"
 _MAX_INT = 2**63 - 1  # torch's int64
 _MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
@@ -56,7 +58,8 @@ _Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 _Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 _Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 _Path = Annotated[str, Field(min_length=1)]
-_Schedule = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULES)}|auto|.+\.csv)$")]
+_SCHEDULE_FORM = rf"^({'|'.join(SCHEDULES)}|auto|.+\.csv)$"
+_Schedule = Annotated[str, Field(pattern=_SCHEDULE_FORM)]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 _Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
 _Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
@@ -85,7 +88,10 @@ class TeraPipeConfig(_StrictModel):
     """
 
     enabled: bool = Field(False, description="true or false")
-    schedule: _Schedule = Field("seq1f1b", description=f"one of {', '.join(SCHEDULES)}, or auto")
+    schedule: _Schedule = Field(
+        "seq1f1b", description=f"one of {', '.join(SCHEDULES)}, or auto, or a path that ends in .csv"
+    )
+    chunks_per_stage: _Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
     slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
         "auto",
         description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1',
@@ -117,7 +123,7 @@ class TeraPipeConfig(_StrictModel):
         except ValidationError as error:
             problems.extend(_problems_of(error, section))
         if section.get("enabled") is True:
-            problems.extend(_not_available_yet(section))
+            problems.extend(_schedule_problems(section))
         if problems:
             raise TeraPipeConfigError.from_problems(dict.fromkeys(problems))
 
@@ -194,7 +200,7 @@ class TeraPipeConfig(_StrictModel):
 
         Nothing is cut: the granularity does not matter, and a batch may be anything that DeepSpeed's engine takes.
         """
-        return self.slices == 1 and self.schedule == "1f1b"
+        return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
     def fingerprint(self) -> str:
         """16 hex digits that two configs share exactly when every key has the same value."""
@@ -269,15 +275,30 @@ def _show_key(key: Any) -> str:
     return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else show_value(key)
 
 
-def _not_available_yet(section: Mapping[str, Any]) -> Iterator[str]:
-    """What an enabled section may not ask for in this release."""
-    schedule = section.get("schedule")
-    if isinstance(schedule, str) and schedule.endswith(".csv"):
-        known = ", ".join(SCHEDULES)
-        yield (
-            f"{_name(('schedule',))} = {show_value(schedule)}: schedules from a file come in a later release; give one "
-            f'of {known}, or "auto"'
-        )
+def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """What a section that is switched on cannot have as schedule and chunks: checked by building, or reading, one."""
+    name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
+    if not isinstance(name, str) or type(chunks) is not int or chunks < 1:
+        return  # said already
+    shown = f"{_name(('chunks_per_stage',))} = {show_value(chunks)}"
+    if name in SCHEDULES:
+        try:
+            placement_for(name, 2, chunks)
+        except ScheduleError as error:
+            yield f"{shown}: {error.reason}"
+    elif re.fullmatch(_SCHEDULE_FORM, name) and name != "auto":
+        try:
+            found = load(name).chunks_per_stage
+        except ScheduleError as error:
+            yield f"{_name(('schedule',))} = {show_value(name)}: {error.reason}"
+        else:
+            if section.get("slices", "auto") == "auto":
+                yield (
+                    f'{_name(("slices",))} = "auto": the schedule in {show_value(name)} is for a number of slices; '
+                    "give that number, or a list of lengths"
+                )
+            if chunks not in (1, found):
+                yield f"{shown}: the schedule in {show_value(name)} has {found} per stage; give that, or leave it at 1"
 
 
 @dataclasses.dataclass(frozen=True)

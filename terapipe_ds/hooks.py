@@ -96,6 +96,7 @@ HOOKS: tuple[Hook, ...] = (
         "builds the engine": "initialize",
         "starts the process group of a profile": "init_distributed",
         "says which operators are compiled": "ops.__compatible_ops__",
+        "sums what parts at several places have": "comm",
     }),
     *_hooks(_PIPELINE, "PipelineEngine", {
         "gives the schedule of a training batch": "_train_schedule",
@@ -111,6 +112,8 @@ HOOKS: tuple[Hook, ...] = (
         "says how many micro-batches a step has": "micro_batches",
         "says what an evaluation returns": "eval_return_logits _compute_loss outputs fwd_outputs",
         "keeps the loss of a batch": "loss total_loss total_additional_losses",
+        "says which stage knows the loss": "_loss_stage_global_rank",
+        "divides the gradient of a loss by the micro-batches": "_backward_prologue_per_tensor",
     }),
     Hook(_PIPELINE, "PipelineEngine._inference_schedule", "gives the schedule of an evaluation batch",
          ("micro_batches",)),
@@ -121,7 +124,9 @@ HOOKS: tuple[Hook, ...] = (
         "times what a stage does": "BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER "
         "PIPE_SEND_OUTPUT_TIMER",
     }),
-    *_hooks("deepspeed.runtime.pipe.dualpipev", "", {"DeepSpeed's other engine, left as it is": "DualPipeVEngine"}),
+    *_hooks("deepspeed.runtime.pipe.dualpipev", "", {
+        "DeepSpeed's other engine, left as it is": "DualPipeVEngine DualPipeVModule",
+    }),
     *_hooks(_ENGINE, "DeepSpeedEngine", {
         "runs the layers of a stage": "forward",
         "scales the loss and runs its backward pass": "backward",
@@ -135,7 +140,8 @@ HOOKS: tuple[Hook, ...] = (
         "says what an engine has": "module optimizer device global_rank global_steps dp_world_size has_moe_layers",
         "says how an engine is configured": "zero_optimization zero_optimization_stage optimizer_name "
         "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint",
-        "reads and writes checkpoints": "checkpoint_engine save_checkpoint use_node_local_storage local_rank",
+        "reads and writes checkpoints": "checkpoint_engine save_checkpoint use_node_local_storage local_rank "
+        "_get_ckpt_name",
         "scales losses": "fp16_enabled dynamic_loss_scale torch_autocast_z0_gradscaler",
         "times actions": "timers wall_clock_breakdown",
         "casts the inputs of a check as those of a step": "fp16_auto_cast _cast_inputs_half",
@@ -149,10 +155,16 @@ HOOKS: tuple[Hook, ...] = (
         "load_module_only", "custom_load_fn",
     )),
     *_hooks("deepspeed.runtime.config", "DeepSpeedConfig", {"has the user's config as it was given": "_param_dict"}),
-    *_hooks("deepspeed.pipe", "", {"what a pipeline's layers are given in": "PipelineModule LayerSpec"}),
+    *_hooks("deepspeed.pipe", "", {"what a pipeline's layers are given in": "PipelineModule LayerSpec TiedLayerSpec"}),
     *_hooks("deepspeed.runtime.pipe.module", "PipelineModule", {
-        "says what a stage computes": "forward_funcs loss_fn _layer_specs _local_start _local_stop",
-        "recomputes layers": "activation_checkpoint_func activation_checkpoint_interval",
+        "says what a stage computes": "forward_funcs fwd_map loss_fn _layer_specs _local_start _local_stop",
+        "cuts layers into parts and builds those of a stage": "_partition_layers _build _set_bounds parts num_stages "
+        "stage_id stage_owner local_rank _grid",
+        "sums tied layers over stages": "tied_modules tied_comms _index_tied_modules _synchronize_tied_weights "
+        "get_tied_weights_and_groups allreduce_tied_weight_gradients _recursive_getattr",
+        "writes and reads layers": "save_state_dict load_state_dir",
+        "recomputes layers": "activation_checkpoint_func activation_checkpoint_interval is_checkpointable_results "
+        "is_checkpointable_results_interval _precompute_checkpointable_values",
         "reports further losses": "get_additional_losses",
     }),
     *_hooks("deepspeed.runtime.pipe.topology", "PipelineParallelGrid", {
@@ -188,6 +200,14 @@ HOOKS: tuple[Hook, ...] = (
         "counts gradients in the norm": "get_grads_for_norm",
         "says when gradients are added up": "immediate_grad_update",
         "renews fp32 copies after a load": "refresh_fp32_params",
+        "says how its states are divided": "partition_count nccl_start_alignment_factor using_real_optimizer",
+    }),
+    *_hooks("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", {
+        "says how its states are divided": "partition_count nccl_start_alignment_factor elastic_checkpoint "
+        "round_robin_gradients has_moe_layers",
+    }),
+    *_hooks("deepspeed.utils.tensor_fragment", "", {
+        "says where a parameter lies in a flat tensor": "fragment_address",
     }),
     *_hooks("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", {
         "scales losses": "custom_loss_scaler external_loss_scale loss_scale_config",

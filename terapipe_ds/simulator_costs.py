@@ -28,22 +28,24 @@ class SimulationError(ValueError):
 @dataclasses.dataclass(frozen=True)
 class UnitCosts:
     """Costs without a machine: a forward over ``sequence_length`` tokens takes 1 s, a backward 2 s, its weight
-    gradients 1 s of that, and a message ``send_share`` s; a slice takes its share of the tokens."""
+    gradients 1 s of that, and a message ``send_share`` s; a slice takes its share of the tokens, and a part the
+    ``share`` of its stage that it is (1 / v where a stage holds v)."""
 
     sequence_length: int
     send_share: float = 0.0
+    share: float = 1.0
 
     def forward_s(self, tokens: int, prefix: int) -> float:
         """Seconds of the forward of ``tokens`` tokens after ``prefix`` others."""
-        return tokens / self.sequence_length
+        return self.share * tokens / self.sequence_length
 
     def backward_s(self, tokens: int, prefix: int) -> float:
         """Seconds of the backward, weight gradients included."""
-        return 2 * tokens / self.sequence_length
+        return self.share * 2 * tokens / self.sequence_length
 
     def weight_s(self, tokens: int, prefix: int) -> float:
         """Of ``backward_s``, the seconds of the weight gradients."""
-        return tokens / self.sequence_length
+        return self.share * tokens / self.sequence_length
 
     def send_s(self, tokens: int) -> float:
         """Seconds that a message of ``tokens`` tokens is on its link."""

@@ -389,6 +389,7 @@ def test_public_names() -> None:
         "TeraPipeConfigError",
         "Timeline",
         "initialize",
+        "lay_out",
         "plan_slices",
         "planner",
         "register",

@@ -17,11 +17,17 @@ PLAN = "plan"
 """In the place of a number of slices: what the planner makes of the costs that this run has measured."""
 
 DEEPSPEED = ("1f1b", "dualpipev")
-TERAPIPE = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
+TERAPIPE = (
+    "gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb", "interleaved", "seq1f1b-interleaved", "zbv",
+    "chimera", "chimera-seq",
+)  # fmt: skip
 TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
 SCHEDULES = {"deepspeed": DEEPSPEED, "terapipe": TERAPIPE, "torch": TORCH}
-"""What each system can run, by the names used here. interleaved1f1b and zbv hold two parts per stage, as dualpipev."""
-TWO_PARTS = ("dualpipev", "interleaved1f1b", "zbv")
+"""What each system can run, by the names used here."""
+TWO_PARTS = ("dualpipev", "interleaved1f1b", "interleaved", "seq1f1b-interleaved", "zbv")
+"""Two parts of the layers on each stage, half as large as those of the others."""
+WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
+"""Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
 
 Slices = int | str | tuple[int, ...]
 """A number of equal slices, ``PLAN``, or lengths in tokens."""
@@ -49,6 +55,11 @@ class Case:
         return f"terapipe {self.schedule}, {slices} slice{'' if slices == 1 else 's'}"
 
     @property
+    def chunks_per_stage(self) -> int:
+        """``terapipe.chunks_per_stage`` of ours."""
+        return 2 if self.schedule in ("interleaved", "seq1f1b-interleaved", "zbv", "chimera", "chimera-seq") else 1
+
+    @property
     def planned(self) -> bool:
         """Whether the planner cuts its slices."""
         return self.slices == PLAN
@@ -66,6 +77,8 @@ class Case:
         rounds = max(1, accumulation // work.stages)
         if self.schedule == "interleaved1f1b" and accumulation % rounds:
             return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
+        if self.schedule.startswith("chimera") and work.stages % 2:
+            return f"{self.schedule} needs an even number of stages, this is {work.stages}"
         layers = work.layers + 3  # embedding, final norm and head
         if self.schedule in TWO_PARTS and 2 * work.stages > layers:
             return f"{self.schedule} cuts the model in {2 * work.stages} parts, it has {layers} layers"
@@ -103,10 +116,12 @@ class Preset:
 
 
 def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
-    """Every schedule of every system; ours with one slice in 1F1B and ZB-H1, the others with each of ``slices``."""
+    """Every schedule of every system; ours that run whole micro-batches with one slice, the others (and 1F1B) with each
+    of ``slices``."""
     stock = [Case("deepspeed", name) for name in DEEPSPEED]
-    ours = [Case("terapipe", name, given) for name in TERAPIPE if name != "zb-h1" for given in slices]
-    whole = [Case("terapipe", name, 1) for name in ("1f1b", "zb-h1")]
+    sliced = [name for name in TERAPIPE if name == "1f1b" or name not in WHOLE]
+    ours = [Case("terapipe", name, given) for name in sliced for given in slices]
+    whole = [Case("terapipe", name, 1) for name in WHOLE]
     return (*stock, *whole, *ours, *(Case("torch", name) for name in TORCH))
 
 

@@ -32,8 +32,8 @@ def compete(job: Job, folder: Path) -> tuple[dict[str, Any], list[Driver]]:
     """
     from terapipe_ds.bench.planned import Planned
 
-    planned = Planned.measure(job, folder)
     drivers, errors = _build_all(job)
+    planned = Planned.measure(job, folder)  # beside what is there while steps run
     data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
     bar = _bar(job, drivers)
     for index, driver in drivers.items():  # what is made at the first step, in whatever it allocates and compiles

@@ -114,7 +114,10 @@ class TeraPipeDriver(Driver):
     """Our engine."""
 
     def __init__(self, case: Case, job: Job) -> None:
-        section = {"enabled": True, "schedule": case.schedule, "slices": 1, "granularity_tokens": 1}
+        section = {
+            "enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage, "slices": 1,
+            "granularity_tokens": 1,
+        }  # fmt: skip
         if job.ds_config is not None:
             section = {**job.ds_config.get("terapipe", {}), **section}
         self._engine = build_engine(section, job.work, ds_config=job.ds_config, gpt=job.gpt)
@@ -130,7 +133,8 @@ class TeraPipeDriver(Driver):
         return float(self._engine.train_batch(iter(micro_batches)))
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
-        return build(self._case.schedule, self._work.stages, accumulation, plan.num_slices)
+        chunks = self._case.chunks_per_stage
+        return build(self._case.schedule, self._work.stages, accumulation, plan.num_slices, chunks_per_stage=chunks)
 
     def parameters(self) -> list[Tensor]:
         return list(self._engine.module.parameters())

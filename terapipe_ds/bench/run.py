@@ -14,6 +14,7 @@ from typing import Any
 from terapipe_ds.bench.cases import BenchError, Job
 from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
 from terapipe_ds.bench.orders import from_json
+from terapipe_ds.bench.quiet import drift, off_core_s
 from terapipe_ds.bench.ranks import finish_rank, keep_memory, machine, prepare_rank, spawn_ranks
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
@@ -142,7 +143,7 @@ class Run:
 
     def predicted_s(self) -> float | None:
         """From the costs measured before: the simulated makespan, then the measured reduce and optimizer."""
-        if self.measured.costs is None or self.case.system != "terapipe":
+        if self.measured.costs is None or self.case.system != "terapipe" or self.case.chunks_per_stage > 1:
             return None
         makespan_s: float = simulate(self.schedule, self.plan, self.measured.costs).makespan_s
         return makespan_s + self.closing_s
@@ -153,6 +154,12 @@ class Run:
             return None
         return list(Replay.of(self.schedule).peak_bytes(self.plan, self.measured.memory))
 
+    def off_core_s(self) -> float | None:
+        """In the median step; None where wall and processor time of a process do not compare."""
+        if self.job.replayed or self.job.device != "cpu":
+            return None
+        return statistics.median(map(off_core_s, self.traces))
+
     def figures(self, stock: Run | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
         """All figures of its row."""
         steps, work, traces = self.step_s_all, self.job.work, self.busy_traces()
@@ -160,6 +167,8 @@ class Run:
         bound = None
         if unsliced is not None:
             bound = bound_s(unsliced, self.accumulation, ideal_bubble(self.schedule), self.closing_s)
+        costs = self.measured.costs
+        drifted = None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length)
         timeline = traces[median_index(steps)].timeline(self.case.label)
         exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]
         replayed = statistics.median(seconds for seconds, _ in self.replays)
@@ -169,6 +178,7 @@ class Run:
             "bound_s": bound, "predicted_s": self.predicted_s(), "replayed_s": replayed, "closing_s": self.closing_s,
             "ratio_to_stock": None if stock is None else ratio(stock.step_s_all, steps),
             "ratio_to_bound": None if bound is None else bound / step_s,
+            "drift": drifted, "off_core_s": self.off_core_s(),
             "bubble": statistics.median(trace.bubble() for trace in traces),
             "ideal_bubble": ideal_bubble(self.schedule),
             "peak_bytes": self.peak_bytes, "static_bytes": self.static_bytes,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terapipe_ds.bench.quiet import sentences
+
 _HEAD = (
     f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"
     f"{'predicted':>11}{'bubble':>8}{'exposed':>9}{'peak MB':>16}{'loss':>10}"
@@ -20,7 +22,7 @@ def render(result: Mapping[str, Any]) -> str:
             "replayed: fewer cores than stages, so steps ran for their losses and memory; times are those of the "
             "schedule with each action's own CPU time and measured links"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *sentences(result)])
 
 
 def _head(result: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON for all of these that are not given")
     search = parser.add_argument_group("search")
     search.add_argument("--schedule", metavar="NAME",
-                        help="seq1f1b, 1f1b, terapipe, gpipe, zb-h1, seq1f1b-zb or auto (default)")
+                        help="seq1f1b, 1f1b, terapipe, gpipe, zb-h1, seq1f1b-zb, dapple or auto (default)")
     search.add_argument("--granularity", type=int, metavar="N", help="cut at multiples of N tokens (default 64)")
     search.add_argument("--max-slices", type=int, metavar="S", help="at most so many slices")
     search.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per device (default: what it has)")

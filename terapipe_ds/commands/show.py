@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terapipe_ds.commands import CommandError, check_output
@@ -17,29 +16,39 @@ DESCRIPTION = "Print a schedule: who runs what, in which order, with its bubble 
 EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4
   terapipe show --schedule terapipe --stages 4 --micro-batches 2 --slices 4,3   (one number per micro-batch)
+  terapipe show --schedule seq1f1b-interleaved --stages 4 --micro-batches 2 --slices 4 --chunks-per-stage 2
   terapipe show --schedule 1f1b --stages 4 --micro-batches 8 --csv my.csv       (to edit by hand)
-  terapipe show --from-csv my.csv                                               (validates, then shows)
+  terapipe show my.csv                                                          (validates, then shows)
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 
 _MAX_FORWARDS, MAX_STAGES = 1_000_000, 10_000
+SCHEDULE_HELP = (
+    "gpipe, 1f1b, dapple, terapipe, seq1f1b, zb-h1, seq1f1b-zb, interleaved, seq1f1b-interleaved, zbv, chimera or"
+    " chimera-seq"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe, seq1f1b, zb-h1 or seq1f1b-zb")
+    source.add_argument("--schedule", metavar="NAME", help=SCHEDULE_HELP)
     source.add_argument(
         "--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3"
     )
+    source.add_argument("file", nargs="?", metavar="FILE", help="as --from-csv FILE")
     parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")
     parser.add_argument(
         "--slices", metavar="S", help="slices per micro-batch, or one number for each: 4,3,4 (default 1)"
     )
+    parser.add_argument("--chunks-per-stage", type=int, metavar="V", help="parts that each stage holds (default 1)")
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", metavar="FILE", help="write the orders as CSV to FILE, or to stdout with -")
+    form.add_argument(
+        "--csv", nargs="?", const="-", metavar="FILE",
+        help="write the orders as CSV to FILE; without a name, or with -, to stdout",
+    )  # fmt: skip
     form.add_argument("--json", action="store_true", help="print as JSON")
     form.add_argument(
         "--stage", type=int, metavar="N", help="print the order of one stage only, one entry per line"
@@ -62,6 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError("--lowered needs --stage N: give the stage to print")
     check_output(arguments.csv, "--csv")
     try:
+        arguments.from_csv = arguments.from_csv or arguments.file
         schedule = read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)
         validate(schedule)
     except ScheduleError as error:
@@ -89,24 +99,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 def read_schedule(arguments: argparse.Namespace) -> Schedule:
     """The schedule of ``--from-csv``, validated; options that describe one too are refused."""
-    from terapipe_ds.schedule import from_csv
+    from terapipe_ds.schedule import load
 
     given = {
         "--stages": arguments.stages,
         "--micro-batches": arguments.micro_batches,
         "--slices": arguments.slices,
+        "--chunks-per-stage": arguments.chunks_per_stage,
     }
     extra = [option for option, value in given.items() if value is not None]
     if extra or arguments.forward_only:
         raise CommandError(
             f"{(extra or ['--forward-only'])[0]} does not go with --from-csv: the file says it all, leave it out"
         )
-    path = Path(arguments.from_csv)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{path} is no text in UTF-8: {error}") from error
-    return from_csv(text, name=path.stem)
+    return load(arguments.from_csv)
 
 
 def _build_schedule(arguments: argparse.Namespace) -> Schedule:
@@ -122,7 +128,8 @@ def _build_schedule(arguments: argparse.Namespace) -> Schedule:
             f"--slices is {arguments.slices!r}: give a number, or one per micro-batch as 4,3,4"
         ) from None
     num_slices = counts[0] if len(counts) == 1 else counts
-    num_forwards = arguments.stages * (num_micro_batches * counts[0] if len(counts) == 1 else sum(counts))
+    chunks = 1 if arguments.chunks_per_stage is None else arguments.chunks_per_stage
+    num_forwards = arguments.stages * (num_micro_batches * counts[0] if len(counts) == 1 else sum(counts)) * chunks
     if arguments.stages > MAX_STAGES:
         raise CommandError(f"--stages {arguments.stages} are too many to show: ask for at most {MAX_STAGES}")
     if num_forwards > _MAX_FORWARDS:
@@ -133,4 +140,5 @@ def _build_schedule(arguments: argparse.Namespace) -> Schedule:
         num_micro_batches,
         num_slices,
         forward_only=arguments.forward_only,
+        chunks_per_stage=chunks,
     )

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--profile", metavar="FILE", help="costs fitted to a measured profile")
     costs.add_argument("--model", metavar="NAME", help="costs of a model size, computed; needs --device")
     costs.add_argument(
-        "--unit", action="store_true", help="a forward over the whole sequence takes 1 s, a backward 2 s"
+        "--unit", action="store_true", help="a stage's forward over the whole sequence takes 1 s, its backward 2 s"
     )
     parser.add_argument("--device", metavar="NAME", help="with --model: the device, as v100 or h100")
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="with --model: ranks per stage (default 1)")
@@ -58,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    from terapipe_ds.commands.show import SCHEDULE_HELP
+
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help="gpipe, 1f1b, terapipe, seq1f1b, zb-h1 or seq1f1b-zb")
+    source.add_argument("--schedule", metavar="NAME", help=SCHEDULE_HELP)
     source.add_argument("--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3")
     parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")
@@ -72,6 +74,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity-tokens", type=int, metavar="G", help="a number of slices cuts at its multiples (default 1)"
     )
+    parser.add_argument("--chunks-per-stage", type=int, metavar="V", help="parts that each stage holds (default 1)")
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
 
 
@@ -181,10 +184,15 @@ def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[S
             f"--slices stands {len(given)} times for {num_micro_batches} micro-batches: give it once, or once for each"
         )
     counts = [plan.num_slices for plan in plans]
-    if arguments.stages * sum(counts) > _MAX_FORWARDS:
-        raise CommandError(f"{arguments.stages * sum(counts)} forwards are too many: ask for at most {_MAX_FORWARDS}")
-    only = arguments.forward_only
-    return build(arguments.schedule, arguments.stages, num_micro_batches, counts, forward_only=only), plans
+    chunks = 1 if arguments.chunks_per_stage is None else arguments.chunks_per_stage
+    num_forwards = arguments.stages * sum(counts) * chunks
+    if num_forwards > _MAX_FORWARDS:
+        raise CommandError(f"{num_forwards} forwards are too many: ask for at most {_MAX_FORWARDS}")
+    schedule = build(
+        arguments.schedule, arguments.stages, num_micro_batches, counts, forward_only=arguments.forward_only,
+        chunks_per_stage=chunks,
+    )  # fmt: skip
+    return schedule, plans
 
 
 def _plan(text: str, arguments: argparse.Namespace) -> SlicePlan:
@@ -227,7 +235,8 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule, plans: list[SliceP
         )  # fmt: skip
     from terapipe_ds.simulator import UnitCosts
 
-    return UnitCosts(max(plan.sequence_length for plan in plans), arguments.unit_send or 0.0)
+    share = schedule.num_stages / schedule.num_parts
+    return UnitCosts(max(plan.sequence_length for plan in plans), arguments.unit_send or 0.0, share)
 
 
 def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:

@@ -106,7 +106,7 @@ def ask_parts(costs: Any, num_parts: int, sequence_length: int, granularity_toke
     """
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:
-        raise PlannerError(f"{len(parts)} costs for {num_parts} stages: give one object, or a list with one per stage")
+        raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")
     kinds = {id(cost): cost for cost in parts}
     granules = -(-sequence_length // granularity_tokens)
     if len(kinds) * granules**2 <= MAX_TABLE_ELEMENTS:

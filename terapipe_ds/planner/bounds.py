@@ -50,12 +50,19 @@ def searches(
 def busy_bound_s(parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None) -> float:
     """What holds whatever the order, split backwards included: no stage works less than the least work of any plan,
     however long the first forward takes to reach it."""
-    least = 0.0
-    for part in {id(part): part for part in parts}.values():
-        if part.table is not None:
-            search = search_plans(band_of(part.table), Objective(num_micro_batches, 0.0), max_slices, _WORK)
-            least = max(least, search.lower_bound_s)
-    return least
+    return max(least_works_s(parts, num_micro_batches, max_slices))
+
+
+def least_works_s(parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None) -> list[float]:
+    """Per part, the least work of any plan: m times its forwards and backwards. 0 where it has no table."""
+    found: dict[int, float] = {}
+    for part in parts:
+        if id(part) not in found:
+            found[id(part)] = 0.0
+            if part.table is not None:
+                search = search_plans(band_of(part.table), Objective(num_micro_batches, 0.0), max_slices, _WORK)
+                found[id(part)] = search.lower_bound_s
+    return [found[id(part)] for part in parts]
 
 
 def _pairs(parts: Sequence[AskedCosts]) -> list[tuple[int, int]]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError
+from terapipe_ds.planner.ranked import num_parts_of, ranked_schedules
 from terapipe_ds.planner.result import PlanResult, choose
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
+from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
 
 def best_schedule(
     costs: Any, plan: SlicePlan, num_stages: int, num_micro_batches: int = 1, *, memory: Any = None,
-    memory_limit_bytes: float | None = None,
+    memory_limit_bytes: float | None = None, chunks_per_stage: int = 1,
+    placement: Mapping[tuple[int, int], int] | None = None,
 ) -> PlanResult:  # fmt: skip
     """The schedule that takes the least predicted time with ``plan`` and fits; `costs` as for `plan_slices`.
 
-    Nothing is proven of other plans: the bound is 0.
+    Compared are all that have ``chunks_per_stage`` chunks and as many parts as costs, and run on ``placement`` where
+    one is given (see `ranked_schedules`). Nothing
+    is proven of other plans: the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits ``memory_limit_bytes``.
@@ -25,16 +30,18 @@ def best_schedule(
     found, needs = [], []
     each = costs if isinstance(costs, list | tuple) else [costs]
     knows_weights = all(callable(getattr(one, "weight_s", None)) for one in each)
-    names = [name for name in SCHEDULE_NAMES if knows_weights or name not in SPLIT_SCHEDULES]
+    num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
+    names = ranked_schedules(num_stages, chunks_per_stage, num_parts, knows_weights, placement)
     for name in names:
-        replay = Replay.of(build(name, num_stages, num_micro_batches, plan.num_slices))
+        shape = num_stages, num_micro_batches
+        replay = Replay.of(build(name, *shape, plan.num_slices, chunks_per_stage=chunks_per_stage))
         timeline = replay.run(plan, costs, memory=memory)
         peaks = timeline.peak_bytes
         if memory_limit_bytes is not None and peaks is not None and max(peaks) > memory_limit_bytes:
             needs.append((max(peaks), peaks.index(max(peaks)), name))
             continue
         whole = SlicePlan.equal(plan.sequence_length, 1)
-        unsliced_s = Replay.of(build(name, num_stages, num_micro_batches, 1)).makespan(whole, costs)
+        unsliced_s = Replay.of(build(name, *shape, 1, chunks_per_stage=chunks_per_stage)).makespan(whole, costs)
         result = PlanResult(
             plan, name, timeline.makespan_s, False, 0.0, num_stages, num_micro_batches, unsliced_s, plan,
             timeline.makespan_s, timeline.bubble_fraction, peaks, memory_limit_bytes, len(names),

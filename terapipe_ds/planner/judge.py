@@ -13,7 +13,8 @@ from terapipe_ds.planner.candidates import Lengths, to_plan
 from terapipe_ds.planner.flow_shop import ends_s, fill_drain_s
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.programs import Floats
-from terapipe_ds.schedule import SPLIT_SCHEDULES, build
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
+from terapipe_ds.schedule.placement import Placement
 from terapipe_ds.simulator import Replay
 
 Progress = Callable[[str, int, int], None]
@@ -32,32 +33,33 @@ _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand fo
 class Judge:
     """Scores slice lengths (in granules) under one schedule; every score is kept.
 
-    ``terapipe``, ``gpipe`` and every schedule of a single micro-batch (but those that split backwards) are two flow
-    shops one after the other, whose recursion takes no replay. The others are replayed: as they are (`seconds`), or,
-    where they are large, with two smaller numbers of micro-batches that are continued on a line (`estimate`).
+    ``terapipe``, ``gpipe`` and every schedule of a single micro-batch (but those that split backwards or have several
+    chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: as they
+    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are continued on a line
+    (`estimate`). ``parts`` are the costs of every part; without ``num_stages`` there is one part per stage.
     """
 
     def __init__(
         self, schedule: str, parts: tuple[AskedCosts, ...], num_micro_batches: int, *, sequence_length: int,
         granularity_tokens: int, memory: Any = None, memory_limit_bytes: float | None = None, budget: int = 0,
-        progress: Progress | None = None,
+        progress: Progress | None = None, num_stages: int | None = None, chunks_per_stage: int = 1,
     ) -> None:  # fmt: skip
         self.schedule, self.parts, self.num_micro_batches = schedule, parts, num_micro_batches
+        self.num_stages = len(parts) if num_stages is None else num_stages
+        self.chunks_per_stage = chunks_per_stage
+        self.placement = placement_for(schedule, self.num_stages, chunks_per_stage)
+        self.has_chunks = schedule in CHUNKED_SCHEDULES
         self.sequence_length, self.granularity_tokens = sequence_length, granularity_tokens
         self.num_granules = -(-sequence_length // granularity_tokens)
         self.memory, self.memory_limit_bytes = memory, memory_limit_bytes
         self.budget, self.spent, self._progress = budget, 0, progress
         self.splits_backward = schedule in SPLIT_SCHEDULES
-        self.is_flow_shop = schedule in FILL_DRAIN or (num_micro_batches == 1 and not self.splits_backward)
+        one_by_one = num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
+        self.is_flow_shop = schedule in FILL_DRAIN or one_by_one
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._bounds: dict[Lengths, float] = {}
         self._peaks: dict[Lengths, tuple[int, ...] | None] = {}
-
-    @property
-    def num_stages(self) -> int:
-        """K."""
-        return len(self.parts)
 
     def report(self) -> None:
         """Tell the caller how far the search is."""
@@ -92,13 +94,18 @@ class Judge:
         On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
         of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
         backward from k up to stage 0 (the mirror image). See `bounds`. Where backwards are split a stage may end with
-        W of any micro-batch: there all that it has to do after its first forwards counts, and no way back.
+        W of any micro-batch: there all that it has to do after its first forwards counts, and no way back. With several
+        chunks it is the work of the busiest stage, or of all of them by turns.
         """
         if self.is_flow_shop:
             return self.seconds(lengths)
         if lengths not in self._bounds:
             self.spent += self._flow_shop_cost(0)
             forward, backward, send = self._times(lengths)
+            if self.has_chunks:
+                work = self.num_micro_batches * (forward + backward).sum(axis=1)
+                self._bounds[lengths] = most_work_s(work, self.placement, self.num_stages)
+                return self._bounds[lengths]
             between = (self.num_micro_batches - 1) * (forward + backward).sum(axis=1)
             end = backward.sum(axis=1) if self.splits_backward else ends_s(backward, send[1:])
             self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + end).max())
@@ -119,7 +126,7 @@ class Judge:
         """What it takes of the budget to judge so many plans: number of slices -> number of plans."""
         if self.is_flow_shop:
             return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
-        per_slice = self._kinds * self.num_stages * self.num_micro_batches
+        per_slice = self._kinds * len(self.parts) * self.num_micro_batches
         walk = _WALK if self.memory_limit_bytes is not None else 0
         return sum(
             per_slice * slices * (_BUILD + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
@@ -156,7 +163,10 @@ class Judge:
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
         """More of them change no peak: a stage of ``1f1b`` has at most K micro-batches live, one of ``seq1f1b``
-        K + s - 1 slices; then every micro-batch is like the one before. So it is with W."""
+        K + s - 1 slices; then every micro-batch is like the one before. So it is with W. Orders of several chunks
+        depend on how many there are."""
+        if self.has_chunks:
+            return self.num_micro_batches
         by_slices = self.schedule in ("seq1f1b", "seq1f1b-zb")
         live = -(-self.num_stages // num_slices) + 2 if by_slices else self.num_stages
         return min(self.num_micro_batches, live + 1 + self.splits_backward)
@@ -182,7 +192,7 @@ class Judge:
         return forward, backward, send
 
     def _computations(self, num_micro_batches: int, lengths: Lengths) -> int:
-        return self._kinds * self.num_stages * num_micro_batches * len(lengths)
+        return self._kinds * len(self.parts) * num_micro_batches * len(lengths)
 
     @property
     def _kinds(self) -> int:
@@ -210,6 +220,24 @@ class Judge:
     def _replay(self, num_micro_batches: int, num_slices: int) -> Replay:
         key = num_micro_batches, num_slices
         if key not in self._replays:
-            self.spent += _BUILD * self._kinds * self.num_stages * num_micro_batches * num_slices
-            self._replays[key] = Replay(build(self.schedule, self.num_stages, num_micro_batches, num_slices))
+            self.spent += _BUILD * self._kinds * len(self.parts) * num_micro_batches * num_slices
+            schedule = build(
+                self.schedule, self.num_stages, num_micro_batches, num_slices, chunks_per_stage=self.chunks_per_stage
+            )
+            self._replays[key] = Replay(schedule)
         return self._replays[key]
+
+
+def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) -> float:
+    """What the stages take at least, whatever the order, where part p has work for ``work_s[p]`` seconds.
+
+    The busiest stage's parts where each part has one place; and always a K-th of everything.
+    """
+    seconds = list(work_s)
+    least_s = sum(seconds) / num_stages
+    if len(placement) == len(seconds):
+        of_stage = [0.0] * num_stages
+        for (stage_id, _), part_id in placement.items():
+            of_stage[stage_id] += seconds[part_id]
+        least_s = max(least_s, *of_stage)
+    return float(least_s)

@@ -23,7 +23,9 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     assert least is not None and plan_of_least is not None
     need = max(least)
     stage_id = least.index(need)
-    static = judge.memory.static_bytes(stage_id) + getattr(judge.memory, "gradient_bytes", _nothing)(stage_id)
+    parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
+    gradient_bytes = getattr(judge.memory, "gradient_bytes", _nothing)
+    static = sum(judge.memory.static_bytes(part_id) + gradient_bytes(part_id) for part_id in parts)
     count = len(plan_of_least)
     message = (
         f"no plan fits in {judge.memory_limit_bytes / GB:.4g} GB: with schedule {judge.schedule!r} the least "
@@ -33,7 +35,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     return MemoryLimitError(message, need, stage_id)
 
 
-def _nothing(stage_id: int) -> int:
+def _nothing(part_id: int) -> int:
     return 0
 
 

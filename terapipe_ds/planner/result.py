@@ -10,7 +10,10 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 
-PREFERENCE = ("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe")
+PREFERENCE = (
+    "seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe",
+    "seq1f1b-interleaved", "interleaved", "zbv", "chimera-seq", "chimera",
+)  # fmt: skip
 """Which schedule wins where time and memory are the same."""
 
 _TIE = 1e-3  # a difference in time below the noise of any measurement

@@ -10,20 +10,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan, show_value
 from terapipe_ds.planner import candidates
 from terapipe_ds.planner.asked import AskedCosts, ask_parts, whole_s
-from terapipe_ds.planner.bounds import busy_bound_s, searches
+from terapipe_ds.planner.bounds import busy_bound_s, least_works_s, searches
 from terapipe_ds.planner.branch import Search
 from terapipe_ds.planner.candidates import Lengths
 from terapipe_ds.planner.climb import climb
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
-from terapipe_ds.planner.judge import Judge, Progress
+from terapipe_ds.planner.judge import Judge, Progress, most_work_s
 from terapipe_ds.planner.limits import memory_limit_error
+from terapipe_ds.planner.ranked import num_parts_of, ranked_schedules
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
 from terapipe_ds.planner.slice_dp import candidates as program_plans
@@ -35,6 +36,8 @@ _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 _AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
 _AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}
 """On top, where costs say what W takes."""
+_AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
+"""Instead, where stages hold several chunks: those of them that have so many chunks and parts."""
 
 _BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
@@ -48,6 +51,7 @@ def plan_slices(
     costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int = 1, granularity_tokens: int = 64,
     schedule: str = "terapipe", max_slices: int | None = None, memory: Any = None,
     memory_limit_bytes: float | None = None, *, progress: Progress | None = None, budget: int = _BUDGET,
+    chunks_per_stage: int = 1, placement: Mapping[tuple[int, int], int] | None = None,
 ) -> PlanResult:  # fmt: skip
     """The plan with the least predicted time under ``schedule`` (or ``"auto"``) that fits in memory.
 
@@ -55,21 +59,26 @@ def plan_slices(
         costs: ``forward_s(tokens, prefix)``, ``backward_s(tokens, prefix)`` and, where links cost something,
             ``send_s(tokens)``; one object for all parts or a list with one per part. Each pair is asked at most once.
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
-        memory: a `MemoryModel`, or what has its methods.
+        memory: a `MemoryModel`, or what has its methods; both are asked by part.
+        chunks_per_stage: as for ``schedule.build``; "auto" tries the schedules that have so many chunks, and as many
+            parts as costs are given (see `ranked_schedules`).
+        placement: where the parts stand already: "auto" tries the schedules that run on it.
         budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
 
     Raises:
         MemoryLimitError: no plan fits ``memory_limit_bytes``; says the least need and what would lower it.
         PlannerError: an argument that cannot be, or costs that are negative or not finite.
     """
+    if schedule != "auto" and schedule not in SCHEDULE_NAMES:
+        known = ", ".join((*SCHEDULE_NAMES, "auto"))
+        raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
+    num_stages = check_count("num_stages", num_stages)
     problem = _Problem.checked(
-        costs, sequence_length, num_stages, num_micro_batches, granularity_tokens, max_slices, memory,
-        memory_limit_bytes, progress,
+        costs, sequence_length, num_parts_of(schedule, num_stages, chunks_per_stage, costs), num_micro_batches,
+        granularity_tokens, max_slices, memory, memory_limit_bytes, progress,
     )  # fmt: skip
+    problem.num_stages, problem.chunks_per_stage, problem.placement = num_stages, chunks_per_stage, placement
     if schedule != "auto":
-        if schedule not in SCHEDULE_NAMES:
-            known = ", ".join((*SCHEDULE_NAMES, "auto"))
-            raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
         if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
             raise PlannerError(
                 f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
@@ -78,8 +87,7 @@ def plan_slices(
         return problem.best(schedule, budget)
     found: list[PlanResult] = []
     refused: list[MemoryLimitError] = []
-    tried = _AUTO if problem.num_micro_batches > 1 else _AUTO_OF_ONE
-    for name, share in (tried | _AUTO_SPLIT if problem.knows_weights else tried).items():
+    for name, share in problem.tried().items():
         try:
             found.append(problem.best(name, round(share * budget)))
         except MemoryLimitError as error:
@@ -111,11 +119,14 @@ class _Problem:
     memory: Any
     memory_limit_bytes: float | None
     progress: Progress | None
+    num_stages: int = 1
+    chunks_per_stage: int = 1
+    placement: Mapping[tuple[int, int], int] | None = None
     found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules of this call chose
 
     @classmethod
     def checked(
-        cls, costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int, granularity_tokens: int,
+        cls, costs: Any, sequence_length: int, num_parts: int, num_micro_batches: int, granularity_tokens: int,
         max_slices: int | None, memory: Any, memory_limit_bytes: float | None, progress: Progress | None,
     ) -> _Problem:  # fmt: skip
         sequence_length = check_count("sequence_length", sequence_length)
@@ -132,13 +143,19 @@ class _Problem:
             raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
         granules = -(-sequence_length // granularity_tokens)
         most = granules if max_slices is None else min(check_count("max_slices", max_slices), granules)
-        parts = ask_parts(costs, check_count("num_stages", num_stages), sequence_length, granularity_tokens)
+        parts = ask_parts(costs, num_parts, sequence_length, granularity_tokens)
         m = check_count("num_micro_batches", num_micro_batches)
         return cls(parts, sequence_length, m, granularity_tokens, most, memory, limit, progress)
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.parts)
+    def tried(self) -> dict[str, float]:
+        """What "auto" tries, with shares of the budget."""
+        if self.chunks_per_stage == 1:
+            tried = _AUTO if self.num_micro_batches > 1 else _AUTO_OF_ONE
+            return tried | _AUTO_SPLIT if self.knows_weights else tried
+        names = ranked_schedules(
+            self.num_stages, self.chunks_per_stage, len(self.parts), self.knows_weights, self.placement
+        )
+        return {name: _AUTO_CHUNKED[name] for name in names}
 
     @property
     def knows_weights(self) -> bool:
@@ -155,6 +172,7 @@ class _Problem:
             schedule, self.parts, self.num_micro_batches, sequence_length=self.sequence_length,
             granularity_tokens=self.granularity_tokens, memory=self.memory,
             memory_limit_bytes=self.memory_limit_bytes, budget=budget, progress=self.progress,
+            num_stages=self.num_stages, chunks_per_stage=self.chunks_per_stage,
         )  # fmt: skip
         if judge.is_flow_shop:
             solution, lengths = self.solution, self._lengths(self.solution.plan)
@@ -166,7 +184,10 @@ class _Problem:
         if self._can_judge_all(judge):
             lengths = self._best_of_all(judge)
             return self._result(judge, lengths, True, judge.seconds(lengths))
-        if judge.splits_backward:
+        if judge.has_chunks:
+            works_s = least_works_s(self.parts, self.num_micro_batches, self.max_slices)
+            bound_s = most_work_s(works_s, judge.placement, self.num_stages)
+        elif judge.splits_backward:
             bound_s = busy_bound_s(self.parts, self.num_micro_batches, self.max_slices)
         else:
             bound_s = max(self.searched[1], self.solution.lower_bound_s if judge.is_flow_shop else 0.0)
@@ -203,7 +224,7 @@ class _Problem:
         if self.num_granules <= _MANY_GRANULES:
             for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
                 yield self._lengths(equal_time(table, count))
-            found = program_plans(table, self.num_stages, self.num_micro_batches, self.max_slices)
+            found = program_plans(table, len(self.parts), self.num_micro_batches, self.max_slices)
             yield from (self._lengths(one.plan) for one in found[:_PROGRAM_PLANS])
         for search in self.searched[0]:
             fitting = [found for found in search.found.values() if found.num_slices <= self.max_slices]
@@ -217,13 +238,13 @@ class _Problem:
 
     @functools.cached_property
     def solution(self) -> SliceSolution:
-        """The slice program's answer, for all forwards before all backwards."""
+        """The slice program's answer, for all forwards before all backwards, as if each part had a stage."""
         most = None if self.max_slices == self.num_granules else self.max_slices
         table = self.parts[0].table
         if table is not None and all(part is self.parts[0] for part in self.parts):
-            return solve_equal(table, self.num_stages, self.num_micro_batches, most)
+            return solve_equal(table, len(self.parts), self.num_micro_batches, most)
         return solve(
-            list(self.parts), self.sequence_length, self.num_stages, self.num_micro_batches, self.granularity_tokens,
+            list(self.parts), self.sequence_length, len(self.parts), self.num_micro_batches, self.granularity_tokens,
             most,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -9,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -36,7 +38,19 @@ VERSIONS = ("torch", "deepspeed", "megatron-core", "terapipe_ds", "python")
 
 def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
     sections = {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
-    return {**sections, **_versions()}
+    return {**sections, "the schedule's file": _schedule_file(raw), **_versions()}
+
+
+def _schedule_file(raw: Mapping[str, Any]) -> str:
+    """What tells one content of the file that ``terapipe.schedule`` names from another; "" where it names none."""
+    section = raw.get("terapipe")
+    name = section.get("schedule") if isinstance(section, dict) else None
+    if not isinstance(name, str) or not name.endswith(".csv"):
+        return ""
+    try:
+        return f"checksum {hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]}"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({error})"
 
 
 def _versions() -> dict[str, str]:

@@ -9,8 +9,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.runtime.checkpoint_load import find_checkpoint
 from terapipe_ds.runtime.checkpoint_save import save_checkpoint
-from terapipe_ds.runtime.checkpoints import check_checkpoint
+from terapipe_ds.runtime.checkpoints import check_checkpoint, states_folder
 from terapipe_ds.runtime.plans import Plans
+from terapipe_ds.runtime.state_layout import described_layout, loaded_from, saved_as_stock
 from terapipe_ds.runtime.watchdog import Watchdog
 
 
@@ -36,10 +37,11 @@ class SafeCheckpoints(PipelineEngine):
             CheckpointError: on every rank, where one of them cannot write.
         """
         with self._watchdog.apart("save_checkpoint"):
-            return save_checkpoint(
-                self, super().save_checkpoint, save_dir, tag, client_state or {}, save_latest,
-                exclude_frozen_parameters, self._plans.described(),
-            )  # fmt: skip
+            with saved_as_stock(self) as listed:
+                return save_checkpoint(
+                    self, super().save_checkpoint, save_dir, tag, {**(client_state or {}), **listed}, save_latest,
+                    exclude_frozen_parameters, {**self._plans.described(), "layout": described_layout(self)},
+                )  # fmt: skip
 
     def load_checkpoint(
         self,
@@ -56,16 +58,19 @@ class SafeCheckpoints(PipelineEngine):
         Where ``latest`` names a checkpoint that is not whole, the newest whole one is loaded, with a warning.
 
         Raises:
-            TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded.
+            TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded, or stages
+                whose optimizer states cannot be brought to those of this engine.
             CheckpointError: on every rank, where ``tag`` is not whole, or nothing is.
         """
         with self._watchdog.apart("load_checkpoint"):
             found = find_checkpoint(self, load_dir, tag, load_optimizer_states and not load_module_only)
             check_checkpoint(self, load_dir, found.read_as, load_optimizer_states, load_module_only)
-            loaded = super().load_checkpoint(
-                load_dir, found.read_as, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-                load_module_only, custom_load_fn,
-            )  # fmt: skip
+            folder = states_folder(self, load_dir, found.read_as, load_optimizer_states, load_module_only)
+            with loaded_from(self, folder):
+                loaded = super().load_checkpoint(
+                    load_dir, found.read_as, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                    load_module_only, custom_load_fn,
+                )  # fmt: skip
         if found.manifest is not None and loaded[0] is not None and not load_module_only:
             self._plans.resume(found.manifest.tag, found.manifest.training)
         return loaded

@@ -76,15 +76,30 @@ def _problem_of_masters(engine: Any, load_optimizer_states: bool) -> str | None:
 
 def _first_file(engine: Any, load_dir: str, tag: str | None) -> Mapping[str, Any] | None:
     """The states that the first rank saved; None where there are none, which is for DeepSpeed to say."""
+    folder = folder_of(engine, load_dir, tag)
+    path = None if folder is None else folder / "mp_rank_00_model_states.pt"
+    if path is None or not path.is_file():
+        return None
+    return engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu"))
+
+
+def folder_of(engine: Any, load_dir: str, tag: str | None) -> Path | None:
+    """Where DeepSpeed will look for a checkpoint; None where nothing names one."""
     if tag is None:
         latest = Path(load_dir, "latest_universal" if engine.load_universal_checkpoint() else "latest")
         if not latest.is_file():
             return None
         tag = latest.read_text().strip()
-    path = Path(load_dir, str(tag), "mp_rank_00_model_states.pt")
-    if not path.is_file():
+    return Path(load_dir, str(tag))
+
+
+def states_folder(
+    engine: Any, load_dir: str, tag: str | None, load_optimizer_states: bool, load_module_only: bool
+) -> Path | None:
+    """The same, where it will read optimizer states of stages there; ZeRO's fp32 copies are among these."""
+    if load_module_only or engine.load_universal_checkpoint():
         return None
-    return engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu"))
+    return folder_of(engine, load_dir, tag) if load_optimizer_states or engine.zero_optimization() else None
 
 
 def _problem(engine: Any, saved: Mapping[str, Any], with_optimizer: bool) -> str | None:

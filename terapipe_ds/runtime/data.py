@@ -20,6 +20,7 @@ from terapipe_ds.runtime.header import (
     agree_between_pipelines,
     exchange,
 )
+from terapipe_ds.runtime.layout import Layout
 
 
 @dataclass
@@ -72,6 +73,7 @@ class BatchSource:
         everyone: the control group of all ranks, None where there is no other pipeline.
         peers: the tensor-parallel ranks of this one, which must draw the same; None without tensor parallelism.
         length_multiple: sequences must be multiples of so many tokens.
+        layout: of the parts; None: one for each stage.
     """
 
     def __init__(
@@ -84,12 +86,13 @@ class BatchSource:
         everyone: Any = None,
         peers: TensorPeers | None = None,
         length_multiple: int = 1,
+        layout: Layout | None = None,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
-        self._is_first = stage_id == 0
-        self._is_last = stage_id == num_stages - 1
-        self._num_stages = num_stages
+        self._layout = Layout.plain(num_stages) if layout is None else layout
+        self._is_first = stage_id in self._layout.stages_with_end(first=True)
+        self._is_last = stage_id in self._layout.stages_with_end(first=False)
         self._group = group
         self._everyone = everyone
         self._peers = peers
@@ -145,15 +148,19 @@ class BatchSource:
     def _agreed(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
         """The shapes, when all stages of this pipeline and then all pipelines can go on; an error on all otherwise."""
         if self._everyone is None:
-            return exchange(report, self._group, self._num_stages)
+            return self._exchanged(report)
         shapes: tuple[MicroBatchShape, ...] = ()
         error: BaseException | None = None
         try:
-            shapes = exchange(report, self._group, self._num_stages)
+            shapes = self._exchanged(report)
         except Exception as caught:
             error = caught
         agree_between_pipelines(error, report, self._everyone, self._peers)
         return shapes
+
+    def _exchanged(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
+        layout = self._layout
+        return exchange(report, self._group, layout.num_stages, layout.loss_stage, layout.drawing_stages)
 
     def _draw_one(self, needs_labels: bool) -> DrawnMicroBatch:
         if not (self._is_first or self._is_last):

@@ -35,14 +35,17 @@ from terapipe_ds.runtime.checks import (
     slice_length_multiple,
     with_multiple,
 )
+from terapipe_ds.runtime.copies import complete_gradients, sum_losses
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
+from terapipe_ds.runtime.layout import Place, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
-from terapipe_ds.runtime.part_runner import PartRunner, Place, ds_timed
+from terapipe_ds.runtime.part_runner import PartRunner, ds_timed
+from terapipe_ds.runtime.parted import lay_out
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import (
@@ -66,7 +69,11 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     """``run`` as a method of the engine: the part that stands at the action's chunk does it."""
 
     def execute(engine: TeraPipeEngine, action: Action) -> None:
-        run(engine._parts[action.chunk_id], action)
+        part = engine._parts[action.chunk_id]
+        engine._place = part.place
+        if not engine._layout.is_plain:
+            engine.module.activate(action.chunk_id)
+        run(part, action)
 
     return execute
 
@@ -88,15 +95,19 @@ class TeraPipeEngine(SafeCheckpoints):
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
         check_module(kwargs.get("model"))
         self.slice_length_multiple = slice_length_multiple(kwargs.get("model"))
+        self._place: Place | None = None  # of the part that runs now
+        self._layout = layout_of(self.terapipe_config, kwargs["model"].num_stages)
+        given = kwargs.get("model_parameters"), kwargs.get("optimizer")
+        kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, *given)
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing()
         problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)
         raise_on_every_rank(problem_of_layers(self) or problem)
         self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
-        self._groups = make_pipeline_groups(self.grid)
-        self._groups.connect(self.stage_id, torch.device(self.device))
-        self._links = StageLinks(self._groups, self.stage_id, self.num_stages, torch.device(self.device))
+        self._groups = make_pipeline_groups(self.grid, self._layout)
+        self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        self._links = StageLinks(self._groups, self._layout, self.stage_id, torch.device(self.device))
         self._source = BatchSource(
             self.terapipe_config,
             self._next_batch,
@@ -106,6 +117,7 @@ class TeraPipeEngine(SafeCheckpoints):
             self._groups.everyone,
             self._groups.peers,
             self.slice_length_multiple,
+            self._layout,
         )
         self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
         self._store = SliceStore()
@@ -132,12 +144,33 @@ class TeraPipeEngine(SafeCheckpoints):
 
     def _make_parts(self) -> tuple[PartRunner, ...]:
         """A runner for each place of this stage."""
-        place = Place(self.stage_id, 0, is_first=self.is_first_stage(), is_last=self.is_last_stage())
-        self.weight_gradients = accumulate_in_products(self.module, self.optimizer)
-        part = PartRunner(
-            self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=self.weight_gradients
-        )  # fmt: skip
-        return (part,)
+        self.weight_gradients = weights = accumulate_in_products(self.module, self.optimizer)
+        return tuple(
+            PartRunner(self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=weights)
+            for place in self._layout.places(self.stage_id)
+        )
+
+    # -- where things stand, which DeepSpeed asks ---------------------------------------------------------------------
+
+    def is_last_stage(self) -> bool:
+        """True where the loss of a batch is known: on the stage of the last part, once this engine is built."""
+        if "_parts" not in vars(self):
+            return super().is_last_stage()  # DeepSpeed's own start, neighbour by neighbour
+        return self.stage_id == self._layout.loss_stage
+
+    def _aggregate_total_loss(self) -> Any:
+        if self._layout.has_copies:
+            sum_losses(self, self._layout, self._groups)
+        return super()._aggregate_total_loss()
+
+    def _loss_stage_global_rank(self) -> int:
+        return int(self.grid.stage_to_global(self._layout.loss_stage))
+
+    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
+        """The loss is divided by the number of micro-batches, and not once more what comes back from other parts."""
+        if self._place is None or self._place.is_last:
+            return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
+        return grad
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -273,6 +306,7 @@ class TeraPipeEngine(SafeCheckpoints):
         self._guarded_modes.add(batch.training)
         self._let_go_of_graphs()
         self._links.close_batch()
+        self.weight_gradients.assert_done()
         for part in self._parts:
             part.close_batch()
         batch.assert_done(pipe_schedule.peak_live_slices)
@@ -288,6 +322,8 @@ class TeraPipeEngine(SafeCheckpoints):
 
     def _set_batch(self, batch: BatchInFlight | None) -> None:
         self._batch = batch
+        order = () if batch is None or not batch.training else batch.schedule.orders[self.stage_id]
+        self.weight_gradients.open_batch((a.part_id, *a.unit) for a in order if a.kind is Kind.WEIGHT)
         for part in self._parts:
             part.open_batch(batch)
 
@@ -324,6 +360,8 @@ class TeraPipeEngine(SafeCheckpoints):
             with self._watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 self._links.close_batch()  # a caller may go on after the error
                 self._finite.agree(self.global_steps + 1)
+        if self._layout.has_copies:
+            complete_gradients(self.module)
         before_reduce = getattr(self.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(self)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.header import TensorPeers
+from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.link import Wire
 from terapipe_ds.runtime.staging import needs_staging
 
@@ -26,6 +28,7 @@ class PipelineGroups:
     control: Any = None
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
     peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
+    more: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)  # by tag: of backends that know no tags
 
     @property
     def num_replicas(self) -> int:
@@ -39,31 +42,33 @@ class PipelineGroups:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
 
-    def wire(self, what: str, stage_id: int, towards: bool, device: torch.device) -> Wire:
-        """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``."""
-        group = self.activations if what == "activations" else self.gradients
+    def wire(self, what: str, stage_id: int, towards: bool, device: torch.device, tag: int = 0) -> Wire:
+        """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``; ``tag`` tells it
+        from others between the same stages."""
+        activations, gradients = self.more.get(tag, (self.activations, self.gradients))
+        group = activations if what == "activations" else gradients
         name = f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})"
-        return Wire(self.ranks[stage_id], group, self.control, device, name, needs_staging(group, device))
+        staged = needs_staging(group, device)
+        return Wire(self.ranks[stage_id], group, self.control, device, name, staged, stage_id, tag)
 
-    def connect(self, stage_id: int, device: torch.device) -> None:
-        """Send one number over each link, in an order that cannot deadlock.
+    def connect(self, layout: Layout, stage_id: int, device: torch.device) -> None:
+        """Send one number over each link, all stages in one order, which cannot deadlock.
 
         NCCL connects two ranks when they first meet and blocks until both are there; in the middle of a batch one could
         wait on the activations and the other on the gradients.
         """
-        for first in (0, 1):  # links 0-1, 2-3, ... and then 1-2, 3-4, ...: a stage has one of each
-            upper = stage_id if stage_id % 2 == first else stage_id - 1
-            if upper < 0 or upper + 1 >= len(self.ranks):
-                continue
-            for group, sender in ((self.activations, upper), (self.gradients, upper + 1)):
-                number = torch.zeros(1, device="cpu" if needs_staging(group, device) else device)
-                if stage_id == sender:
-                    torch_dist.send(number, self.ranks[2 * upper + 1 - sender], group=group)
-                else:
-                    torch_dist.recv(number, self.ranks[sender], group=group)
+        for source, source_chunk, target, target_chunk in sorted(layout.wires(), key=lambda wire: (wire[0] % 2, wire)):
+            tag = source_chunk * layout.chunks_per_stage + target_chunk
+            for what, sender, receiver in (("activations", source, target), ("gradients", target, source)):
+                if stage_id not in (sender, receiver):
+                    continue
+                wire = self.wire(what, receiver if stage_id == sender else sender, stage_id == sender, device, tag)
+                number = torch.zeros(1, device="cpu" if wire.staged else device)
+                exchange = torch_dist.send if stage_id == sender else torch_dist.recv
+                exchange(number, wire.peer, group=wire.group, tag=tag)
 
 
-def make_pipeline_groups(grid: Any) -> PipelineGroups:
+def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one
     order."""
     world = list(range(torch_dist.get_world_size()))
@@ -75,8 +80,13 @@ def make_pipeline_groups(grid: Any) -> PipelineGroups:
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         activations, gradients = torch_dist.new_group(ranks), torch_dist.new_group(ranks)
         control = torch_dist.new_group(ranks, backend="gloo")
+        more = {}
+        if torch_dist.get_backend() != "gloo":
+            size = layout.chunks_per_stage
+            tags = sorted({source * size + target for _, source, _, target in layout.wires()} - {0})
+            more = {tag: (torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for tag in tags}
         if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), activations, gradients, control, everyone, peers)
+            mine = PipelineGroups(tuple(ranks), activations, gradients, control, everyone, peers, more)
     return mine
 
 

@@ -102,11 +102,16 @@ def on_every_rank(error: BaseException) -> BaseException:
     return error
 
 
-def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBatchShape, ...]:
-    """The shapes of the batch's micro-batches as the last stage sees them. A collective over the pipeline's stages.
+def exchange(
+    report: StageReport, group: Any, num_stages: int, loss_stage: int = -1, drawing: tuple[int, ...] | None = None
+) -> tuple[MicroBatchShape, ...]:
+    """The shapes of the batch's micro-batches as the stage sees them that knows the loss. A collective over the
+    pipeline's stages.
 
     Args:
         group: the pipeline's control group (gloo), or None with one stage.
+        loss_stage: that stage; -1: the last one.
+        drawing: the stages that draw data; None: the first and the last one.
 
     Raises:
         BatchError, StopIteration: on every stage, when one of them could not draw its data or the stages disagree.
@@ -120,12 +125,12 @@ def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBat
     torch_dist.all_gather(headers, report.encode(), group=group)
     rows = [header.tolist() for header in headers]
     if any(row[0] != Status.OK for row in rows):
-        _raise_everywhere(report, group, num_stages)
+        _raise_everywhere(report, group, num_stages, (0, num_stages - 1) if drawing is None else drawing)
     _require_agreement(rows, report, group)
-    *_, uniform, first_rows, first_length, _ = rows[-1]
+    *_, uniform, first_rows, first_length, _ = rows[loss_stage]
     if uniform:
         return (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
-    return _broadcast_shapes(report, group, num_stages)
+    return _broadcast_shapes(report, group, loss_stage % num_stages)
 
 
 def agree_between_pipelines(
@@ -240,13 +245,13 @@ def _status(error: BaseException | None) -> Status:
     return Status.EXHAUSTED if isinstance(error, StopIteration) else Status.FAILED
 
 
-def _raise_everywhere(report: StageReport, group: Any, num_stages: int) -> None:
+def _raise_everywhere(report: StageReport, group: Any, num_stages: int, drawing: tuple[int, ...]) -> None:
     texts: list[Any] = [None] * num_stages
     mine = None if report.error is None else (report.status, f"{type(report.error).__name__}: {report.error}")
     torch_dist.all_gather_object(texts, mine, group=group)
     failed = {stage: text for stage, text in enumerate(texts) if text is not None}
     exhausted = [stage for stage, (status, _) in failed.items() if status == Status.EXHAUSTED]
-    if exhausted == [0, num_stages - 1]:  # all who draw: the ordinary end of the data
+    if exhausted == list(drawing):  # all who draw: the ordinary end of the data
         raise on_every_rank(report.error or StopIteration())
     if report.status is Status.FAILED:
         assert report.error is not None
@@ -295,9 +300,9 @@ def _disagree(text: str) -> BaseException:
     return on_every_rank(BatchError(f"the stages disagree on {text}"))
 
 
-def _broadcast_shapes(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBatchShape, ...]:
+def _broadcast_shapes(report: StageReport, group: Any, loss_stage: int) -> tuple[MicroBatchShape, ...]:
     shapes = torch.zeros(report.num_micro_batches, 2, dtype=torch.int64)
     if report.shapes is not None:
         shapes = torch.tensor([(s.rows, s.length) for s in report.shapes], dtype=torch.int64)
-    torch_dist.broadcast(shapes, group=group, group_src=num_stages - 1)
+    torch_dist.broadcast(shapes, group=group, group_src=loss_stage)
     return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())

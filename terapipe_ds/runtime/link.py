@@ -104,6 +104,8 @@ class Wire:
     device: torch.device
     name: str  # "activations to stage 1", for messages
     staged: bool = False
+    peer_stage_id: int = -1
+    tag: int = 0  # of this link among those of the same two ranks; backends without tags have a group for each
 
     def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
@@ -138,7 +140,7 @@ class SendChannel:
         if known is None:
             self.announced[signature] = spec
             announcement = spec.encode()
-            work = torch_dist.isend(announcement, self.wire.peer, group=self.wire.control)
+            work = torch_dist.isend(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
             self._in_flight.append((consumed_at, [work], [announcement]))
         elif known != spec:
             raise LinkError(
@@ -149,7 +151,7 @@ class SendChannel:
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
         """Send without blocking. ``consumed_at``: the place in the peer's order of the unit that waits for it."""
         ready = [self.wire.outgoing(t) for t in tensors]
-        works = [torch_dist.isend(t, self.wire.peer, group=self.wire.group) for t in ready]
+        works = [torch_dist.isend(t, self.wire.peer, group=self.wire.group, tag=self.wire.tag) for t in ready]
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
@@ -213,7 +215,8 @@ class ReceiveChannel:
                 return
             posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
             posted.works = tuple(
-                torch_dist.irecv(buffer, self.wire.peer, group=self.wire.group) for buffer in posted.buffers
+                torch_dist.irecv(buffer, self.wire.peer, group=self.wire.group, tag=self.wire.tag)
+                for buffer in posted.buffers
             )
 
     def wait(self, unit: Unit) -> tuple[MessageSpec, Tensors]:
@@ -252,5 +255,5 @@ class AnnouncedSpecs:
     def learn(self, unit: Unit) -> None:
         """Receive the announcement of the unit's signature: the next one that the sender has made."""
         announcement = MessageSpec.blank()
-        torch_dist.recv(announcement, self._wire.peer, group=self._wire.control)
+        torch_dist.recv(announcement, self._wire.peer, group=self._wire.control, tag=self._wire.tag)
         self._known[self._signature_of(unit)] = MessageSpec.decode(announcement)

@@ -1,11 +1,12 @@
-"""Measure the stages of a running pipeline in place: what its slices, its links and its memory cost.
+"""Measure the parts of a running pipeline in place: what their slices, their links and their memory cost.
 
-A collective over all ranks. Stages hear from the stage before what they will receive, measure together, and try their
-links, pair by pair.
+A collective over all ranks. Parts hear from the part before what they will receive; stages measure together, one part
+after the other where they hold several, and try their links, pair by pair.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
@@ -26,8 +27,10 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape
+from terapipe_ds.runtime.layout import Layout, Place
 from terapipe_ds.runtime.link import MessageSpec
-from terapipe_ds.runtime.probe import StageProbe, synchronize
+from terapipe_ds.runtime.parted import parameters_of_part
+from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -37,12 +40,12 @@ _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per paramete
 
 
 @dataclass(frozen=True)
-class StageCosts:
-    """What one rank has measured of its stage."""
+class PartCosts:
+    """What one rank has measured of one of its parts."""
 
-    stage_id: int
+    part_id: int
     samples: tuple[CostSample, ...]
-    links: tuple[LinkSample, ...]  # from this stage to the next one
+    links: tuple[LinkSample, ...]  # from this part to the next one
     message_s: tuple[tuple[int, float], ...]  # (tokens, seconds): what the messages of an F or B cost the stage itself
     memory: PartMemory
     warning: str | None
@@ -67,7 +70,7 @@ class WorldPeers:
         return float(number)
 
 
-def measure_stage(
+def measure_parts(
     engine: Any,
     drawn: Sequence[DrawnMicroBatch],
     shapes: Sequence[MicroBatchShape],
@@ -75,33 +78,66 @@ def measure_stage(
     groups: PipelineGroups,
     store: SliceStore,
     progress: Callable[[float], None],
-) -> StageCosts:
-    """The costs of this rank's stage of ``engine``, for slices of sequences of ``sequence_length`` tokens.
+) -> list[PartCosts]:
+    """The costs of this rank's parts of ``engine``, for slices of sequences of ``sequence_length`` tokens. A part that
+    stands at several places is measured at its own one.
 
     Args:
         drawn, shapes: micro-batches of this pipeline; the longest serves, stretched where it is too short.
         store: the engine's, so that its buffers are taken once; empty before and after.
     """
+    layout, mine = engine._layout, engine.stage_id
+    places = [place for place in layout.places(mine) if layout.homes(place.part_id)[0] == (mine, place.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
-        probe = _probe(engine, drawn, shapes, sequence_length, store)
+        probes = {place: _probe(engine, place, drawn, shapes, sequence_length, store) for place in places}
     peers: Peers = Alone() if groups.world is None else WorldPeers(groups.world)
-    points = grid(sequence_length, engine.terapipe_config.granularity_tokens)
-    lengths = sorted({tokens for tokens, _ in points})
+    lengths = sorted({tokens for tokens, _ in grid(sequence_length, engine.terapipe_config.granularity_tokens)})
+    specs: dict[int, _Specs] = {place.part_id: {} for place in places}
     try:
         with untouched(engine.module, _accumulates_in_fp32(engine)), guard_plain_attention():
-            specs = {tokens: _hear_and_tell(probe, tokens, groups, engine.stage_id) for tokens in lengths}
-            measured = measure(
-                probe, points, sequence_length, num_stages=engine.num_stages,
-                num_micro_batches=engine.micro_batches, peers=peers, progress=progress,
-            )  # fmt: skip
-            weight_s = weights(probe, lengths, peers)
-            memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
+            for tokens in lengths:
+                _hear_and_tell(engine, probes, specs, tokens, groups)
+            found = []
+            for index, (place, probe) in enumerate(probes.items()):
+                share = partial(_share, progress, index, len(probes))
+                found.append(_measured(engine, place, probe, specs[place.part_id], peers, share))
     finally:
         store.reset()
-    links, message_s = _links(specs, groups, engine.stage_id, peers, torch.device(engine.device))
+    links, message_s = _links(specs, layout, groups, mine, peers, torch.device(engine.device))
+    return [
+        dataclasses.replace(costs, links=tuple(links[costs.part_id]), message_s=tuple(message_s[costs.part_id].items()))
+        for costs in found
+    ]
+
+
+_Specs = dict[int, MessageSpec]
+"""What a part hands on, by the tokens of a slice."""
+
+
+def _share(progress: Callable[[float], None], index: int, count: int, share: float) -> None:
+    progress((index + share) / count)
+
+
+def _activate(engine: Any, place: Place) -> None:
+    if not engine._layout.is_plain:
+        engine.module.activate(place.chunk_id)
+
+
+def _measured(
+    engine: Any, place: Place, probe: StageProbe, specs: _Specs, peers: Peers, progress: Callable[[float], None]
+) -> PartCosts:
+    """Of one part, without its links; the other stages measure one of theirs."""
+    _activate(engine, place)
+    length, lengths = probe.sequence_length, sorted(specs)
+    measured = measure(
+        probe, grid(length, engine.terapipe_config.granularity_tokens), length, num_stages=engine.num_stages,
+        num_micro_batches=engine.micro_batches, peers=peers, processor_s=processor_clock(), progress=progress,
+    )  # fmt: skip
+    weight_s = weights(probe, lengths, peers)
+    memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
     samples = with_weights(measured.samples(), weight_s)
-    return StageCosts(
-        engine.stage_id, samples, links, message_s, memory, noise_warning(samples), measured.seconds,
+    return PartCosts(
+        place.part_id, samples, (), (), memory, noise_warning(samples), measured.seconds,
         engine.grid.get_data_parallel_rank(),
     )  # fmt: skip
 
@@ -115,19 +151,20 @@ def _all_tell_peaks(probe: StageProbe, peers: Peers) -> bool:
 
 
 def _probe(
-    engine: Any, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], length: int, store: SliceStore
-) -> StageProbe:
+    engine: Any, place: Place, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], length: int,
+    store: SliceStore,
+) -> StageProbe:  # fmt: skip
     device, config = torch.device(engine.device), engine.terapipe_config
     own_length, longest = max(zip((shape.length for shape in shapes), drawn, strict=True), key=lambda pair: pair[0])
     inputs = labels = None
-    if engine.is_first_stage():
+    if place.is_first:
         found = SliceableTensors.of_inputs(longest.inputs, own_length, config.sequence_dim, config.sliced_inputs)
         inputs = found.stretched(length).to(device)
-    if engine.is_last_stage() and longest.labels is not None:
+    if place.is_last and longest.labels is not None:
         labels = longest.labels.stretched(length).to(device)
     return StageProbe(
-        engine.module, engine.module, length, device, store, part_id=engine.stage_id, inputs=inputs, labels=labels,
-        is_last=engine.is_last_stage(), loss_fn=engine.module.loss_fn, autocast=partial(autocast_if_enabled, engine),
+        engine.module, engine.module, length, device, store, part_id=place.part_id, inputs=inputs, labels=labels,
+        is_last=place.is_last, loss_fn=engine.module.loss_fn, autocast=partial(autocast_if_enabled, engine),
         weights=engine.weight_gradients,
     )  # fmt: skip
 
@@ -137,63 +174,87 @@ def _accumulates_in_fp32(engine: Any) -> bool:
     return bool(getattr(engine.optimizer, "immediate_grad_update", False))
 
 
-def _hear_and_tell(probe: StageProbe, tokens: int, groups: PipelineGroups, stage_id: int) -> MessageSpec:
-    """What this stage hands on for slices of ``tokens`` tokens, after it heard what it gets; warms the slice up."""
-    if stage_id > 0:
-        announcement = MessageSpec.blank()
-        torch_dist.recv(announcement, groups.ranks[stage_id - 1], group=groups.control)
-        probe.receive(tokens, MessageSpec.decode(announcement))
-    spec = probe.output_spec(tokens)
-    if stage_id < len(groups.ranks) - 1:
-        torch_dist.send(spec.encode(), groups.ranks[stage_id + 1], group=groups.control)
-    return spec
+def _hear_and_tell(
+    engine: Any, probes: dict[Place, StageProbe], specs: dict[int, _Specs], tokens: int, groups: PipelineGroups
+) -> None:
+    """Fill in what parts hand on for slices of ``tokens`` tokens, part by part; warms the slices up."""
+    layout, mine = engine._layout, engine.stage_id
+    for place, probe in sorted(probes.items(), key=lambda item: item[0].part_id):
+        if not place.is_first:
+            before = layout.owner(place.part_id - 1)
+            spec = specs[place.part_id - 1][tokens] if before == mine else _heard(groups, before)
+            probe.receive(tokens, spec)
+        _activate(engine, place)
+        spec = specs[place.part_id][tokens] = probe.output_spec(tokens)
+        if not place.is_last and layout.owner(place.part_id + 1) != mine:
+            torch_dist.send(spec.encode(), groups.ranks[layout.owner(place.part_id + 1)], group=groups.control)
 
 
-def _links(
-    specs: dict[int, MessageSpec], groups: PipelineGroups, stage_id: int, peers: Peers, device: torch.device
-) -> tuple[tuple[LinkSample, ...], tuple[tuple[int, float], ...]]:
-    """The link to the next stage, and what the messages of one F or B take of this stage's own time, for the smallest,
-    a middle and the largest slice. Links 0-1, 2-3, ... first and then the others, so that a stage has one at a time."""
-    lengths = sorted(specs)
-    chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    samples = []
-    costs = dict.fromkeys(chosen, 0.0)
-    last = len(groups.ranks) - 1
-    for first in (0, 1):
-        peers.barrier()
-        upper = stage_id if stage_id % 2 == first else stage_id - 1
-        if upper < 0 or upper >= last:
-            continue
-        for tokens in chosen:
-            spec = _spec_over(specs[tokens], groups, upper, stage_id)
-            trips = [_there_and_back(spec, groups, upper, stage_id, device) for _ in range(1 + _LINK_REPEATS)][1:]
-            costs[tokens] += statistics.median(own_s for _, own_s in trips)
-            if stage_id == upper:
-                sent_s = statistics.median(seconds for seconds, _ in trips)
-                samples.append(LinkSample(tokens, sent_s, stage_id, repeats=_LINK_REPEATS))
-    return tuple(samples), tuple(costs.items())
-
-
-def _spec_over(mine: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int) -> MessageSpec:
-    """What goes over the link from stage ``upper``, on both of its ends."""
-    if stage_id == upper:
-        torch_dist.send(mine.encode(), groups.ranks[upper + 1], group=groups.control)
-        return mine
+def _heard(groups: PipelineGroups, stage_id: int) -> MessageSpec:
     announcement = MessageSpec.blank()
-    torch_dist.recv(announcement, groups.ranks[upper], group=groups.control)
+    torch_dist.recv(announcement, groups.ranks[stage_id], group=groups.control)
     return MessageSpec.decode(announcement)
 
 
+def _links(
+    specs: dict[int, _Specs], layout: Layout, groups: PipelineGroups, stage_id: int, peers: Peers, device: torch.device
+) -> tuple[dict[int, list[LinkSample]], dict[int, dict[int, float]]]:
+    """By part: the link to the next one, and what the messages of one F or B take of this stage's own time, for the
+    smallest, a middle and the largest slice. A stage tries one link at a time."""
+    lengths = sorted(next(iter(specs.values())))
+    chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+    samples: dict[int, list[LinkSample]] = {part_id: [] for part_id in specs}
+    costs = {part_id: dict.fromkeys(chosen, 0.0) for part_id in specs}
+    for links in _rounds(layout):
+        peers.barrier()
+        for part_id, source, target in links:
+            if stage_id not in (source, target):
+                continue
+            sends = stage_id == source
+            mine, other = (part_id, target) if sends else (part_id + 1, source)
+            for tokens in chosen:
+                spec = _spec_over(specs[part_id][tokens] if sends else None, groups, other)
+                trips = [_there_and_back(spec, groups, other, sends, device) for _ in range(1 + _LINK_REPEATS)][1:]
+                costs[mine][tokens] += statistics.median(own_s for _, own_s in trips)
+                if sends:
+                    sent_s = statistics.median(seconds for seconds, _ in trips)
+                    samples[mine].append(LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS))
+    return samples, costs
+
+
+def _rounds(layout: Layout) -> list[list[tuple[int, int, int]]]:
+    """The links between own places of parts, (part, its stage, stage of the next part), in rounds in which every stage
+    has one at most."""
+    rounds: list[list[tuple[int, int, int]]] = []
+    for part_id in range(layout.num_parts - 1):
+        source, target = layout.owner(part_id), layout.owner(part_id + 1)
+        if source == target:
+            continue
+        free = (links for links in rounds if not any({source, target} & {*link[1:]} for link in links))
+        links = next(free, None)
+        if links is None:
+            rounds.append(links := [])
+        links.append((part_id, source, target))
+    return rounds
+
+
+def _spec_over(mine: MessageSpec | None, groups: PipelineGroups, other: int) -> MessageSpec:
+    """What goes over a link, on both of its ends; None on that which receives."""
+    if mine is None:
+        return _heard(groups, other)
+    torch_dist.send(mine.encode(), groups.ranks[other], group=groups.control)
+    return mine
+
+
 def _there_and_back(
-    spec: MessageSpec, groups: PipelineGroups, upper: int, stage_id: int, device: torch.device
+    spec: MessageSpec, groups: PipelineGroups, other: int, sends: bool, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of one way, and of this stage's own time that one message takes.
 
     On a CPU that is all the processor time of sending or receiving, whichever thread carries the message: there is no
     other processor. On an accelerator it is the calls alone.
     """
-    other = upper + 1 if stage_id == upper else upper
-    ahead, behind = ("activations", "gradients") if stage_id == upper else ("gradients", "activations")
+    ahead, behind = ("activations", "gradients") if sends else ("gradients", "activations")
     outgoing = groups.wire(ahead, other, towards=True, device=device)
     incoming = groups.wire(behind, other, towards=False, device=device)
     there = [torch.zeros(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
@@ -202,7 +263,7 @@ def _there_and_back(
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     works: list[Any] = [torch_dist.irecv(buffer, incoming.peer, group=incoming.group) for buffer in back]
     called_s = time.perf_counter() - begin_s
-    if stage_id > upper:
+    if not sends:
         _wait(works)
         works = []
     again_s = time.perf_counter()
@@ -235,7 +296,8 @@ def _memory(
     # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
     links = (2 if probe.is_last else 1 + RECEIVE_AHEAD) * probe.received_bytes(tokens)
     links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
-    states, gradients = _state_bytes(engine), _gradient_bytes(engine)
+    parameters = parameters_of_part(engine.module)
+    states, gradients = _state_bytes(engine, parameters), _gradient_bytes(parameters)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
     return PartMemory(
         static_bytes=states + (0 if drops else gradients),
@@ -263,9 +325,8 @@ def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tupl
     return math.ceil(fixed), per_token, max(0.0, over / (length - smallest)) if length > smallest else 0.0
 
 
-def _state_bytes(engine: Any) -> int:
+def _state_bytes(engine: Any, parameters: Sequence[torch.nn.Parameter]) -> int:
     """Parameters, and the optimizer's states, which need not exist yet."""
-    parameters = list(engine.module.parameters())
     here = sum(p.numel() * p.element_size() for p in parameters)
     if engine.optimizer is None:
         return here
@@ -277,6 +338,6 @@ def _state_bytes(engine: Any) -> int:
     return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks
 
 
-def _gradient_bytes(engine: Any) -> int:
+def _gradient_bytes(parameters: Sequence[torch.nn.Parameter]) -> int:
     """Of the parameters; half precision is taken to accumulate in fp32."""
-    return sum(p.numel() * max(4, p.element_size()) for p in engine.module.parameters() if p.requires_grad)
+    return sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)

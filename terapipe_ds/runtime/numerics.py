@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.parted import each_part, module_of, replace_layers
 
 
 class NonFiniteError(ValueError):
@@ -46,14 +47,15 @@ class Finding:
     sequence_length: int
     is_backward: bool
     what: str
+    part_id: int
     hint: str = ""
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
         """What sorts first cannot follow from what sorts later: a backward follows from forwards, a slice's forward
-        from earlier stages and slices, its backward from later ones."""
+        from earlier parts and slices, its backward from later ones."""
         sign = -1 if self.is_backward else 1
-        return self.is_backward, self.micro_batch_id, sign * self.slice_id, sign * self.stage_id
+        return self.is_backward, self.micro_batch_id, sign * self.slice_id, sign * self.part_id
 
     def __str__(self) -> str:
         return (
@@ -97,15 +99,17 @@ class FiniteCheck:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around the actions of a batch."""
-        layers, handles = self._module.forward_funcs, []
-        names = [layer_name(layer, self._module._local_start + i) for i, layer in enumerate(layers)]
-        self._parameters = dict(_parameters_of(self._module, layers, names))
+        parts, names, handles = [], [], []
+        for _ in each_part(self._module):
+            layers, start = self._module.forward_funcs, self._module._local_start
+            mine = [layer_name(layer, start + index) for index, layer in enumerate(layers)]
+            parts.append(layers)
+            names += mine
+            last = len(layers) - 1
+            watched = [_WatchedLayer(layers[i], mine[i], self, is_last=i == last) for i in range(len(layers))]
+            replace_layers(self._module, watched)
+        self._parameters = dict(_parameters_of(self._module, [layer for part in parts for layer in part], names))
         self._looks.clear()
-        last = len(layers) - 1
-        self._module.forward_funcs = [
-            _WatchedLayer(layer, name, self, index == last)
-            for index, (layer, name) in enumerate(zip(layers, names, strict=True))
-        ]
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             if self._collected:
@@ -113,7 +117,8 @@ class FiniteCheck:
         try:
             yield
         finally:
-            self._module.forward_funcs = layers
+            for chunk_id in each_part(self._module):
+                replace_layers(self._module, parts[chunk_id])
             self._store.on_gradients = None
             for handle in handles:
                 handle.remove()
@@ -184,7 +189,7 @@ class FiniteCheck:
         active = look.active
         return Finding(
             self._stage_id, look.layer, active.micro_batch_id, active.slice_id, active.start, active.stop,
-            active.sequence_length, look.is_backward, f"{look.what} {text}",
+            active.sequence_length, look.is_backward, f"{look.what} {text}", active.part_id,
         )  # fmt: skip
 
     def _hint(self, layer: str) -> str:
@@ -263,18 +268,12 @@ def _parameters_of(
 ) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
     """Parameter -> the layer that it belongs to, and what its gradient is called."""
     seen: set[int] = set()
-    owners = [*zip(names, map(_module_of, layers), strict=True), ("the pipeline module", module)]
+    owners = [*zip(names, map(module_of, layers), strict=True), ("the pipeline module", module)]
     for owner, part in owners:
         for name, parameter in [] if part is None else part.named_parameters():
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter, (owner, f"{_GRADIENT_OF}parameter {name}")
-
-
-def _module_of(layer: Any) -> nn.Module | None:
-    if isinstance(layer, functools.partial):  # a tied layer with a forward of its own: (forward_fn, module)
-        return next((each for each in layer.args if isinstance(each, nn.Module)), None)
-    return layer if isinstance(layer, nn.Module) else None
 
 
 def layer_name(layer: Any, index: int) -> str:

@@ -24,7 +24,7 @@ from terapipe_ds.cost_profile import CostSample, PartProfile, Profile
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.link import MessageSpec
-from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.probe import StageProbe, processor_clock
 from terapipe_ds.runtime.profile_key import describe_layers, profile_key
 from terapipe_ds.runtime.profiler import grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
@@ -73,7 +73,7 @@ def profile_model(
             if same not in known:
                 measured = measure(
                     probe, points, length, num_stages=job.num_stages, num_micro_batches=job.num_micro_batches,
-                    progress=partial(progress, part_id),
+                    processor_s=processor_clock(), progress=partial(progress, part_id),
                 )  # fmt: skip
                 known[same] = with_weights(measured.samples(), weights(probe, lengths))
                 warning = noise_warning(known[same])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +24,7 @@ from deepspeed.runtime.pipe.engine import (
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, Key, MicroBatchInFlight, SliceInFlight
+from terapipe_ds.runtime.layout import Place
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
 from terapipe_ds.runtime.results import accumulated, joined, sum_of_slices
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
     from terapipe_ds.runtime.engine import TeraPipeEngine
 
 logger = logging.getLogger("terapipe_ds")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a part stands: its number, its chunk on this stage, and whether it is an end of the model."""
-
-    part_id: int
-    chunk_id: int = 0
-    is_first: bool = False
-    is_last: bool = False
 
 
 @contextmanager
@@ -91,13 +81,11 @@ class PartRunner:
         """Actions are those of ``batch`` from now on; None: of no batch."""
         self._batch = batch
         order = () if batch is None or not batch.training else batch.schedule.orders[batch.stage_id]
-        split = [a.unit for a in order if a.kind is Kind.WEIGHT and a.chunk_id == self.place.chunk_id]
-        self._weights.open_batch(split)
-        self._products = -1 if not split else 0
+        split = any(a.kind is Kind.WEIGHT and a.chunk_id == self.place.chunk_id for a in order)
+        self._products = 0 if split else -1
 
     def close_batch(self) -> None:
-        """Every W of the batch has run. Raises InFlightError."""
-        self._weights.assert_done()
+        """Say once where the schedule splits backwards and no layer does."""
         if self._products == 0 and not self._defers_nothing:
             self._defers_nothing = True
             logger.warning(
@@ -149,6 +137,9 @@ class PartRunner:
                 micro_batch.inputs = None
             if self.place.is_last:
                 micro_batch.labels = None
+        if not self.place.is_last and not self._links.has_wire(Kind.FORWARD, self.place.chunk_id):
+            self._links.hand_on(action, *self._outputs(action))
+            self._after_handing_on(action)
         if not batch.training:
             self._after_eval_forward(action)
 
@@ -236,8 +227,8 @@ class PartRunner:
         batch = self._open()
         slice_ = batch.get(self._key(action))
         gradients = () if self.place.is_last else self._receive_gradients(action)
-        splits = self._weights.splits(action.unit)
-        deferred = self._weights.deferred(action.unit) if splits else nullcontext()
+        key = self._key(action)
+        deferred = self._weights.deferred(key) if self._weights.splits(key) else nullcontext()
         with push_slice(self._active(action, "recompute")), deferred:
             if self.place.is_last:
                 assert slice_.loss is not None
@@ -250,13 +241,17 @@ class PartRunner:
         slice_.outputs = slice_.loss = None
         if self.place.is_first:
             self._after_backward(action)
+        elif not self._links.has_wire(Kind.BACKWARD, self.place.chunk_id):
+            gradients = self._input_gradients(action)
+            self._links.hand_on(action, MessageSpec((), is_tuple=True), gradients)
+            self._after_backward(action)
         if action.slice_id == 0:
             self._store.release(self.place.part_id, action.micro_batch_id)
 
     def _after_backward(self, action: Action) -> None:
         """B has run and its gradients are on their way: the slice is live as long as it has a W to come."""
         batch = self._open()
-        if self._weights.splits(action.unit):
+        if self._weights.splits(self._key(action)):
             batch.get(self._key(action)).inputs = ()
         else:
             batch.drop(self._key(action))
@@ -265,7 +260,7 @@ class PartRunner:
         """W: the weight gradients that the B of this slice has left."""
         self._open().get(self._key(action))
         with push_slice(self._active(action, "weight")):
-            self._products += self._weights.compute(action.unit, self._weight_backward)
+            self._products += self._weights.compute(self._key(action), self._weight_backward)
             if self._engine._finite is not None:
                 self._engine._finite.look_at_parameters()
         self._open().drop(self._key(action))
@@ -318,21 +313,29 @@ class PartRunner:
 
     def send_activation(self, action: Action) -> None:
         """Send what the layers gave; in evaluation nothing else holds it then."""
-        batch = self._open()
-        outputs = batch.get(self._key(action)).outputs
-        tensors = as_tuple(outputs, "the outputs of a stage")
-        spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
+        spec, tensors = self._outputs(action)
         with ds_timed(self._engine, PIPE_SEND_OUTPUT_TIMER):
             self._links.send_activation(action, spec, tensors)
-        if not batch.training:
-            batch.drop(self._key(action))
+        self._after_handing_on(action)
+
+    def _outputs(self, action: Action) -> tuple[MessageSpec, Tensors]:
+        outputs = self._open().get(self._key(action)).outputs
+        tensors = as_tuple(outputs, "the outputs of a stage")
+        return MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs)), tensors
+
+    def _after_handing_on(self, action: Action) -> None:
+        if not self._open().training:
+            self._open().drop(self._key(action))
 
     def send_gradients(self, action: Action) -> None:
-        """Send the gradients of what this slice received; zeros where the layers did not use it."""
-        leaves = self._open().get(self._key(action)).inputs
-        gradients = [
-            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
-        ]
+        """Send the gradients of what this slice received."""
         with ds_timed(self._engine, PIPE_SEND_GRAD_TIMER):
-            self._links.send_gradients(action, gradients)
+            self._links.send_gradients(action, self._input_gradients(action))
         self._after_backward(action)
+
+    def _input_gradients(self, action: Action) -> Tensors:
+        """Of what a slice received; zeros where the layers did not use it."""
+        leaves = self._open().get(self._key(action)).inputs
+        return tuple(
+            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
+        )

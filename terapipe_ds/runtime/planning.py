@@ -26,7 +26,8 @@ from terapipe_ds.planner.report import describe
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
-from terapipe_ds.runtime.measuring import StageCosts, measure_stage
+from terapipe_ds.runtime.measuring import PartCosts, measure_parts
+from terapipe_ds.runtime.parted import each_part
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profile_key import describe_layers, profile_key
 from terapipe_ds.schedule import build
@@ -133,8 +134,8 @@ class AutoPlanner:
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> list[StageCosts]:
-        """What every rank has measured of its stage."""
+    ) -> list[PartCosts]:
+        """What every rank has measured of its parts."""
         if self._engine.global_rank == 0:
             logger.info("measuring slices of sequences of %d tokens, to plan them", length)
         with _Progress(self._engine.global_rank == 0) as shown:
@@ -143,21 +144,22 @@ class AutoPlanner:
                 self._watched(f"measuring slices ({share:.0%} done)")
                 shown(share)
 
-            mine = measure_stage(self._engine, drawn, shapes, length, self._groups, self._engine.slice_store, progress)
+            mine = measure_parts(self._engine, drawn, shapes, length, self._groups, self._engine.slice_store, progress)
         if self._groups.world is None:
-            return [mine]
+            return mine
         everyone: list[Any] = [None] * torch_dist.get_world_size()
         torch_dist.all_gather_object(everyone, mine, group=self._groups.world)
-        return everyone
+        return [costs for each in everyone for costs in each]
 
     def _key(self, length: int, rows: int) -> ProfileKey:
         """What a profile must have been measured on. A collective over the stages, which know their own layers."""
         engine = self._engine
-        layers = [describe_layers(engine.module)]
+        described = {self._part_id(chunk_id): describe_layers(engine.module) for chunk_id in each_part(engine.module)}
         if self._groups.control is not None:
             everyone: list[Any] = [None] * len(self._groups.ranks)
-            torch_dist.all_gather_object(everyone, layers[0], group=self._groups.control)
-            layers = everyone
+            torch_dist.all_gather_object(everyone, described, group=self._groups.control)
+            described = {part_id: layers for each in everyone for part_id, layers in each.items()}
+        layers = [described[part_id] for part_id in sorted(described)]
         device = torch.device(engine.device)
         with autocast_if_enabled(engine):
             autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -166,6 +168,9 @@ class AutoPlanner:
             tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
             slice_length_multiple=engine.slice_length_multiple,
         )  # fmt: skip
+
+    def _part_id(self, chunk_id: int) -> int:
+        return int(self._engine._layout.placement[self._engine.stage_id, chunk_id])
 
     def _besides_key(self) -> dict[str, Any]:
         """What a profile in the cache depends on besides its key: which slices were measured, the loss, and what the
@@ -203,7 +208,10 @@ class AutoPlanner:
         """The simulated step beside the traces of measured ones, for ``terapipe compare``."""
         if self._config.trace_dir is None:
             return
-        schedule = build(result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices)
+        schedule = build(
+            result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices,
+            chunks_per_stage=self._config.chunks_per_stage,
+        )  # fmt: skip
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
@@ -211,7 +219,9 @@ class AutoPlanner:
 
     def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
         """The best plan; with slices that are given, the best schedule for them."""
+        layout = self._engine._layout
         options = {"memory": memory, "memory_limit_bytes": limit_bytes}
+        options |= {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement}
         stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
         if self._config.slices == "auto":
             granularity, schedule = self._config.granularity_tokens, self._config.schedule
@@ -248,7 +258,7 @@ def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
     return Measured(profile, None)
 
 
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
     """What all ranks measured, kept in the cache."""
     for warning in dict.fromkeys(cost.warning for cost in costs if cost.warning is not None):
         logger.warning("%s", warning)

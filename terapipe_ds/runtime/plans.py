@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from terapipe_ds import __version__
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
 from terapipe_ds.runtime.planning import AutoPlanner, Choice
-from terapipe_ds.schedule import Schedule, build, validate
+from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, placement_for, validate
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -63,9 +64,27 @@ class Plans:
         problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)
         if problem is not None:
             raise PlanError(problem)
+        if schedule is not None:
+            self._check_placement(schedule)
         usual = "seq1f1b" if self._config.schedule == "auto" else self._config.schedule
         self._by_hand[plan.sequence_length] = Choice(plan, schedule or usual)
         return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
+
+    def _check_placement(self, schedule: str) -> None:
+        """Layers stay where they are: another schedule must want its parts at the same places."""
+        layout = self._engine._layout
+        try:
+            chunks = layout.chunks_per_stage
+            wanted = load(schedule).placement if schedule.endswith(".csv") else placement_for(
+                schedule, layout.num_stages, chunks
+            )
+        except ScheduleError as error:
+            raise PlanError(f"use_slice_plan: schedule {schedule!r}: {error.reason}") from None
+        if wanted != layout.placement:
+            raise PlanError(
+                f"use_slice_plan: schedule {schedule!r} wants the layers at other places than they are; set "
+                "terapipe.schedule and chunks_per_stage before the engine is built"
+            )
 
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
@@ -136,9 +155,25 @@ class Plans:
         """The schedule for micro-batches of ``num_slices`` slices, proven to run."""
         key = (name, training, num_slices)
         if key not in self._schedules:
-            schedule = build(name, self._engine.num_stages, len(num_slices), num_slices, forward_only=not training)
-            validate(schedule)
+            schedule = self._built(name, training, num_slices)
             if len(self._schedules) >= _SCHEDULES_KEPT:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = schedule
         return self._schedules[key]
+
+    def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        stages, chunks = self._engine.num_stages, self._config.chunks_per_stage
+        if not name.endswith(".csv"):
+            schedule = build(
+                name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks
+            )  # fmt: skip
+        elif training:
+            schedule = load(name)
+            problem = fits(schedule, stages, num_slices) or self._engine._layout.problem_of(schedule)
+            if problem is not None:  # every stage knows the shapes; other replicas have other ones
+                error = TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}")
+                raise on_every_rank(error) if self._groups.num_replicas == 1 else error
+        else:
+            schedule = build_forwards(name, self._engine._layout.placement, num_slices)
+        validate(schedule)
+        return schedule

@@ -17,6 +17,7 @@ from torch import nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
+from terapipe_ds.runtime.buffers import Key
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
 from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
@@ -89,29 +90,29 @@ class StageProbe:
 
     def weight(self, tokens: int) -> float:
         """Seconds of W of a slice of ``tokens`` tokens, after its F and B."""
-        with self._split_backward(tokens) as unit:
+        with self._split_backward(tokens) as key:
             begin_s = _now_s()
-            self.weights.compute(unit, nullcontext)
+            self.weights.compute(key, nullcontext)
             return _now_s() - begin_s
 
     def weight_bytes(self, tokens: int) -> int:
         """Bytes that such a slice keeps from its B to its W."""
-        with self._split_backward(tokens) as unit:
-            kept = self.weights.kept_bytes(unit)
-            self.weights.compute(unit, nullcontext)
+        with self._split_backward(tokens) as key:
+            kept = self.weights.kept_bytes(key)
+            self.weights.compute(key, nullcontext)
             return kept
 
     @contextmanager
-    def _split_backward(self, tokens: int) -> Iterator[tuple[int, int]]:
+    def _split_backward(self, tokens: int) -> Iterator[Key]:
         """After F and a B that leaves weight gradients to W, as where the schedule splits backwards."""
         active = self._active(tokens, 0)
-        unit = active.micro_batch_id, active.slice_id
-        self.weights.open_batch([unit])
+        key = active.part_id, active.micro_batch_id, active.slice_id
+        self.weights.open_batch([key])
         try:
             live = LiveProbe(active, *self._forward(active))
-            with self.weights.deferred(unit):
+            with self.weights.deferred(key):
                 self._backward(live)
-            yield unit
+            yield key
         finally:
             self.weights.open_batch(())
 
@@ -229,6 +230,11 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 def _now_s() -> float:
     synchronize()
     return time.perf_counter()
+
+
+def processor_clock() -> Callable[[], float] | None:
+    """The processor time of this process, with all its threads; None where a device computes beside the host."""
+    return time.process_time if get_accelerator().is_synchronized_device() else None
 
 
 def synchronize() -> None:

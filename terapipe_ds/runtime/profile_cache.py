@@ -18,7 +18,7 @@ from terapipe_ds.files import write_text
 from terapipe_ds.json_text import parse_json
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.measuring import StageCosts
+from terapipe_ds.runtime.measuring import PartCosts
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -31,28 +31,30 @@ class Measured:
     memory: MemoryModel | None
 
 
-def combine(key: ProfileKey, costs: Sequence[StageCosts]) -> Measured:
+def combine(key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
     """One profile of what all ranks have measured: of tensor-parallel peers the slowest, of replicas the median.
 
     Peers run the same slice together and meet inside its layers, so it takes what the slowest of them takes; a median
     would hide one that all others wait for. Replicas meet once per step: there the median is what is usual, and one
     that a busy machine disturbs does not count.
     """
-    stages: dict[int, dict[int, list[StageCosts]]] = {}
-    for cost in sorted(costs, key=lambda cost: (cost.stage_id, cost.replica_id)):
-        stages.setdefault(cost.stage_id, {}).setdefault(cost.replica_id, []).append(cost)
+    measured: dict[int, dict[int, list[PartCosts]]] = {}
+    for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
+        measured.setdefault(cost.part_id, {}).setdefault(cost.replica_id, []).append(cost)
     parts, links = [], []
-    for stage_id, replicas in stages.items():
+    for part_id, replicas in measured.items():
         samples = [_slowest(map(_with_messages, peers), _SAMPLE) for peers in replicas.values()]
-        parts.append(PartProfile(stage_id, tuple(_usual(samples, _SAMPLE))))
+        parts.append(PartProfile(part_id, tuple(_usual(samples, _SAMPLE))))
         links += _usual([_slowest((peer.links for peer in peers), _LINK) for peers in replicas.values()], _LINK)
-    ranks = ([peer for peers in replicas.values() for peer in peers] for replicas in stages.values())
+    ranks = ([peer for peers in replicas.values() for peer in peers] for replicas in measured.values())
     memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in ranks)
-    return Measured(Profile(key, tuple(parts), _with_every_part(links)), memory)
+    return Measured(Profile(key, tuple(parts), _with_every_part(links, len(parts))), memory)
 
 
-def _with_messages(costs: StageCosts) -> list[CostSample]:
+def _with_messages(costs: PartCosts) -> list[CostSample]:
     """The samples, each with what its messages take of the stage's own time: an F and a B have as many."""
+    if not costs.message_s:
+        return list(costs.samples)
     tokens, seconds = zip(*costs.message_s, strict=True)
     own = [float(np.interp(sample.tokens, tokens, seconds)) for sample in costs.samples]
     return [
@@ -84,13 +86,17 @@ def _merged(same: Sequence[_Sample], names: Sequence[str], how: Callable[[Iterab
     return dataclasses.replace(same[0], **numbers)
 
 
-def _with_every_part(links: Sequence[LinkSample]) -> tuple[LinkSample, ...]:
-    """The links; the last part, which sends gradients only, as the link before it."""
+def _with_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSample, ...]:
+    """The links; a part without one (the last, which sends gradients only, and one that hands on within its stage) as
+    the part before it that has one, or the first that has."""
     if not links:
         return ()
-    last = max(link.part_id or 0 for link in links)
-    copies = [dataclasses.replace(link, part_id=last + 1) for link in links if link.part_id == last]
-    return (*links, *copies)
+    there = sorted({link.part_id or 0 for link in links})
+    found = []
+    for part_id in range(num_parts):
+        source = max((part for part in there if part <= part_id), default=there[0])
+        found += [dataclasses.replace(link, part_id=part_id) for link in links if link.part_id == source]
+    return tuple(found)
 
 
 def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:

@@ -14,13 +14,14 @@ from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.cost_profile import ProfileKey
 from terapipe_ds.runtime.machine import device_name
+from terapipe_ds.runtime.parted import parameters_of_part
 
 
 def describe_layers(module: Any) -> list[Any]:
     """The layers that a ``PipelineModule`` has here, as values that two stages share exactly when they are the same:
     [[kind, arguments, keywords] of each layer], parameters, checkpoint interval."""
     specs = module._layer_specs[module._local_start : module._local_stop]
-    parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in module.parameters()]
+    parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in parameters_of_part(module)]
     return [[_describe(spec) for spec in specs], parameters, module.activation_checkpoint_interval]
 
 

@@ -3,7 +3,9 @@
 All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
 tensor-parallel peers meet inside the layers. Points come in groups of about a whole sequence, all forwards and then all
 backwards in reverse: slices that are live together use memory that is not warm any more, as in training. Groups come
-round after round, so that a machine that drifts meets all of them alike, and the median over the rounds is what counts.
+round after round, so that a machine that drifts meets all of them alike, and the median over the rounds is what counts:
+of the runs in which no other program had the processor. A few short commands of somebody else would otherwise stand in
+the costs of a slice or two, and the plan would avoid these slices.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from terapipe_ds.cost_profile import CostSample
 
@@ -24,6 +26,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 8
 WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
 LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
+_DISTURBED = 0.02  # a run that was without a processor for so much more of its time than the least disturbed one
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 
@@ -102,12 +105,26 @@ class RunsWeights(Protocol):
         """Seconds of W of a slice whose F and B run before it."""
 
 
+class Taken(NamedTuple):
+    """One run: its seconds, and in how many of them this process had no processor, because of another program or
+    because a peer was waited for inside the layers."""
+
+    seconds: float
+    lost_s: float = 0.0
+
+
 @dataclass
 class Measurement:
-    """The times of one rank, in seconds, by point."""
+    """What the runs of one rank took, by point.
 
-    forward_s: dict[Point, list[float]] = field(default_factory=dict)
-    backward_s: dict[Point, list[float]] = field(default_factory=dict)
+    Args:
+        processor_s: the processor time of this process so far; None where that says nothing of the work (a device
+            computes beside the host).
+    """
+
+    processor_s: Callable[[], float] | None = None
+    forwards: dict[Point, list[Taken]] = field(default_factory=dict)
+    backwards: dict[Point, list[Taken]] = field(default_factory=dict)
     rounds: int = 0
     seconds: float = 0.0
 
@@ -116,22 +133,32 @@ class Measurement:
         live = []
         for point in group:
             peers.barrier()
+            begin_s = self._processor_s()
             seconds, kept = probe.forward(*point)
-            self.forward_s.setdefault(point, []).append(seconds)
+            self._note(self.forwards, point, seconds, begin_s)
             live.append((point, kept))
         while live:
             point, kept = live.pop()
             peers.barrier()
-            self.backward_s.setdefault(point, []).append(probe.backward(kept))
+            begin_s = self._processor_s()
+            self._note(self.backwards, point, probe.backward(kept), begin_s)
+
+    def _processor_s(self) -> float:
+        return 0.0 if self.processor_s is None else self.processor_s()
+
+    def _note(self, runs: dict[Point, list[Taken]], point: Point, seconds: float, begin_s: float) -> None:
+        lost_s = 0.0 if self.processor_s is None else max(0.0, seconds - (self.processor_s() - begin_s))
+        runs.setdefault(point, []).append(Taken(seconds, lost_s))
 
     def samples(self) -> tuple[CostSample, ...]:
-        """Medians and spreads."""
+        """Medians of the runs that nobody disturbed, and spreads of all."""
         return tuple(
             CostSample(
-                *point, statistics.median(forward), statistics.median(self.backward_s[point]),
-                forward_spread=spread(forward), backward_spread=spread(self.backward_s[point]), repeats=len(forward),
+                *point, statistics.median(undisturbed(forward)), statistics.median(undisturbed(self.backwards[point])),
+                forward_spread=_spread_of(forward), backward_spread=_spread_of(self.backwards[point]),
+                repeats=len(forward),
             )
-            for point, forward in self.forward_s.items()
+            for point, forward in self.forwards.items()
         )  # fmt: skip
 
 
@@ -155,6 +182,19 @@ def with_weights(samples: Sequence[CostSample], weight_s: dict[int, float]) -> t
     )
 
 
+def undisturbed(runs: Sequence[Taken]) -> list[float]:
+    """The seconds of the runs that lost no more than the one that lost least, but for ``_DISTURBED`` of their time.
+
+    Relative to the least, since peers that meet inside the layers wait for one another in every run.
+    """
+    least_s = min(run.lost_s for run in runs)
+    return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
+
+
+def _spread_of(runs: Sequence[Taken]) -> float:
+    return spread([run.seconds for run in runs])
+
+
 def spread(values: Sequence[float]) -> float:
     """The interquartile range over the median; 0 for a single value."""
     if len(values) < 2:
@@ -171,6 +211,7 @@ def measure(
     num_stages: int = 1,
     num_micro_batches: int = 1,
     peers: Peers | None = None,
+    processor_s: Callable[[], float] | None = None,
     progress: Callable[[float], Any] = lambda share: None,
 ) -> Measurement:
     """Run all ``points`` round after round; a collective over ``peers``.
@@ -178,6 +219,7 @@ def measure(
     Args:
         probe: this rank's stage.
         num_stages, num_micro_batches: of a training step; its unsliced time is what measuring is limited by.
+        processor_s: see :class:`Measurement`.
         progress: told the share that is done, between 0 and 1.
     """
     peers, begin_s = peers or Alone(), time.perf_counter()
@@ -185,9 +227,10 @@ def measure(
     warm = Measurement()
     for _ in range(2):  # once to warm up, and once to know what a step takes
         warm.run(probe, [(sequence_length, 0)], peers)
-    whole_s = peers.largest(warm.forward_s[sequence_length, 0][-1] + warm.backward_s[sequence_length, 0][-1])
+    whole = sequence_length, 0
+    whole_s = peers.largest(warm.forwards[whole][-1].seconds + warm.backwards[whole][-1].seconds)
     limit_s = LIMIT_STEPS * (num_micro_batches + num_stages - 1) * whole_s
-    result, planned = Measurement(), MAX_ROUNDS
+    result, planned = Measurement(processor_s), MAX_ROUNDS
     while result.rounds < planned:
         round_s = time.perf_counter()
         for index, group in enumerate(groups):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from terapipe_ds import compat
@@ -88,6 +89,22 @@ def _names() -> dict[str, tuple[type, type]]:
     }
 
 
+@functools.cache
+def _partition() -> tuple[Any, Any]:
+    """``PipelineModule._partition_layers``, and the same with the method written down: layers are cut anew by it where
+    stages hold several parts."""
+    from deepspeed.pipe import PipelineModule
+
+    stock = PipelineModule._partition_layers
+
+    @functools.wraps(stock)
+    def partition_layers(self: Any, method: str = "uniform") -> Any:
+        self._terapipe_partition_method = method
+        return stock(self, method)
+
+    return stock, partition_layers
+
+
 def register(verify_only: bool = False) -> None:
     """From now on ``deepspeed.initialize`` returns a ``TeraPipeEngine`` where the model is a ``PipelineModule`` and the
     config has an enabled ``terapipe`` section, and DeepSpeed's own engine in every other case.
@@ -111,6 +128,7 @@ def register(verify_only: bool = False) -> None:
 
     for name, (_, stand_in) in _names().items():
         setattr(deepspeed, name, stand_in)
+    deepspeed.pipe.PipelineModule._partition_layers = _partition()[1]
     _registered = True
 
 
@@ -124,12 +142,35 @@ def unregister() -> None:
 
     for name, (stock, _) in _names().items():
         setattr(deepspeed, name, stock)
+    deepspeed.pipe.PipelineModule._partition_layers = _partition()[0]
     _registered = False
 
 
 def is_registered() -> bool:
     """True between :func:`register` and :func:`unregister`."""
     return _registered
+
+
+def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
+    """Bring the layers of a ``PipelineModule`` to the stages that hold them under ``ds_config``.
+
+    ``deepspeed.initialize`` does so itself. Call this before, right after the module is built, where parameter groups
+    or an optimizer are made of the module's parameters and stages hold several parts. Every rank must call it.
+
+    Args:
+        ds_config: DeepSpeed's config, or the path of its JSON file.
+
+    Raises:
+        TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.
+    """
+    from terapipe_ds.json_text import parse_json
+    from terapipe_ds.runtime.layout import layout_of
+    from terapipe_ds.runtime.parted import lay_out as lay_out_parts
+
+    raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(Path(ds_config).read_bytes())
+    config = _section(raw)
+    if config.enabled:
+        lay_out_parts(module, layout_of(config, module.num_stages))
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

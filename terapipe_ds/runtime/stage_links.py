@@ -1,8 +1,9 @@
-"""The up to four channels of one stage: activations in and out, gradients in and out."""
+"""The channels of one stage: activations in and out, gradients in and out, of each of its parts."""
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from terapipe_ds.runtime.batch import Tensors
 from terapipe_ds.runtime.buffers import BatchInFlight, Places
 from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Unit
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.schedule.action import Action, Kind
@@ -19,37 +21,68 @@ from terapipe_ds.schedule.action import Action, Kind
 _EVALUATION_SENDS = 8  # on their way at once; the next stage waits for nothing but these, so this cannot deadlock
 
 
+class _PartChannels:
+    """The up to four channels of one part at one place. A neighbour on the same stage has no channel."""
+
+    def __init__(self) -> None:
+        self.activations_in: ReceiveChannel | None = None
+        self.activations_out: SendChannel | None = None
+        self.gradients_in: ReceiveChannel | None = None
+        self.gradients_out: SendChannel | None = None
+
+
 class StageLinks:
     """Sends and receives of one stage, addressed by actions of the schedule.
 
     A message that arrives tells how far its sender has come in its order; whatever that rank had to receive before has
-    then arrived as well, and the memory of those sends is given back.
+    then arrived as well, and the memory of those sends is given back. Between two parts of this stage there is no wire:
+    what one hands on waits here for the other.
     """
 
-    def __init__(self, groups: PipelineGroups, stage_id: int, num_stages: int, device: torch.device) -> None:
-        self._stage_id = stage_id
+    def __init__(self, groups: PipelineGroups, layout: Layout, stage_id: int, device: torch.device) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
+        self._layout, self._stage_id = layout, stage_id
         self._batch: BatchInFlight | None = None
         self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
-        self._activations_in: ReceiveChannel | None = None
-        self._activations_out: SendChannel | None = None
-        self._gradients_in: ReceiveChannel | None = None
-        self._gradients_out: SendChannel | None = None
-        if stage_id > 0:
-            wire = groups.wire("activations", stage_id - 1, towards=False, device=device)
-            announced = AnnouncedSpecs(wire, self._signature)
-            self._activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
-            self._gradients_out = SendChannel(groups.wire("gradients", stage_id - 1, towards=True, device=device))
-        if stage_id < num_stages - 1:
-            self._activations_out = SendChannel(groups.wire("activations", stage_id + 1, towards=True, device=device))
-            wire = groups.wire("gradients", stage_id + 1, towards=False, device=device)
-            self._gradients_in = ReceiveChannel(wire, self._gradient_spec, _never_learned)
+        self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
+        self._towards: dict[int, list[SendChannel]] = defaultdict(list)  # by the stage that receives
+        self._handed: dict[tuple[Kind, int, Unit], tuple[MessageSpec, Tensors]] = {}
+        for source, source_chunk, target, target_chunk in layout.wires():
+            tag = source_chunk * layout.chunks_per_stage + target_chunk
+            if stage_id == source:
+                self._connect_next(self._channels[source_chunk], groups, target, device, tag)
+            elif stage_id == target:
+                self._connect_previous(self._channels[target_chunk], groups, source, device, tag)
+
+    def _connect_next(
+        self, mine: _PartChannels, groups: PipelineGroups, stage_id: int, device: torch.device, tag: int
+    ) -> None:
+        sending = mine.activations_out = SendChannel(groups.wire("activations", stage_id, True, device, tag))
+
+        def gradient_spec(unit: Unit) -> MessageSpec | None:
+            sent = sending.announced.get(self._signature(unit))
+            return None if sent is None else sent.gradient()
+
+        mine.gradients_in = ReceiveChannel(
+            groups.wire("gradients", stage_id, False, device, tag), gradient_spec, _never_learned
+        )
+        self._towards[stage_id].append(sending)
+
+    def _connect_previous(
+        self, mine: _PartChannels, groups: PipelineGroups, stage_id: int, device: torch.device, tag: int
+    ) -> None:
+        wire = groups.wire("activations", stage_id, False, device, tag)
+        announced = AnnouncedSpecs(wire, self._signature)
+        mine.activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
+        mine.gradients_out = SendChannel(groups.wire("gradients", stage_id, True, device, tag))
+        self._towards[stage_id].append(mine.gradients_out)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     def open_batch(self, batch: BatchInFlight) -> None:
         """Messages are those of ``batch`` from now on."""
         self._batch = batch
+        self._handed.clear()
         key = id(batch.schedule)
         if key not in self._places_of:
             self._places_of[key] = Places(batch.schedule)
@@ -58,13 +91,13 @@ class StageLinks:
 
     def close_batch(self) -> None:
         """Every message of the batch was used, and everything sent has been received."""
-        for receiving in (self._activations_in, self._gradients_in):
-            if receiving is not None:
-                receiving.assert_empty()
-        for sending in (self._activations_out, self._gradients_out):
-            if sending is not None:
-                with self.waiting(_wait_of_send(sending)):
-                    sending.flush()
+        for channels in self._channels:
+            for receiving in (channels.activations_in, channels.gradients_in):
+                if receiving is not None:
+                    receiving.assert_empty()
+        for sending in (channel for channels in self._towards.values() for channel in channels):
+            with self.waiting(_wait_of_send(sending)):
+                sending.flush()
         self._batch = None
 
     def _open(self) -> BatchInFlight:
@@ -75,60 +108,92 @@ class StageLinks:
     def _signature(self, unit: Unit) -> tuple[bool, int, int, int]:
         return self._open().signature(unit)
 
-    def _gradient_spec(self, unit: Unit) -> MessageSpec | None:
-        assert self._activations_out is not None
-        sent = self._activations_out.announced.get(self._signature(unit))
-        return None if sent is None else sent.gradient()
+    def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> None:
+        """A message has come that ``stage_id`` sends after this computation."""
+        sent_at = self._places.find(stage_id, kind, part_id, unit)
+        for channel in self._towards[stage_id]:
+            channel.release(before=sent_at)
 
     # -- activations -------------------------------------------------------------------------------------------------
 
     def post_activation(self, action: Action) -> None:
-        assert self._activations_in is not None
-        self._activations_in.post(action.unit)
+        _there(self._channels[action.chunk_id].activations_in, action).post(action.unit)
 
     def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
         """Blocks until the input of F ``action`` is here."""
-        assert self._activations_in is not None and self._gradients_out is not None
-        message = self._activations_in.wait(action.unit)
-        sent_at = self._places.find(self._stage_id - 1, Kind.FORWARD, action.part_id - 1, action.unit)
-        self._gradients_out.release(before=sent_at)
+        channel = self._channels[action.chunk_id].activations_in
+        if channel is None:
+            return self._take(action)
+        message = channel.wait(action.unit)
+        self._heard_from(self._stage_of(channel), Kind.FORWARD, action.part_id - 1, action.unit)
         return message
 
     def send_activation(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
-        assert self._activations_out is not None
+        channel = _there(self._channels[action.chunk_id].activations_out, action)
         needed_at = self._places.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
-        self._activations_out.announce(self._signature(action.unit), spec, consumed_at=needed_at)
-        self._activations_out.send(tensors, consumed_at=needed_at)
+        channel.announce(self._signature(action.unit), spec, consumed_at=needed_at)
+        channel.send(tensors, consumed_at=needed_at)
         if not self._open().training:  # no gradient will tell that these have arrived
-            with self.waiting(_wait_of_send(self._activations_out)):
-                self._activations_out.keep_at_most(_EVALUATION_SENDS)
+            with self.waiting(_wait_of_send(channel)):
+                channel.keep_at_most(_EVALUATION_SENDS)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def post_gradients(self, action: Action) -> None:
-        assert self._gradients_in is not None
-        self._gradients_in.post(action.unit)
+        _there(self._channels[action.chunk_id].gradients_in, action).post(action.unit)
 
     def receive_gradients(self, action: Action) -> Tensors:
         """Blocks until the output gradients of B ``action`` are here; one for each output that requires one."""
-        assert self._gradients_in is not None and self._activations_out is not None
-        _, gradients = self._gradients_in.wait(action.unit)
-        sent_at = self._places.find(self._stage_id + 1, Kind.BACKWARD, action.part_id + 1, action.unit)
-        self._activations_out.release(before=sent_at)
+        channel = self._channels[action.chunk_id].gradients_in
+        if channel is None:
+            return self._take(action)[1]
+        _, gradients = channel.wait(action.unit)
+        self._heard_from(self._stage_of(channel), Kind.BACKWARD, action.part_id + 1, action.unit)
         return gradients
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
-        assert self._gradients_out is not None
+        channel = _there(self._channels[action.chunk_id].gradients_out, action)
         needed_at = self._places.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
-        self._gradients_out.send(gradients, consumed_at=needed_at)
+        channel.send(gradients, consumed_at=needed_at)
+
+    # -- within this stage -------------------------------------------------------------------------------------------
+
+    def has_wire(self, kind: Kind, chunk_id: int) -> bool:
+        """Whether what an F (B) of the part at ``chunk_id`` gives goes to another stage."""
+        channels = self._channels[chunk_id]
+        return (channels.activations_out if kind is Kind.FORWARD else channels.gradients_out) is not None
+
+    def hand_on(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep what F or B ``action`` gave for the neighbour on this stage."""
+        part_id = action.part_id + (1 if action.kind is Kind.FORWARD else -1)
+        self._handed[action.kind, part_id, action.unit] = spec, tuple(tensor.detach() for tensor in tensors)
+
+    def _take(self, action: Action) -> tuple[MessageSpec, Tensors]:
+        try:
+            return self._handed.pop((action.kind, action.part_id, action.unit))
+        except KeyError:
+            raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def _stage_of(self, channel: ReceiveChannel) -> int:
+        return channel.wire.peer_stage_id
 
     def describe_wait(self, action: Action) -> Wait:
         """For reports: what an F or a B waits for, and from whom."""
         forward = action.kind is Kind.FORWARD
-        channel = self._activations_in if forward else self._gradients_in
-        assert channel is not None
-        text = f"the {'input' if forward else 'gradients'} of {action}: {channel.wire.name}"
-        return Wait(text, (channel.wire.peer,))
+        channels = self._channels[action.chunk_id]
+        channel = channels.activations_in if forward else channels.gradients_in
+        what = f"the {'input' if forward else 'gradients'} of {action}"
+        if channel is None:
+            return Wait(f"{what}, from this stage", ())
+        return Wait(f"{what}: {channel.wire.name}", (channel.wire.peer,))
+
+
+def _there(channel: Any, action: Action) -> Any:
+    if channel is None:
+        raise LinkError(f"{action}: the part at chunk {action.chunk_id} has no wire for it")
+    return channel
 
 
 def _wait_of_send(channel: SendChannel) -> Wait:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.runtime.buffers import InFlightError
-from terapipe_ds.runtime.link import Unit
+from terapipe_ds.runtime.buffers import InFlightError, Key
 
 
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
@@ -49,7 +48,7 @@ class _Product(NamedTuple):
 
 
 class WeightGradients:
-    """The weight gradients of the linear layers of one part that are computed here and not by autograd.
+    """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
 
     Args:
         is_watched: somebody else collects gradients, and must be told of each: DeepSpeed's own optimizers for half
@@ -58,31 +57,31 @@ class WeightGradients:
 
     def __init__(self, is_watched: bool = False) -> None:
         self.is_watched = is_watched
-        self._split: frozenset[Unit] = frozenset()
+        self._split: frozenset[Key] = frozenset()
         self._running: list[_Product] | None = None
-        self._waiting: dict[Unit, list[_Product]] = {}
+        self._waiting: dict[Key, list[_Product]] = {}
 
-    def open_batch(self, split: Iterable[Unit]) -> None:
-        """A batch begins, in which the units ``split`` have a W of their own; nothing of another one is kept."""
+    def open_batch(self, split: Iterable[Key]) -> None:
+        """A batch begins, in which the slices ``split`` have a W of their own; nothing of another one is kept."""
         self._split, self._running, self._waiting = frozenset(split), None, {}
 
-    def splits(self, unit: Unit) -> bool:
-        """Whether the unit has a W of its own in this batch."""
-        return unit in self._split
+    def splits(self, key: Key) -> bool:
+        """Whether the slice has a W of its own in this batch."""
+        return key in self._split
 
     @contextmanager
-    def deferred(self, unit: Unit) -> Iterator[None]:
-        """Around the B of a unit that has a W: what W needs is kept."""
-        if unit in self._waiting:
-            raise InFlightError(f"B{unit[0]}.{unit[1]} ran twice before its W")
-        self._running = self._waiting[unit] = []
+    def deferred(self, key: Key) -> Iterator[None]:
+        """Around the B of a slice that has a W: what W needs is kept."""
+        if key in self._waiting:
+            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
+        self._running = self._waiting[key] = []
         try:
             yield
         finally:
             self._running = None
 
-    def compute(self, unit: Unit, around: Callable[[], Any]) -> int:
-        """The W of a unit: returns how many weight gradients it had.
+    def compute(self, key: Key, around: Callable[[], Any]) -> int:
+        """The W of a slice: returns how many weight gradients it had.
 
         ``around`` gives a context for backwards by autograd, which is entered where somebody watches.
 
@@ -90,15 +89,15 @@ class WeightGradients:
             InFlightError: its B has not run, or its W has run before; or a layer has changed in place what was kept.
         """
         try:
-            products = self._waiting.pop(unit)
+            products = self._waiting.pop(key)
         except KeyError:
-            raise InFlightError(f"W{unit[0]}.{unit[1]} ran before its B, or a second time") from None
+            raise InFlightError(f"W{key[1]}.{key[2]} of part {key[0]} ran before its B, or a second time") from None
         count = len(products)
         for product in products:  # versions of tensors that anybody may have a view of
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
-                    f"W{unit[0]}.{unit[1]}: the input or the output gradient of a linear layer with weight "
-                    f"{list(product.weight.shape)} was changed in place after its B"
+                    f"W{key[1]}.{key[2]} of part {key[0]}: the input or the output gradient of a linear layer with "
+                    f"weight {list(product.weight.shape)} was changed in place after its B"
                 )
         if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
             with around():
@@ -111,10 +110,10 @@ class WeightGradients:
                         _accumulate(weight, fresh)
         return count
 
-    def kept_bytes(self, unit: Unit) -> int:
-        """Of what waits for the W of a unit."""
+    def kept_bytes(self, key: Key) -> int:
+        """Of what waits for the W of a slice."""
         kept = {}
-        for product in self._waiting.get(unit, ()):
+        for product in self._waiting.get(key, ()):
             for tensor in (product.rows, product.inputs):
                 kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return sum(kept.values())
@@ -122,7 +121,8 @@ class WeightGradients:
     def assert_done(self) -> None:
         """Every W has run. Raises InFlightError."""
         if self._waiting:
-            raise InFlightError(f"the W of {sorted(self._waiting)} (micro-batch, slice) did not run in this batch")
+            missing = sorted(self._waiting)
+            raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
     # -- asked by the layers -----------------------------------------------------------------------------------------
 
@@ -145,9 +145,9 @@ class WeightGradients:
         )
 
     def splits_now(self) -> bool:
-        """Whether the unit that runs now has a W of its own."""
+        """Whether the slice that runs now has a W of its own."""
         active = active_slice()
-        return active is not None and (active.micro_batch_id, active.slice_id) in self._split
+        return active is not None and (active.part_id, active.micro_batch_id, active.slice_id) in self._split
 
     def keep(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """In a B whose unit has a W. Raises InFlightError in any other backward, where the gradient would get lost."""

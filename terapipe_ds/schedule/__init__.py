@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from .action import Action, Kind, Schedule, ScheduleError, StageSchedule
-from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build
+from .csv_form import fits, from_csv, load, to_csv
+from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build, build_forwards
 from .lower import lower
-from .show import from_csv, render, to_csv
+from .placement import CHUNKED_SCHEDULES, placement_for
+from .show import render
 from .validate import validate
 
 __all__ = [
+    "CHUNKED_SCHEDULES",
     "SCHEDULE_NAMES",
     "SPLIT_SCHEDULES",
     "Action",
@@ -17,8 +20,12 @@ __all__ = [
     "ScheduleError",
     "StageSchedule",
     "build",
+    "build_forwards",
+    "fits",
     "from_csv",
+    "load",
     "lower",
+    "placement_for",
     "render",
     "to_csv",
     "validate",

@@ -10,9 +10,14 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from .action import Action, Kind, Schedule, ScheduleError
-from .one_for_one import Unit, backwards, forwards, one_f_one_b, seq1f1b
+from .bidirectional import chimera, chimera_seq
+from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
+from .one_for_one import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
+from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
+from .v_shaped import v_forwards, zbv
 from .zero_bubble import seq1f1b_zb, zb_h1
 
 
@@ -33,18 +38,33 @@ def terapipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     return [order + [(Kind.BACKWARD, m, s) for _, m, s in reversed(order)] for _ in range(num_stages)]
 
 
-GENERATORS: dict[str, Callable[[int, tuple[int, ...]], list[list[Unit]]]] = {
+GENERATORS: dict[str, Callable[..., list[list[Unit]]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "dapple": dapple,
     "terapipe": terapipe,
     "seq1f1b": seq1f1b,
     "zb-h1": zb_h1,
     "seq1f1b-zb": seq1f1b_zb,
 }
-SCHEDULE_NAMES = tuple(GENERATORS)
+"""Those with one part per stage: called with K and the slices of each micro-batch."""
+
+CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
+    "interleaved": interleaved,
+    "seq1f1b-interleaved": seq1f1b_interleaved,
+    "zbv": zbv,
+    "chimera": chimera,
+    "chimera-seq": chimera_seq,
+}
+"""Those whose stages hold several chunks; a looped one is called with their number too."""
+
+SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
 """The names that ``build`` knows."""
 
-SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb")
+OPTIONS = {"dapple": ("policy",), "zbv": ("slots",)}
+"""What a schedule takes besides counts: the keywords of its generator."""
+
+SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb", "zbv")
 """Those whose backwards are split in B and W, and whose times need ``weight_s``."""
 
 
@@ -61,33 +81,74 @@ def build(
     """The schedule ``name`` for K stages, m micro-batches and ``num_slices`` slices (one int, or one per
     micro-batch).
 
-    With ``forward_only`` (evaluation) every stage runs all forwards in order. Raises ``ScheduleError`` on an
-    unknown name, on counts that are not whole numbers of at least 1, and on options that the schedule does
-    not take.
+    ``chunks_per_stage`` is v, the number of parts of each stage; 1, the default, means: for ``zbv``, ``chimera`` and
+    ``chimera-seq`` the 2 that they always have (1 and 2 are accepted, the schedule says 2); for ``interleaved`` and
+    ``seq1f1b-interleaved`` one part per stage, hence ``1f1b`` and ``seq1f1b``; all others accept 1 only.
+
+    With ``forward_only`` (evaluation) every stage runs all forwards: micro-batches and slices in order, parts in the
+    order in which their inputs come. ``dapple`` has the option ``policy``, "A" or "B"; ``zbv`` has ``slots``, what F, B
+    and W take, for its list scheduling.
+
+    Raises ``ScheduleError`` on an unknown name, on counts that are not whole numbers of at least 1, and on counts or
+    options that the schedule does not take.
     """
-    generator = _generator(name)
+    _check_name(name)
     num_stages = _count("num_stages", num_stages)
     slices = _slice_counts(num_slices, _count("num_micro_batches", num_micro_batches))
-    if _count("chunks_per_stage", chunks_per_stage) != 1:
-        raise ScheduleError(
-            f"chunks_per_stage is {chunks_per_stage}: schedule {name!r} has one part per stage, leave it at 1"
-        )
-    if options:
-        raise ScheduleError(
-            f"schedule {name!r} takes no option {', '.join(sorted(map(repr, options)))}: leave it out"
-        )
-    units = [forwards(slices)] * num_stages if forward_only else generator(num_stages, slices)
+    placement = placement_for(name, num_stages, _count("chunks_per_stage", chunks_per_stage))
+    unknown = [repr(option) for option in sorted(options) if option not in OPTIONS.get(name, ())]
+    if unknown:
+        raise ScheduleError(f"schedule {name!r} takes no option {', '.join(unknown)}: leave it out")
+    chunks = len(placement) // num_stages
+    if forward_only:
+        units = _forward_only(name, num_stages, slices, chunks)
+    else:
+        units = _whole(name, num_stages, slices, chunks, options)
     orders = tuple(
-        tuple(Action(kind, m, s, part_id=stage_id) for kind, m, s in order)
+        tuple(Action(kind, m, s, placement[stage_id, chunk], chunk) for kind, m, s, chunk in order)
         for stage_id, order in enumerate(units)
     )
-    placement = {(stage_id, 0): stage_id for stage_id in range(num_stages)}
-    return Schedule(name, num_stages, len(slices), slices, 1, bool(forward_only), orders, placement)
+    return Schedule(name, num_stages, len(slices), slices, chunks, bool(forward_only), orders, placement)
 
 
-def _generator(name: str) -> Callable[[int, tuple[int, ...]], list[list[Unit]]]:
-    if isinstance(name, str) and name in GENERATORS:
-        return GENERATORS[name]
+def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -> Schedule:
+    """An evaluation on any placement: every forward, each at the first of its part's places.
+
+    The n-th slice of a batch runs on part p in the order of n + p, which is later than all that it waits for.
+    """
+    slices = tuple(num_slices)
+    num_stages, num_parts = 1 + max(stage for stage, _ in placement), len(set(placement.values()))
+    chunks = len(placement) // num_stages
+    homes = {part: place for place, part in sorted(placement.items(), key=lambda item: item[0][::-1], reverse=True)}
+    units = [(m, s) for m, count in enumerate(slices) for s in range(count)]
+    waves = sorted((n + part, n, part) for n in range(len(units)) for part in range(num_parts))
+    orders = tuple(
+        tuple(Action(Kind.FORWARD, *units[n], part, homes[part][1]) for _, n, part in waves if homes[part][0] == stage)
+        for stage in range(num_stages)
+    )
+    return Schedule(name, num_stages, len(slices), slices, chunks, True, orders, dict(placement))
+
+
+def _whole(
+    name: str, num_stages: int, slices: tuple[int, ...], chunks: int, options: dict[str, Any]
+) -> list[list[PlacedUnit]]:
+    if name in GENERATORS:
+        return [place(order, 0) for order in GENERATORS[name](num_stages, slices, **options)]
+    counts = (num_stages, slices, chunks) if name in LOOPED else (num_stages, slices)
+    return CHUNKED_GENERATORS[name](*counts, **options)
+
+
+def _forward_only(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) -> list[list[PlacedUnit]]:
+    if name in BIDIRECTIONAL:  # all go down: one stage has the results, in their order
+        return [looped_forwards(num_stages, slices, 1)] * num_stages
+    if name in V_SHAPED:
+        return v_forwards(num_stages, slices)
+    return [looped_forwards(num_stages, slices, chunks)] * num_stages
+
+
+def _check_name(name: str) -> None:
+    if isinstance(name, str) and name in SCHEDULE_NAMES:
+        return
     near = difflib.get_close_matches(str(name).lower(), SCHEDULE_NAMES, n=1, cutoff=0.5)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ScheduleError(f"unknown schedule {name!r}{hint}: known are {', '.join(SCHEDULE_NAMES)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from .action import Kind
+from .action import Kind, ScheduleError
 
 Unit = tuple[Kind, int, int]
 """(F or B or W, micro_batch_id, slice_id)."""
@@ -33,16 +33,25 @@ def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]
 
     Equals the compute order of DeepSpeed's ``TrainSchedule`` (deepspeed/runtime/pipe/schedule.py).
     """
-    ahead, back = _by_micro_batch(forwards(num_slices)), _by_micro_batch(backwards(num_slices))
-    num_micro_batches = len(num_slices)
-    orders = []
-    for stage_id in range(num_stages):
-        warm_up = min(num_stages - stage_id - 1, num_micro_batches)
-        groups = ahead[:warm_up]
-        for m in range(num_micro_batches):
-            groups += [*ahead[warm_up + m : warm_up + m + 1], back[m]]
-        orders.append(list(chain.from_iterable(groups)))
-    return orders
+    return _by_whole_micro_batches([num_stages - stage_id - 1 for stage_id in range(num_stages)], num_slices)
+
+
+# stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 .    .    B1.1 B1.0
+# stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
+# stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
+def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -> list[list[Unit]]:
+    """``1f1b`` with the warm-ups of DAPPLE (Fan et al., PPoPP 2021, arXiv 2007.01045), for comparison.
+
+    Stage i runs K - i micro-batches forward before its first backward with policy "A", which is ``1f1b``, and
+    2(K - i) - 1 with policy "B", which hides messages that take as long as a forward. Raises ``ScheduleError`` on
+    another policy.
+    """
+    if policy not in ("A", "B"):
+        raise ScheduleError(
+            f"policy is {policy!r}: give 'A' (K - i warm-up micro-batches) or 'B' (2(K - i) - 1)"
+        )
+    leads = range(num_stages - 1, -1, -1)
+    return _by_whole_micro_batches([lead if policy == "A" else 2 * lead for lead in leads], num_slices)
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 .    B0.0 .    B1.1 B1.0
@@ -73,6 +82,20 @@ def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
             order += [*ahead[done:upto], unit]
             done = upto
         orders.append(order)
+    return orders
+
+
+def _by_whole_micro_batches(leads: list[int], num_slices: tuple[int, ...]) -> list[list[Unit]]:
+    """Per stage, ``lead`` micro-batches forward, then one forward and one backward in turns."""
+    ahead, back = _by_micro_batch(forwards(num_slices)), _by_micro_batch(backwards(num_slices))
+    num_micro_batches = len(num_slices)
+    orders = []
+    for lead in leads:
+        warm_up = min(lead, num_micro_batches)
+        groups = ahead[:warm_up]
+        for m in range(num_micro_batches):
+            groups += [*ahead[warm_up + m : warm_up + m + 1], back[m]]
+        orders.append(list(chain.from_iterable(groups)))
     return orders
 
 

@@ -1,14 +1,12 @@
-"""A schedule as text: a grid for people, CSV for hand-written schedules, a dict for programs."""
+"""A schedule as text: a grid for people, a dict for programs. (CSV: ``csv_form``.)"""
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import dataclass
 from typing import Any
 
-from .action import Action, Kind, Schedule, ScheduleError
-from .validate import replay, validate
+from .action import Schedule
+from .validate import replay
 
 WIDTH, MAX_SLOTS = 110, 512
 
@@ -78,49 +76,6 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def to_csv(schedule: Schedule) -> str:
-    """One row per stage; the cells are its computations in order.
-
-    A schedule whose stages hold several parts fits only in the looped placement (part = chunk * stages +
-    stage), which is what ``from_csv`` assumes: another one raises ``ScheduleError``.
-    """
-    if schedule.placement != _looped_placement(schedule.num_stages, schedule.chunks_per_stage):
-        raise ScheduleError(f"schedule {schedule.name!r} has a placement of its own, which CSV cannot hold")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows(schedule.compute_order(stage_id) for stage_id in range(schedule.num_stages))
-    return text.getvalue()
-
-
-def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that a CSV text describes, validated.
-
-    The counts follow from the cells: stages from the rows, micro-batches, slices and chunks from the highest
-    ids, and forward-only where no cell is a B or W. Blank cells at the end of a row and blank rows at the end
-    of the text are ignored. Raises ``ScheduleError``: naming row and cell (from 1) of what cannot be read, or
-    as ``validate``.
-    """
-    rows = _read_rows(text)
-    actions = [
-        [_read_cell(cell, row_number, number) for number, cell in enumerate(row, start=1)]
-        for row_number, row in enumerate(rows, start=1)
-    ]
-    everything = [action for row in actions for action in row]
-    num_slices = _count_slices(everything)
-    num_chunks = _count_up({action.chunk_id for action in everything}, "chunk")
-    placement = _looped_placement(len(rows), num_chunks)
-    orders = tuple(
-        tuple(Action(a.kind, *a.unit, placement[stage_id, a.chunk_id], a.chunk_id) for a in row)
-        for stage_id, row in enumerate(actions)
-    )
-    forward_only = all(action.kind is Kind.FORWARD for action in everything)
-    schedule = Schedule(
-        name, len(rows), len(num_slices), num_slices, num_chunks, forward_only, orders, placement
-    )
-    validate(schedule)
-    return schedule
-
-
 def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
     """The first ``num_slots`` columns of the grid."""
     grid = [["."] * num_slots for _ in schedule.orders]
@@ -159,61 +114,3 @@ def _footer(schedule: Schedule, count: SlotCount) -> list[str]:
     bubble = f"bubble            {count.num_idle} of {total} slots idle ({100 * count.bubble_fraction:.1f} %)"
     # Without a backward nothing is kept for one, and the count of forwards would be mistaken for memory.
     return [bubble] if schedule.forward_only else [f"peak live slices  {peaks}", bubble]
-
-
-def _looped_placement(num_stages: int, num_chunks: int) -> dict[tuple[int, int], int]:
-    return {
-        (stage, chunk): chunk * num_stages + stage
-        for chunk in range(num_chunks)
-        for stage in range(num_stages)
-    }
-
-
-def _read_rows(text: str) -> list[list[str]]:
-    try:
-        rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
-    except csv.Error as error:
-        raise ScheduleError(
-            f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
-        ) from error
-    rows = [[cell.strip() for cell in row] for row in rows]
-    for row in rows:
-        while row and not row[-1]:
-            row.pop()
-    while rows and not rows[-1]:
-        rows.pop()
-    if not rows:
-        raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
-    empty = next((number for number, row in enumerate(rows, start=1) if not row), None)
-    if empty is not None:
-        raise ScheduleError(
-            f"CSV row {empty} is empty: every stage computes something, give its computations"
-        )
-    return rows
-
-
-def _read_cell(cell: str, row_number: int, cell_number: int) -> Action:
-    try:
-        return Action.parse(cell)
-    except ScheduleError as error:
-        hint = ", and separate cells by commas" if ";" in cell or "\t" in cell else ""
-        raise ScheduleError(f"CSV row {row_number}, cell {cell_number}: {error.reason}{hint}") from None
-
-
-def _count_slices(actions: list[Action]) -> tuple[int, ...]:
-    slices: dict[int, set[int]] = {}
-    for action in actions:
-        slices.setdefault(action.micro_batch_id, set()).add(action.slice_id)
-    return tuple(
-        _count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch"))
-    )
-
-
-def _count_up(ids: set[int], what: str) -> int:
-    """How many ids there are; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
-    missing = next((number for number in range(len(ids)) if number not in ids), None)
-    if missing is not None:
-        raise ScheduleError(
-            f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap"
-        )
-    return len(ids)

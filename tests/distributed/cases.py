@@ -92,7 +92,10 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "parallel": ((1, 1), (2, 1), (3, 1), (2, 2)),  # stages, data parallel
     "micro_batches": (1, 2, 4),
     "plan": tuple(PLANS),
-    "schedule": ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb"),
+    "schedule": (
+        "gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb", "interleaved", "seq1f1b-interleaved", "zbv",
+        "chimera", "chimera-seq",
+    ),
     "tied": (False, True),
     "checkpointing": ("off", "reentrant", "reentrant_all", "non_reentrant"),
     "masked": (False, True),
@@ -112,12 +115,15 @@ Tuple = frozenset[tuple[str, Any]]  # values of a few dimensions: {("plan", "equ
 
 def is_valid(assignment: Assignment) -> bool:
     """Clipping and mixed lengths are compared with one stage, which has the same data on one pipeline only; a
-    list of slice lengths fits one sequence length only. (All conditions are on pairs: `covering_set` needs
-    that.)
+    list of slice lengths fits one sequence length only; pipelines that go both ways have an even number of stages.
+    (All conditions are on pairs: `covering_set` needs that.)
     """
     one_pipeline = assignment.get("parallel", (1, 1))[1] == 1
     any_length = assignment.get("plan", "equal") == "equal"
     mixed = assignment.get("mixed", False)
+    both_ways = assignment.get("schedule", "").startswith("chimera")
+    if both_ways and assignment.get("parallel", (2, 1))[0] % 2:
+        return False
     return (one_pipeline or not assignment.get("clipping")) and (not mixed or (one_pipeline and any_length))
 
 

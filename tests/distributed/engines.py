@@ -106,11 +106,11 @@ def build(
     engine = start(model=model, model_parameters=trained, config=ds_config, **(initialize or {}))[0]
     assert (type(engine) is PipelineEngine) == (terapipe is None)
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
-        _reduce_in_fp64(engine)
+        reduce_in_fp64(engine)
     return engine
 
 
-def _reduce_in_fp64(engine: PipelineEngine) -> None:
+def reduce_in_fp64(engine: PipelineEngine) -> None:
     """DeepSpeed refuses to reduce gradients in a dtype that the accelerator does not list."""
     accelerator = get_accelerator()
     listed = accelerator.supported_dtypes()

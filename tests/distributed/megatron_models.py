@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -27,6 +26,7 @@ from torch import Tensor
 import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
 from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
+from tests.distributed.engines import reduce_in_fp64
 from tests.distributed.megatron_cases import (
     ADAM_EPS,
     CLIP_NORM,
@@ -251,17 +251,8 @@ def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
     }
     engine = terapipe_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     if case.precision == "fp64":
-        _reduce_in_fp64(engine)
+        reduce_in_fp64(engine)
     return engine
-
-
-def _reduce_in_fp64(engine: Any) -> None:
-    """DeepSpeed refuses to reduce gradients in a dtype that the accelerator does not list."""
-    accelerator = get_accelerator()
-    listed = accelerator.supported_dtypes()
-    if torch.float64 not in listed:
-        accelerator.supported_dtypes = lambda: [*listed, torch.float64]
-    engine.communication_data_type = torch.float64
 
 
 def job_ours(

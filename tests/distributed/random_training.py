@@ -51,7 +51,8 @@ def _broken_by(fault: str) -> contextlib.AbstractContextManager[None]:
 
 def terapipe_section(c: Configuration, **changes: Any) -> dict[str, Any]:
     slices = c.slices if isinstance(c.slices, int) else list(c.slices)
-    return section(schedule=c.schedule, slices=slices, loss_reduction=c.loss_reduction, **changes)
+    of_schedule = {"schedule": c.schedule, "chunks_per_stage": c.chunks_per_stage}
+    return section(**of_schedule, slices=slices, loss_reduction=c.loss_reduction, **changes)
 
 
 def options(c: Configuration) -> dict[str, Any]:

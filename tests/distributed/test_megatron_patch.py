@@ -13,7 +13,7 @@ import torch
 
 import terapipe_ds
 from tests import mini_megatron
-from tests.distributed.engines import _reduce_in_fp64, config, differences, section, train, violations
+from tests.distributed.engines import config, differences, reduce_in_fp64, section, train, violations
 from tests.distributed.harness import rank_pool
 
 LENGTH = 23
@@ -45,7 +45,7 @@ def start(program: Any, args: Any, stages: int) -> Any:
     engine = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=args.deepspeed_config_dict
     )[0]
-    _reduce_in_fp64(engine)
+    reduce_in_fp64(engine)
     engine.set_batch_fn(model._megatron_batch_fn)
     return engine
 

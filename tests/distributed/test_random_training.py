@@ -1,7 +1,7 @@
 """Random configurations train as a plain loop in one process does: loss, gradients, parameters, evaluation.
 
 The configurations are drawn by hypothesis with a fixed seed, so they are the same in every run; `single_process.py` has
-no pipeline, no slices and no engine. Twelve that cover most pairs of values run by default, all of them with
+no pipeline, no slices and no engine. Fourteen that cover most pairs of values run by default, all of them with
 TERAPIPE_TEST_FULL=1.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed import compare, configurations
 from tests.distributed.compare import RankRecord
 from tests.distributed.configurations import COUNT, Configuration
@@ -35,7 +34,7 @@ def problems(configuration: Configuration, fault: str | None = None) -> list[str
     return compare.violations(compare.errors(run, reference(configuration)), compare.contract(configuration))
 
 
-@pytest.mark.parametrize("configuration", configurations.covering(12), ids=lambda c: f"seed{c.data_seed}")
+@pytest.mark.parametrize("configuration", configurations.covering(14), ids=lambda c: f"seed{c.data_seed}")
 def test_training_equals_a_plain_loop(configuration: Configuration) -> None:
     assert not problems(configuration), str(configuration)
 
@@ -63,8 +62,8 @@ class TestConfigurations:
         assert all(sum(each.world_size == ranks for each in drawn) >= COUNT // 4 for ranks in (2, 4))
 
     def test_every_schedule_and_every_value_occurs_in_the_default_run_too(self) -> None:
-        few, many = configurations.covering(12), configurations.drawn()
-        assert {each.schedule for each in few} == set(SCHEDULE_NAMES)
+        few, many = configurations.covering(14), configurations.drawn()
+        assert {each.schedule for each in few} == set(configurations.SCHEDULES)
         for name in (
             "precision", "checkpointing", "tied", "kv_heads", "positions", "gpt3", "masked", "loss_reduction",
             "clipping", "hook", "mixed", "data_parallel",
@@ -76,7 +75,7 @@ class TestConfigurations:
         for each in configurations.drawn():
             if isinstance(each.slices, tuple):
                 assert sum(each.slices) == each.length and min(each.slices) > 0 and not each.mixed
-        assert {type(each.slices) for each in configurations.covering(12)} == {int, tuple}
+        assert {type(each.slices) for each in configurations.covering(14)} == {int, tuple}
 
     def test_masks_leave_a_label_in_each_micro_batch_and_empty_some_slices(self) -> None:
         masked = [each for each in configurations.drawn() if each.masked and isinstance(each.slices, tuple)]

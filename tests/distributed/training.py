@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -30,6 +29,7 @@ from tests.distributed.cases import (
     Case,
 )
 from tests.distributed.compare import RankRecord
+from tests.distributed.engines import reduce_in_fp64
 
 System = Literal["stock", "terapipe"]
 VOCAB_SIZE = 61
@@ -96,7 +96,7 @@ def build_engine(case: Case, system: System) -> PipelineEngine:
     assert isinstance(engine, PipelineEngine)
     assert (type(engine) is PipelineEngine) == (system == "stock")
     if case.dtype == "fp64":
-        _reduce_in_fp64(engine)
+        reduce_in_fp64(engine)
     return engine
 
 
@@ -143,7 +143,8 @@ def deepspeed_config(case: Case) -> dict[str, Any]:
 
 
 def terapipe_section(case: Case) -> dict[str, Any]:
-    return {"enabled": True, "schedule": case.schedule, "slices": PLANS[case.plan], "granularity_tokens": 1}
+    section = {"enabled": True, "schedule": case.schedule, "slices": PLANS[case.plan], "granularity_tokens": 1}
+    return section | ({"chunks_per_stage": 2} if "interleaved" in case.schedule else {})
 
 
 def _initialize_weights(model: torch.nn.Module) -> None:
@@ -156,17 +157,6 @@ def _initialize_weights(model: torch.nn.Module) -> None:
         drawn = drawn / drawn.shape[-1] ** 0.5 if drawn.dim() > 1 else 1.0 + 0.1 * drawn
         with torch.no_grad():
             parameter.copy_(drawn.bfloat16())
-
-
-def _reduce_in_fp64(engine: PipelineEngine) -> None:
-    """DeepSpeed refuses gradients in a dtype that the accelerator does not list, and rounds what it reduces to
-    fp32, even on one rank. That would hide most errors and make large ones of the others.
-    """
-    accelerator = get_accelerator()
-    listed = accelerator.supported_dtypes()
-    if torch.float64 not in listed:
-        accelerator.supported_dtypes = lambda: [*listed, torch.float64]
-    engine.communication_data_type = torch.float64
 
 
 @contextlib.contextmanager

@@ -151,6 +151,23 @@ def test_schedules_as_csv(text: str) -> None:
     to_dict(schedule)
 
 
+PLACED_CSV = [to_csv(build(name, 2, 2, 2)).encode() for name in ("chimera", "chimera-seq", "zbv")]
+
+
+@cases(100, 3000)
+@given(st.sampled_from(PLACED_CSV).flatmap(spoilt_bytes))
+def test_schedules_as_csv_with_a_placement(data: bytes) -> None:
+    text = data.decode("utf-8", "replace")
+    schedule = accepted("schedule CSV", ScheduleError, lambda: from_csv(text))
+    if schedule is None:
+        return
+    first = [cell.strip() for cell in text.removeprefix("\ufeff").splitlines()[0].replace('"', "").split(",")]
+    if first[0] == "placement":
+        parts = [[int(part) for part in cell.split("/")] for cell in first[1:] if cell]
+        assert schedule.placement == {(k, c): part for k, mine in enumerate(parts) for c, part in enumerate(mine)}
+    assert from_csv(to_csv(schedule)) == schedule
+
+
 def _without_c0(row: list[str], chunk: str) -> list[str]:
     return row if chunk else [cell.removesuffix("c0") for cell in row]
 

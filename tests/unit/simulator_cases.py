@@ -16,7 +16,7 @@ from terapipe_ds.schedule import Kind, Schedule, build
 
 sys.path.append(str(Path(__file__).parent / "schedule"))  # these tests alone do not collect that folder
 
-from schedule_cases import OTHER_KINDS, by_hand, names, v_shaped, with_orders
+from schedule_cases import OTHER_KINDS, by_hand, chunked_schedules, names, v_shaped, with_orders
 
 __all__ = ["OTHER_KINDS", "Case", "Memory", "Table", "by_hand", "cases", "scanned_bytes", "schedules",
            "starts_and_ends", "v_shaped", "with_orders"]  # fmt: skip
@@ -92,6 +92,8 @@ class Case:
 def schedules(draw: st.DrawFn) -> Schedule:
     if draw(st.integers(0, 3)) == 0:
         return OTHER_KINDS[draw(st.sampled_from(sorted(OTHER_KINDS)))]()
+    if draw(st.integers(0, 2)) == 0:
+        return draw(chunked_schedules())
     num_slices = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     forward_only = draw(st.integers(0, 4)) == 0
     return build(draw(names), draw(st.integers(1, 5)), len(num_slices), num_slices, forward_only=forward_only)

@@ -81,6 +81,8 @@ def test_show_writes_and_reads_csv(capsys: pytest.CaptureFixture[str], tmp_path:
     assert path.read_text() == to_csv(schedule)
     assert list(tmp_path.iterdir()) == [path]
     again = shown(capsys, "show", "--from-csv", str(path), "--json")
+    assert shown(capsys, "show", str(path), "--json") == again
+    assert shown(capsys, "show", str(path), "--csv") == to_csv(schedule)
     assert json.loads(again)["orders"] == [schedule.compute_order(k) for k in range(4)]
     assert json.loads(again)["name"] == "mine"
 
@@ -104,7 +106,7 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
     [
         ((), "required: COMMAND"),
         (("shwo",), "invalid choice: 'shwo'"),
-        (("show",), "one of the arguments --schedule --from-csv is required"),
+        (("show",), "one of the arguments --schedule --from-csv FILE is required"),
         (("show", *SEQ1F1B, "--from-csv", "x.csv"), "not allowed with argument --schedule"),
         (("show", "--schedule", "seq1f1", "--stages", "2"), "did you mean 'seq1f1b'?"),
         (("show", "--schedule", "gpipe"), "--stages is missing"),
@@ -116,6 +118,10 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("show", *SEQ1F1B, "--stage", "4"), "no stage 4"),
         (("show", *SEQ1F1B, "--lowered"), "--lowered needs --stage"),
         (("show", "--from-csv", "no/such.csv"), "no/such.csv: No such file"),
+        (("show", "no/such.csv"), "no/such.csv: No such file"),
+        (("show", "x.csv", *SEQ1F1B), "not allowed with argument"),
+        (("show", "x.csv", "--chunks-per-stage", "2"), "--chunks-per-stage does not go with --from-csv"),
+        (("show", *SEQ1F1B, "--chunks-per-stage", "2"), "chunks_per_stage is 2: schedule 'seq1f1b' has one part"),
         (("show", "--from-csv", "x.csv", "--stages", "2"), "--stages does not go with --from-csv"),
         (("show", "--from-csv", "x.csv", "--forward-only"), "--forward-only does not go with --from-csv"),
         (("timeline", "no/such", "--out", "x.png"), "no/such: no such file or directory"),
@@ -408,7 +414,7 @@ def test_the_examples_of_the_help_run(
     text = show.EXAMPLES + simulate.EXAMPLES
     lines = [line.split("  (")[0].split() for line in text.splitlines() if line.startswith("  terapipe")]
     lines = [line for line in lines if not {"--profile", "--model"} & set(line)]
-    assert len(lines) == 5 + 5
+    assert len(lines) == 6 + 5
     for line in lines:
         assert main(line[1:]) == 0
     capsys.readouterr()

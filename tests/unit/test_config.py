@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from terapipe_ds.plan import PlanError, SlicePlan
 DEFAULTS = {
     "enabled": False,
     "schedule": "seq1f1b",
+    "chunks_per_stage": 1,
     "slices": "auto",
     "sequence_dim": 1,
     "sliced_inputs": None,
@@ -60,7 +62,8 @@ def test_defaults_are_those_of_the_documentation() -> None:
 def test_every_key() -> None:
     section = {
         "enabled": True,
-        "schedule": "gpipe",
+        "schedule": "interleaved",
+        "chunks_per_stage": 2,
         "slices": [512, 384, 128],
         "sequence_dim": 0,
         "sliced_inputs": [0, 2],
@@ -128,6 +131,10 @@ def test_the_given_dict_stays_as_it_is() -> None:
         ("schedule", ".csv"),
         ("schedule", 1),
         ("schedule", None),
+        ("chunks_per_stage", 0),
+        ("chunks_per_stage", True),
+        ("chunks_per_stage", 2.0),
+        ("chunks_per_stage", "2"),
         ("slices", 0),
         ("slices", -1),
         ("slices", True),
@@ -310,13 +317,48 @@ def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any])
     assert config.slices == section.get("slices", "auto") and config.schedule == section.get("schedule", "seq1f1b")
 
 
-# --- what comes in a later release
+# --- schedules from a file, and several chunks per stage
 
 
-def test_schedule_files_say_what_to_give() -> None:
-    message = problem({"enabled": True, "slices": 4, "schedule": "orders/best.csv"})
-    assert message.startswith("terapipe.schedule = 'orders/best.csv': ")
-    assert 'a later release; give one of gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb, or "auto"' in message
+def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(tmp_path: Path) -> None:
+    path = tmp_path / "best.csv"
+    section = {"enabled": True, "slices": 2, "schedule": str(path)}
+    missing = problem(section)
+    assert missing.startswith(f"terapipe.schedule = {str(path)!r}: ") and "No such file" in missing
+    path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.0,B0.1\n")
+    assert "B0.0 runs before B0.1: within a micro-batch B runs in reverse" in problem(section)
+    path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.1,B0.0\n")
+    assert read(section).schedule == str(path)
+
+
+def test_chunks_of_a_file_are_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "v.csv"
+    path.write_text("placement,0/1\nF0.0,F0.0c1,B0.0c1,B0.0\n")
+    section = {"enabled": True, "slices": 1, "schedule": str(path)}
+    for chunks in (1, 2):
+        assert read(section | {"chunks_per_stage": chunks}).chunks_per_stage == chunks
+    message = problem(section | {"chunks_per_stage": 3})
+    assert message.startswith("terapipe.chunks_per_stage = 3: ") and "has 2 per stage" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "good"),
+    [
+        ("interleaved", 3, True), ("seq1f1b-interleaved", 1, True), ("zbv", 1, True), ("zbv", 2, True),
+        ("chimera", 2, True), ("zbv", 3, False), ("seq1f1b", 2, False), ("chimera-seq", 4, False), ("auto", 2, True),
+    ],
+)  # fmt: skip
+def test_chunks_that_a_schedule_takes(name: str, chunks: int, good: bool) -> None:
+    section = {"enabled": True, "slices": 4, "schedule": name, "chunks_per_stage": chunks}
+    if good:
+        assert read(section).chunks_per_stage == chunks
+    else:
+        message = problem(section)
+        assert message.startswith(f"terapipe.chunks_per_stage = {chunks}: ") and name in message
+
+
+def test_a_key_near_chunks_per_stage_gets_it_as_advice() -> None:
+    assert "did you mean terapipe.chunks_per_stage?" in problem({"chunk_per_stage": 2})
 
 
 def test_the_check_of_the_first_batch() -> None:
@@ -463,7 +505,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    assert read({"enabled": True, "slices": 8}).fingerprint() == "cace330d49be839a"
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "7b5fd42c6f71f8a8"
 
 
 def test_describe() -> None:

@@ -1,6 +1,6 @@
 """``"verify": "first_batch"``: before the first step every stage checks its own layers on the first batch.
 
-A collective over all ranks. Stages go one after the other, because a stage begins with what the one before gives for
+A collective over all ranks. Parts go one after the other, because a part begins with what the one before gives for
 the whole sequence; then all hear of all findings, and all raise or none does.
 """
 
@@ -18,7 +18,6 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
-from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.untouched import untouched
@@ -76,30 +75,53 @@ def _tensor_size(engine: Any) -> int:
 
 
 def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
-    """This rank's stage, in its turn."""
-    groups, device, plan = engine._groups, torch.device(engine.device), micro_batch.plan
-    weights = _weights(engine, micro_batch)
-    peers = _peers(engine)
+    """This rank's parts, each in its turn."""
+    layout, mine, device = engine._layout, engine.stage_id, torch.device(engine.device)
+    weights, peers, found = _weights(engine, micro_batch), _peers(engine), StageFindings()
+    inputs: Inputs | None = None
     with untouched(engine.module):
-        first = engine.is_first_stage()
-        inputs = _first_inputs(engine, micro_batch, device) if first else _hear(engine, groups, device)
-        stage = StageFindings()
-        if inputs is not None:
-            runner = Runner(engine.module, plan, engine.stage_id, autocast=partial(autocast_if_enabled, engine))
-            stage = check_stage(runner, layers_of(engine.module), inputs, weights, peers, partial(_note, engine))
-        if not engine.is_last_stage():
-            _tell(engine, groups, stage.outputs)
-        elif stage.outputs is not None and engine.module.loss_fn is not None and micro_batch.labels is not None:
-            labels, config = micro_batch.labels.to(device), engine.terapipe_config
-            check_loss(
-                stage,
-                lambda last: LossCheck(
-                    engine.module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
-                    config.ignore_index, peers,
-                ),
-                layer_id=engine.module._local_stop,
-            )  # fmt: skip
-    return stage
+        for part_id in range(layout.num_parts):
+            (stage_id, chunk_id), next_id = layout.homes(part_id)[0], part_id + 1
+            follows = layout.owner(next_id) if next_id < layout.num_parts else None
+            if stage_id != mine:
+                _hear_notes(engine, stage_id)
+                if follows == mine:
+                    inputs = _hear(engine, stage_id, device)
+                continue
+            if part_id == 0:
+                inputs = _first_inputs(engine, micro_batch, device)
+            part = StageFindings()
+            if inputs is not None:
+                if not layout.is_plain:
+                    engine.module.activate(chunk_id)
+                part = _check_part(engine, micro_batch, part_id, inputs, weights, peers)
+                found.add(part)
+            _tell_others(engine, None)
+            inputs = part.outputs
+            if follows is not None and follows != mine:
+                _tell(engine, follows, inputs)
+    return found
+
+
+def _check_part(
+    engine: Any, micro_batch: MicroBatchInFlight, part_id: int, inputs: Inputs, weights: tuple[float, ...],
+    peers: TensorPeersOf,
+) -> StageFindings:  # fmt: skip
+    module, plan = engine.module, micro_batch.plan
+    runner = Runner(module, plan, part_id, autocast=partial(autocast_if_enabled, engine))
+    found = check_stage(runner, layers_of(module), inputs, weights, peers, partial(_note, engine))
+    is_last = part_id == engine._layout.num_parts - 1
+    if is_last and found.outputs is not None and module.loss_fn is not None and micro_batch.labels is not None:
+        labels, config = micro_batch.labels.to(torch.device(engine.device)), engine.terapipe_config
+        check_loss(
+            found,
+            lambda last: LossCheck(
+                module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
+                config.ignore_index, peers,
+            ),
+            layer_id=module._local_stop,
+        )  # fmt: skip
+    return found
 
 
 def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
@@ -114,10 +136,11 @@ def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
 
 
 def _weights(engine: Any, micro_batch: MicroBatchInFlight) -> tuple[float, ...]:
-    """Of the slices' losses, which the last stage knows; on every stage of the pipeline."""
+    """Of the slices' losses, which the stage of the last part knows; on every stage."""
     told = [micro_batch.weights]
     if engine._groups.control is not None:
-        torch_dist.broadcast_object_list(told, src=engine._groups.ranks[-1], group=engine._groups.control)
+        source = engine._groups.ranks[engine._layout.loss_stage]
+        torch_dist.broadcast_object_list(told, src=source, group=engine._groups.control)
     return told[0]
 
 
@@ -157,9 +180,10 @@ def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
     return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
 
 
-def _tell(engine: Any, groups: PipelineGroups, outputs: Inputs | None) -> None:
-    """Send what the whole sequence gives to the next stage; None where there is nothing."""
-    peer = groups.ranks[engine.stage_id + 1]
+def _tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
+    """Send what the whole sequence gives to the stage of the next part; None where there is nothing."""
+    groups = engine._groups
+    peer = groups.ranks[stage_id]
     if outputs is None:
         torch_dist.send_object_list([None], dst=peer, group=groups.control)
         return
@@ -167,36 +191,49 @@ def _tell(engine: Any, groups: PipelineGroups, outputs: Inputs | None) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
     layouts = [_on_host(layout) for layout in outputs.layouts]
     torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
-    wire = groups.wire("activations", engine.stage_id + 1, towards=True, device=torch.device(engine.device))
+    wire = groups.wire("activations", stage_id, towards=True, device=torch.device(engine.device))
     for tensor in tensors:
         torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
 
 
-def _note(engine: Any, text: str) -> None:
-    """Remember what goes on, here and on all stages after this one, which wait: a long check is no stall."""
-    engine._watchdog.note(text)
-    if not engine.is_last_stage():
-        peer = engine._groups.ranks[engine.stage_id + 1]
-        torch_dist.send_object_list([text], dst=peer, group=engine._groups.control)
-
-
-def _hear(engine: Any, groups: PipelineGroups, device: torch.device) -> Inputs | None:
-    """What the stage before sends by :func:`_tell`."""
-    peer = groups.ranks[engine.stage_id - 1]
-    told: list[Any] = ["waiting for the first stage"]
-    while isinstance(told[0], str):  # what the stages before are busy with
-        _note(engine, told[0])
-        torch_dist.recv_object_list(told, src=peer, group=groups.control)
-    if told[0] is None:
+def _hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
+    """What the stage of the part before sends by :func:`_tell`."""
+    groups = engine._groups
+    peer, told = groups.ranks[stage_id], [None]
+    torch_dist.recv_object_list(told, src=peer, group=groups.control)
+    message: Any = told[0]
+    if message is None:
         return None
-    spec, layouts = told[0]
-    wire = groups.wire("activations", engine.stage_id - 1, towards=False, device=device)
+    spec, layouts = message
+    wire = groups.wire("activations", stage_id, towards=False, device=device)
     tensors = []
     for each in spec.tensors:
         buffer = wire.buffer(each)
         torch_dist.recv(buffer, peer, group=wire.group)
         tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
     return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
+
+
+def _note(engine: Any, text: str) -> None:
+    """Remember what goes on, here and on all other stages, which wait: a long check is no stall."""
+    engine._watchdog.note(text)
+    _tell_others(engine, text)
+
+
+def _tell_others(engine: Any, text: str | None) -> None:
+    """What this stage is busy with; None: it is done with its part."""
+    groups = engine._groups
+    for stage_id, peer in enumerate(groups.ranks):
+        if stage_id != engine.stage_id:
+            torch_dist.send_object_list([text], dst=peer, group=groups.control)
+
+
+def _hear_notes(engine: Any, stage_id: int) -> None:
+    """Until ``stage_id`` is done with its part."""
+    groups, told = engine._groups, ["waiting for the part before"]
+    while told[0] is not None:
+        engine._watchdog.note(told[0])
+        torch_dist.recv_object_list(told, src=groups.ranks[stage_id], group=groups.control)
 
 
 def _on_host(layout: Layout) -> Layout:

@@ -59,6 +59,16 @@ class StageFindings:
     outputs: Inputs | None = None
     error: BaseException | None = None
 
+    def add(self, part: StageFindings) -> None:
+        """Of one more part of the stage; what it hands on is not the stage's."""
+        self.num_layers += part.num_layers
+        self.num_losses += part.num_losses
+        self.findings += part.findings
+        self.notes += part.notes
+        self.in_fp32_too += part.in_fp32_too
+        self.without_dropout += part.without_dropout
+        self.error = self.error or part.error
+
 
 def check_stage(
     runner: Runner,

@@ -17,6 +17,7 @@ from terapipe_ds.bench.figures import (
     unsliced_s,
 )
 from terapipe_ds.bench.orders import from_json, looped_placement, of_dualpipev, of_torch, to_json, v_placement
+from terapipe_ds.bench.quiet import drift, off_core_s, sentences
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, validate
 
@@ -134,3 +135,28 @@ def test_orders_of_torch_become_schedules() -> None:
     with_weights = of_torch("zbv", split, v_placement(1), 1)
     validate(with_weights)
     assert with_weights.compute_order(0)[2:] == ["B0.0c1", "W0.0c1", "B0.0c0", "W0.0c0"]
+
+
+def test_what_other_programs_took_of_the_cores() -> None:
+    # stage 0: 0.1 + 0.2 + 0.1 + 0.2; stage 1: 0.0 + 0.0 + 0.3 + 0.4; reduce and optimizer do not count
+    assert off_core_s(TRACE) == pytest.approx(0.7)
+    assert off_core_s(StepTrace.of([[event("F", 0, 0.0, 1.0, 1.2)]])) == 0.0  # helper threads of its own
+
+
+def test_drift_compares_whole_micro_batches() -> None:
+    costs = [SimpleNamespace(forward_s=lambda t, p: 0.01 * t, backward_s=lambda t, p: 0.02 * t + p)] * 2
+    assert drift([3.5, 3.1], costs, 100) == pytest.approx(1.1)
+
+
+def _row(accumulation: int, label: str, drifted: float | None, lost_s: float | None, **more: Any) -> dict[str, Any]:
+    return {"accumulation": accumulation, "label": label, "drift": drifted, "off_core_s": lost_s, "step_s": 2.0,
+            "replayed": False, **more}  # fmt: skip
+
+
+def test_only_a_machine_that_was_not_quiet_is_told_of() -> None:
+    quiet = [_row(1, "a", 1.01, 0.03), _row(4, "b", 0.99, None), _row(4, "c", None, None, error="x")]
+    assert sentences({"runs": quiet}) == []
+    slower, busy = sentences({"runs": [*quiet, _row(8, "d", 1.065, 0.1), _row(8, "e", 1.065, 0.02)]})
+    assert "1.010 with m = 1, 0.990 with m = 4, 1.065 with m = 8" in slower
+    assert "5.0% of a step (d)" in busy
+    assert sentences({"runs": [_row(1, "a", 2.0, 1.0, replayed=True)]}) == []

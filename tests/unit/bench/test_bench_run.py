@@ -99,6 +99,7 @@ def test_rows_by_hand() -> None:
     assert sliced["peak_bytes"] == [1000, 1001] and sliced["loss"] == 5.0 and sliced["predicted_s"] is None
     # replayed: stage 0 F, stage 1 F and B, stage 0 B, a blocking message either way
     assert stock["replayed_s"] == pytest.approx(2 + 0.25 + 6 + 0.25 + 4 + 0.5)
+    assert stock["off_core_s"] == 0.0 and stock["drift"] is None  # nothing was measured to drift from
 
 
 def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:

@@ -297,7 +297,7 @@ def test_choose() -> None:
     [
         (
             {"schedule": "zigzag"},
-            "schedule = 'zigzag': the planner knows gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb, auto",
+            "schedule = 'zigzag': the planner knows gpipe, 1f1b, dapple, terapipe, seq1f1b, ",
         ),
         ({"granularity_tokens": 21}, "granularity_tokens = 21 is larger than the sequence of 20 tokens"),
         ({"granularity_tokens": 0}, "granularity_tokens = 0: give an integer >= 1"),
@@ -307,7 +307,7 @@ def test_choose() -> None:
         ({"memory_limit_bytes": 5}, "memory_limit_bytes needs memory"),
         ({"memory": memory_of(2), "memory_limit_bytes": -5}, "memory_limit_bytes = -5"),
         ({"memory": memory_of(2), "memory_limit_bytes": float("nan")}, "memory_limit_bytes = nan"),
-        ({"costs": [Costs(0)] * 3}, "3 costs for 2 stages"),
+        ({"costs": [Costs(0)] * 3}, "3 costs for 2 parts"),
         ({"costs": object()}, r"no forward_s\(tokens, prefix\)"),
     ],
 )

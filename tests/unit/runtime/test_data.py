@@ -35,7 +35,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
     """What the stage would tell the others; they are taken to agree on two rows of twelve tokens."""
     told: list[StageReport] = []
 
-    def exchange(report: StageReport, group: Any, num_stages: int) -> tuple[MicroBatchShape, ...]:
+    def exchange(report: StageReport, group: Any, *of_layout: Any) -> tuple[MicroBatchShape, ...]:
         told.append(report)
         if report.error is not None:
             raise report.error

@@ -50,19 +50,19 @@ class Post:
         self.sent: list[Work] = []
         self.posted: list[Work] = []
 
-    def isend(self, tensor: Tensor, peer: int, group: Any) -> Work:
+    def isend(self, tensor: Tensor, peer: int, group: Any, tag: int) -> Work:
         assert tensor.is_contiguous()
         assert tensor.dtype != torch.bool, "NCCL knows no booleans"
-        self.mail[group].append(tensor.clone())
+        self.mail[group, tag].append(tensor.clone())
         self.sent.append(Work())
         return self.sent[-1]
 
-    def irecv(self, tensor: Tensor, peer: int, group: Any) -> Work:
-        self.posted.append(Work(tensor, self.mail[group]))
+    def irecv(self, tensor: Tensor, peer: int, group: Any, tag: int) -> Work:
+        self.posted.append(Work(tensor, self.mail[group, tag]))
         return self.posted[-1]
 
-    def recv(self, tensor: Tensor, peer: int, group: Any) -> None:
-        tensor.copy_(self.mail[group].popleft())
+    def recv(self, tensor: Tensor, peer: int, group: Any, tag: int) -> None:
+        tensor.copy_(self.mail[group, tag].popleft())
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ class TestMessages:
         sender, receiver = SendChannel(wire()), receiving_end()
         for micro_batch_id in (0, 1, 2, 3):
             send(sender, (micro_batch_id, 0), torch.full((1 + micro_batch_id % 2,), float(micro_batch_id)))
-        assert len(post.mail["control"]) == 2
+        assert len(post.mail["control", 0]) == 2
         for micro_batch_id in (0, 1, 2, 3):
             receiver.post((micro_batch_id, 0))
         for micro_batch_id in (0, 1, 2, 3):
@@ -238,7 +238,7 @@ def test_a_staged_wire_carries_copies_in_memory_of_the_host(post: Post, dtype: t
     sending, receiving = SendChannel(staged), ReceiveChannel(staged, lambda unit: spec, lambda unit: None)
     receiving.post((0, 0))
     sending.send([sent], consumed_at=0)
-    (copy,) = post.mail["data"]
+    (copy,) = post.mail["data", 0]
     assert copy.device.type == "cpu" and copy.dtype == (torch.uint8 if dtype == torch.bool else dtype)
     sending._in_flight[0][2][0].zero_()  # the copy is not what the layers gave
     assert torch.equal(sent, values)

@@ -50,7 +50,7 @@ def said(check: FiniteCheck) -> str:
 
 
 def finding(stage_id: int, micro_batch_id: int, slice_id: int, is_backward: bool) -> Finding:
-    return Finding(stage_id, "layer", micro_batch_id, slice_id, 0, 1, 8, is_backward, "what")
+    return Finding(stage_id, "layer", micro_batch_id, slice_id, 0, 1, 8, is_backward, "what", part_id=stage_id)
 
 
 def causes(one: Finding, other: Finding) -> bool:

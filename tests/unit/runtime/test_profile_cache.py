@@ -12,7 +12,7 @@ from torch import nn
 
 from terapipe_ds.cost_profile import CostSample, LinkSample, Profile, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.measuring import StageCosts
+from terapipe_ds.runtime.measuring import PartCosts
 from terapipe_ds.runtime.profile_cache import combine
 from terapipe_ds.runtime.profile_key import profile_key
 
@@ -23,11 +23,11 @@ NO_MESSAGES = ((16, 0.0), (64, 0.0))
 def rank(
     stage_id: int, replica_id: int, forward: tuple[float, float], backward: tuple[float, float] = (1.0, 1.0),
     send: float = 1.0, messages: Any = NO_MESSAGES, static_bytes: int = 1,
-) -> StageCosts:  # fmt: skip
+) -> PartCosts:  # fmt: skip
     """A rank that has measured slices of 16 and of 64 tokens."""
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = (LinkSample(16, send, stage_id),) if stage_id == 0 else ()
-    return StageCosts(
+    return PartCosts(
         stage_id, samples, links, messages, PartMemory(static_bytes, 1.0), None, 0.0, replica_id
     )  # fmt: skip
 

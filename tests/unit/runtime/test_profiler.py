@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds.cost_profile import CostSample
 from terapipe_ds.runtime import profiler
-from terapipe_ds.runtime.profiler import grid, groups_of, measure, noise_warning, spread
+from terapipe_ds.runtime.profiler import Taken, grid, groups_of, measure, noise_warning, spread, undisturbed
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
@@ -135,3 +135,41 @@ def test_a_noisy_machine_is_told_of() -> None:
     assert noise_warning(quiet) is None
     warning = noise_warning([_sample(64, 0.3), _sample(128, 0.5), _sample(256, 0.02)])
     assert warning is not None and "2 of 3" in warning and "128 tokens" in warning and "measure again" in warning
+
+
+def test_runs_in_which_another_program_had_the_processor_do_not_count() -> None:
+    runs = [Taken(1.02, 0.01), Taken(1.51, 0.50), Taken(1.00, 0.0), Taken(1.30, 0.29), Taken(1.01, 0.02)]
+    assert undisturbed(runs) == [1.02, 1.00, 1.01]
+
+
+def test_peers_wait_for_one_another_in_every_run() -> None:
+    waiting = [Taken(1.50, 0.50), Taken(1.51, 0.51), Taken(1.90, 0.90)]
+    assert undisturbed(waiting) == [1.50, 1.51]
+
+
+def test_without_a_processor_clock_every_run_counts() -> None:
+    assert undisturbed([Taken(1.0), Taken(3.0), Taken(2.0)]) == [1.0, 3.0, 2.0]
+
+
+def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[float]) -> None:
+    class Disturbed(FakeStage):
+        """In every second round something else has the processor for twice the time of each run."""
+
+        processor_s, runs = 0.0, 0
+
+        def forward(self, tokens: int, prefix: int) -> tuple[float, Any]:
+            seconds, kept = super().forward(tokens, prefix)
+            return self._lengthened(seconds), kept
+
+        def backward(self, live: Any) -> float:
+            return self._lengthened(super().backward(live))
+
+        def _lengthened(self, seconds: float) -> float:
+            self.processor_s += seconds
+            self.runs += 1
+            return 3 * seconds if self.runs % 4 < 2 else seconds
+
+    stage = Disturbed(clock)
+    (sample,) = measure(stage, [(1024, 0)], 1024, num_stages=4, processor_s=lambda: stage.processor_s).samples()
+    assert (sample.forward_s, sample.backward_s) == (1024, 2048)
+    assert sample.forward_spread > profiler.WIDE_SPREAD

@@ -175,20 +175,20 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -
 
 
 @contextmanager
-def unit(micro_batch_id: int, slice_id: int, whole: bool = False) -> Iterator[tuple[int, int]]:
+def unit(part_id: int, micro_batch_id: int, slice_id: int, whole: bool = False) -> Iterator[None]:
     stop = 10 if whole else 5
     active = ActiveSlice(
-        start=0, stop=stop, sequence_length=10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=0,
+        start=0, stop=stop, sequence_length=10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id,
         mode="train", store=None,
     )  # fmt: skip
     with push_slice(active):
-        yield micro_batch_id, slice_id
+        yield
 
 
 class TestSplitBackward:
     """W computes what B has left, and nothing else."""
 
-    UNITS = ((0, 1), (0, 0), (1, 0))
+    UNITS = ((3, 0, 1), (3, 0, 0), (3, 1, 0))
 
     def setup_method(self) -> None:
         torch.manual_seed(0)
@@ -204,7 +204,7 @@ class TestSplitBackward:
         return gradients
 
     def forward_and_backward(
-        self, gradients: WeightGradients, which: tuple[int, int], forward: Any = None, whole: bool = False
+        self, gradients: WeightGradients, which: tuple[int, int, int], forward: Any = None, whole: bool = False
     ) -> Tensor:
         inputs = self.inputs[which].clone().requires_grad_()
         with unit(*which, whole=whole), gradients.deferred(which):
@@ -212,7 +212,7 @@ class TestSplitBackward:
         assert inputs.grad is not None
         return inputs.grad
 
-    def autograd_s(self) -> dict[tuple[int, int], Tensor]:
+    def autograd_s(self) -> dict[tuple[int, int, int], Tensor]:
         """The gradients of the inputs by autograd; those of the parameters are in `.grad`."""
         found = {}
         for which in self.UNITS:
@@ -300,7 +300,7 @@ class TestSplitBackward:
 
     def test_units_without_w_are_as_before(self) -> None:
         gradients = accumulate_in_products(self.model, None)
-        gradients.open_batch([(0, 1)])
+        gradients.open_batch([(3, 0, 1)])
         self.autograd_s()
         for which in self.UNITS:
             if gradients.splits(which):
@@ -309,43 +309,43 @@ class TestSplitBackward:
             inputs = self.inputs[which].clone().requires_grad_()
             with unit(*which):
                 self.model(inputs).square().sum().backward()
-        assert gradients.compute((0, 1), self.around) == 3
+        assert gradients.compute((3, 0, 1), self.around) == 3
         assert_same(self.model, self.plain)
 
     def test_w_before_b_w_twice_and_w_that_never_came(self) -> None:
         gradients = self.gradients()
-        with pytest.raises(InFlightError, match=r"W0\.1 ran before its B, or a second time"):
-            gradients.compute((0, 1), self.around)
-        self.forward_and_backward(gradients, (0, 1))
-        with pytest.raises(InFlightError, match=r"B0\.1 ran twice before its W"):
-            self.forward_and_backward(gradients, (0, 1))
-        with pytest.raises(InFlightError, match=r"the W of \[\(0, 1\)\]"):
+        with pytest.raises(InFlightError, match=r"W0\.1 of part 3 ran before its B, or a second time"):
+            gradients.compute((3, 0, 1), self.around)
+        self.forward_and_backward(gradients, (3, 0, 1))
+        with pytest.raises(InFlightError, match=r"B0\.1 of part 3 ran twice before its W"):
+            self.forward_and_backward(gradients, (3, 0, 1))
+        with pytest.raises(InFlightError, match=r"the W of \[\(3, 0, 1\)\]"):
             gradients.assert_done()
-        gradients.compute((0, 1), self.around)
+        gradients.compute((3, 0, 1), self.around)
         with pytest.raises(InFlightError, match="a second time"):
-            gradients.compute((0, 1), self.around)
+            gradients.compute((3, 0, 1), self.around)
         gradients.assert_done()
 
     def test_what_is_kept_must_not_change(self) -> None:
         gradients = self.gradients()
-        kept = self.inputs[0, 1].requires_grad_()
-        with unit(0, 1), gradients.deferred((0, 1)):
+        kept = self.inputs[3, 0, 1].requires_grad_()
+        with unit(3, 0, 1), gradients.deferred((3, 0, 1)):
             self.model(kept).square().sum().backward()
         with torch.no_grad():
             kept.zero_()
         with pytest.raises(InFlightError, match="changed in place after its B"):
-            gradients.compute((0, 1), self.around)
+            gradients.compute((3, 0, 1), self.around)
 
     def test_other_dtypes_and_autocast_stay_in_b(self) -> None:
         gradients = self.gradients()
         model = self.model.float()
-        inputs = self.inputs[0, 1].float().requires_grad_()
-        with unit(0, 1), gradients.deferred((0, 1)):
+        inputs = self.inputs[3, 0, 1].float().requires_grad_()
+        with unit(3, 0, 1), gradients.deferred((3, 0, 1)):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = model(inputs).float().square().sum()
             loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
-        assert gradients.compute((0, 1), self.around) == 0
+        assert gradients.compute((3, 0, 1), self.around) == 0
 
     def test_a_layer_whose_input_has_no_gradient_stays_in_b(self) -> None:
         gradients = self.gradients()
@@ -358,12 +358,12 @@ class TestSplitBackward:
 
     def test_a_backward_apart_from_b_is_refused(self) -> None:
         self.gradients()
-        with unit(0, 1), pytest.raises(InFlightError, match="but not in its B"):
-            self.model(self.inputs[0, 1].requires_grad_()).sum().backward()
+        with unit(3, 0, 1), pytest.raises(InFlightError, match="but not in its B"):
+            self.model(self.inputs[3, 0, 1].requires_grad_()).sum().backward()
 
     def test_a_failed_batch_leaves_nothing(self) -> None:
         gradients = self.gradients()
-        self.forward_and_backward(gradients, (0, 1))
+        self.forward_and_backward(gradients, (3, 0, 1))
         gradients.open_batch(())
         gradients.assert_done()
-        assert gradients.kept_bytes((0, 1)) == 0
+        assert gradients.kept_bytes((3, 0, 1)) == 0

@@ -9,14 +9,30 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from terapipe_ds.schedule import SCHEDULE_NAMES, Action, Kind, Schedule
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Action, Kind, Schedule, build
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "schedules.json").read_text(encoding="utf-8")
 )
 
-names = st.sampled_from(SCHEDULE_NAMES)
+names = st.sampled_from([name for name in SCHEDULE_NAMES if name not in CHUNKED_SCHEDULES])
+"""The schedules with one part per stage."""
 stage_counts = st.integers(1, 7)
+
+
+@st.composite
+def chunked_schedules(draw: st.DrawFn, max_slices: int = 4) -> Schedule:
+    """Any of those whose stages hold several chunks, of a small shape."""
+    name = draw(st.sampled_from([name for name in SCHEDULE_NAMES if name in CHUNKED_SCHEDULES]))
+    num_slices = draw(st.lists(st.integers(1, max_slices), min_size=1, max_size=5))
+    num_stages = draw(st.integers(1, 2)) * 2 if name.startswith("chimera") else draw(st.integers(1, 4))
+    chunks = draw(st.integers(2, 3)) if "interleaved" in name else 2
+    forward_only = draw(st.integers(0, 4)) == 0
+    return build(
+        name, num_stages, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks
+    )
+
+
 even_shapes = st.tuples(stage_counts, st.integers(1, 6), st.integers(1, 6))
 """(stages, micro-batches, slices of each)."""
 ragged_shapes = st.tuples(stage_counts, st.lists(st.integers(1, 6), min_size=1, max_size=6))

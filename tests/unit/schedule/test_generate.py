@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from schedule_cases import GOLDEN, by_hand, even_shapes, golden_order, names, ragged_shapes, zero_bubble
 
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, Kind, ScheduleError, build, generate, render, validate
+from terapipe_ds.schedule import (
+    CHUNKED_SCHEDULES,
+    SCHEDULE_NAMES,
+    SPLIT_SCHEDULES,
+    Kind,
+    ScheduleError,
+    build,
+    generate,
+    render,
+    validate,
+)
 from terapipe_ds.schedule.show import count_slots
 
 
@@ -18,6 +28,7 @@ from terapipe_ds.schedule.show import count_slots
         ("seq1f1b_p4_m2_s4", "seq1f1b", (4, 2, 4)),
         ("terapipe_p4_m2_s4", "terapipe", (4, 2, 4)),
         ("dapple_1f1b_p4_m4", "1f1b", (4, 4, 1)),
+        ("dapple_1f1b_p4_m4", "dapple", (4, 4, 1)),
         ("seq1f1b_zb_p4_m2_s4", "seq1f1b-zb", (4, 2, 4)),
     ],
 )
@@ -154,14 +165,17 @@ def _forwards_before(kinds: list[Kind], backward: int) -> int:
 
 
 def test_a_longer_micro_batch_does_not_empty_the_pipeline() -> None:
-    slots = {name: count_slots(build(name, 8, 6, [2, 8, 4, 6, 2, 8])).num_slots for name in SCHEDULE_NAMES}
+    slots = {name: count_slots(build(name, 8, 6, [2, 8, 4, 6, 2, 8])).num_slots for name in ("seq1f1b", "terapipe")}
     assert slots["seq1f1b"] <= 1.15 * slots["terapipe"]
 
 
 def test_the_tables_in_the_comments_are_true() -> None:
-    for name, generator in generate.GENERATORS.items():
+    shapes: dict[str, Any] = dict.fromkeys(generate.GENERATORS, (3, 2, 2))
+    shapes |= {"interleaved": (2, 2, 1), "seq1f1b-interleaved": (2, 1, 3), "zbv": (2, 2, 1)}
+    for name, generator in {**generate.GENERATORS, **generate.CHUNKED_GENERATORS}.items():
         source = inspect.getsource(sys.modules[generator.__module__])
-        grid = [line for line in render(build(name, 3, 2, 2)).splitlines() if line.startswith("stage")]
+        schedule = build(name, *shapes.get(name, (2, 2, 2)), chunks_per_stage=2 if name in CHUNKED_SCHEDULES else 1)
+        grid = [line for line in render(schedule, width=1000).splitlines() if line.startswith("stage")]
         table = "\n".join(f"# {line}" for line in grid)
         assert f"{table}\ndef {generator.__name__}(" in source
 
@@ -204,7 +218,25 @@ def test_a_slice_count_for_every_micro_batch() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_what_a_schedule_does_not_take_is_refused(name: str) -> None:
-    with pytest.raises(ScheduleError, match="chunks_per_stage is 2: .*leave it at 1"):
-        build(name, 2, 2, 2, chunks_per_stage=2)
+    if "interleaved" not in name:
+        with pytest.raises(ScheduleError, match="chunks_per_stage is 3: .*leave it at 1"):
+            build(name, 2, 2, 2, chunks_per_stage=3)
     with pytest.raises(ScheduleError, match="takes no option 'warm_up'"):
         build(name, 2, 2, 2, warm_up=3)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_the_warm_ups_of_dapple(num_stages: int) -> None:
+    """Forwards before the first backward: K - i by policy A, 2(K - i) - 1 by policy B (arXiv 2007.01045)."""
+    for m in (1, 3, 12):
+        for policy, warm_up in (("A", lambda i: num_stages - i), ("B", lambda i: 2 * (num_stages - i) - 1)):
+            schedule = build("dapple", num_stages, m, 1, policy=policy)
+            validate(schedule)
+            for stage_id in range(num_stages):
+                assert schedule.compute_order(stage_id).index("B0.0") == min(warm_up(stage_id), m)
+        assert build("dapple", num_stages, m, 2).orders == build("1f1b", num_stages, m, 2).orders
+
+
+def test_a_policy_that_dapple_does_not_have() -> None:
+    with pytest.raises(ScheduleError, match="policy is 'C': give 'A' .* or 'B'"):
+        build("dapple", 2, 2, 2, policy="C")

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import OTHER_KINDS, names, ragged_shapes, v_shaped
+from schedule_cases import OTHER_KINDS, chunked_schedules, names, ragged_shapes, v_shaped
 
 from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build, lower
 
@@ -70,6 +70,16 @@ def test_lowered_schedules_of_other_kinds_run(kind: str, receive_ahead: int) -> 
     schedule = OTHER_KINDS[kind]()
     wires = 2 if kind == "v_shaped" else schedule.num_parts - 1  # at the foot of the V there is none
     assert run_as_an_engine(schedule, receive_ahead) == wires * sum(schedule.num_slices) * 2
+
+
+@given(chunked_schedules(), st.integers(0, 5))
+def test_lowered_schedules_of_several_chunks_run(schedule: Schedule, receive_ahead: int) -> None:
+    """Messages of a micro-batch: one per pair of neighbouring parts that stand on different stages, and direction."""
+    wires = 0
+    for m, count in enumerate(schedule.num_slices):
+        homes = {a.part_id: k for k, order in enumerate(schedule.orders) for a in order if a.micro_batch_id == m}
+        wires += count * sum(homes[part] != homes[part + 1] for part in range(schedule.num_parts - 1))
+    assert run_as_an_engine(schedule, receive_ahead) == wires * (1 if schedule.forward_only else 2)
 
 
 @given(names, ragged_shapes, st.integers(0, 4))

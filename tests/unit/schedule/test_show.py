@@ -1,15 +1,28 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import bidirectional, even_shapes, interleaved, names, ragged_shapes, zero_bubble
+from schedule_cases import bidirectional, even_shapes, interleaved, names, ragged_shapes, v_shaped, zero_bubble
 
-from terapipe_ds.schedule import Schedule, ScheduleError, build, from_csv, render, to_csv, validate
+from terapipe_ds.schedule import (
+    SCHEDULE_NAMES,
+    Schedule,
+    ScheduleError,
+    build,
+    fits,
+    from_csv,
+    load,
+    render,
+    to_csv,
+    validate,
+)
 from terapipe_ds.schedule.show import count_slots, to_dict
 
 
@@ -102,6 +115,18 @@ def test_the_dict_is_json() -> None:
     assert data["bubble_fraction"] == pytest.approx(24 / 88)
 
 
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("num_slices", [[1], [2, 3, 1, 2, 2]])
+def test_csv_of_every_schedule(name: str, forward_only: bool, num_slices: list[int]) -> None:
+    """Placement, chunks, slices and orders; one micro-batch leaves a direction of a bidirectional schedule empty."""
+    chunks = 3 if "interleaved" in name else 1
+    schedule = build(
+        name, 4, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks
+    )
+    assert from_csv(to_csv(schedule), name=name) == schedule
+
+
 @given(names, ragged_shapes, st.booleans())
 def test_csv_there_and_back(name: str, shape: tuple[int, list[int]], forward_only: bool) -> None:
     num_stages, num_slices = shape
@@ -114,8 +139,17 @@ def test_csv_there_and_back(name: str, shape: tuple[int, list[int]], forward_onl
 def test_csv_of_other_kinds() -> None:
     assert from_csv(to_csv(zero_bubble()), name="by hand") == zero_bubble()
     assert from_csv(to_csv(interleaved()), name="by hand") == interleaved()
-    with pytest.raises(ScheduleError, match="a placement of its own, which CSV cannot hold"):
-        to_csv(bidirectional())
+    for make in (bidirectional, v_shaped):
+        assert from_csv(to_csv(make()), name="by hand") == make()
+    assert to_csv(bidirectional()).startswith("placement,0/3,1/2,2/1,3/0\nF0.0c0,F1.0c0,F2.0c1,")
+
+
+def test_a_placement_by_hand() -> None:
+    """One stage with both parts; the chunk is written where it is not 0."""
+    schedule = from_csv("placement,0/1\nF0.0,F0.0c1,B0.0c1,B0.0\n")
+    assert schedule.placement == {(0, 0): 0, (0, 1): 1}
+    swapped = from_csv("placement , 1/0\nF0.0c1,F0.0,B0.0,B0.0c1\n")
+    assert swapped.placement == {(0, 0): 1, (0, 1): 0}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +179,14 @@ def test_csv_as_programs_write_it(text: str) -> None:
         ("F0.1\n", "has micro-batch 0 slice 1 but no micro-batch 0 slice 0"),
         ("F0.0c1\n", "has chunk 1 but no chunk 0"),
         ("F999999999.0\n", "has micro-batch 999999999 but no micro-batch 0"),
+        ("placement,0\n", "a placement but no stage"),
+        ("placement,0\nF0.0,B0.0\nF0.0,B0.0\n", "row 1: the placement has 1 stages, 2 rows follow"),
+        ("placement,0,x\nF0.0,B0.0\nF0.0,B0.0\n", "row 1, cell 3: cannot read 'x' as the parts"),
+        ("placement,0,1/2\nF0.0,B0.0\nF0.0,B0.0\n", "row 1, cell 3: cannot read '1/2'"),
+        ("placement,0,2\nF0.0,B0.0\nF0.0,B0.0\n", "number the parts from 0 without a gap"),
+        ("placement,0/1\nF0.0c2,B0.0c2\n", "has chunk 2 but its placement 2 parts per stage"),
+        ("placement,0\nF0.0,G0.0\n", "row 2, cell 2: cannot read 'G0.0'"),
+        ("placement,1,0\nF0.0,B0.0\nB0.0,F0.0\n", "B0.0 runs before F0.0"),
         ("F0.0,B0.0\nB0.0,F0.0\n", "B0.0 runs before F0.0"),
         ("F0.0,B0.0\nF0.0\n", "B0.0 of part 1 is missing"),
     ],
@@ -185,3 +227,42 @@ def read_or_refuse(text: str) -> None:
         return
     validate(schedule)
     assert from_csv(to_csv(schedule)) == schedule
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    schedule = build("chimera", 4, 4, 2)
+    path.write_text(to_csv(schedule))
+    assert load(path) == load(str(path)) == dataclasses.replace(schedule, name="mine")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory; give the path of a CSV file"),
+        (b"\xff\xfe", "no text in UTF-8"),
+        (b"F0.0,x", "row 1, cell 2"),
+    ],
+)
+def test_a_file_without_a_schedule(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    path = tmp_path / "mine.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ScheduleError, match=f"mine.csv.*{reason}"):
+        load(path)
+    with pytest.raises(ScheduleError, match="give the path of a CSV file"):
+        load("\0.csv")
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_slices", "problem"),
+    [
+        (2, [2, 3], None),
+        (3, [2, 3], "has 2 stages (rows), the pipeline 3"),
+        (2, [2], "has 2 micro-batches, a batch 1: set gradient_accumulation_steps to 2"),
+        (2, [2, 2], "has 3 slices of micro-batch 1, the plan 2: cut it into 3"),
+    ],
+)
+def test_whether_a_batch_fits(num_stages: int, num_slices: list[int], problem: str | None) -> None:
+    found = fits(build("seq1f1b", 2, 2, [2, 3]), num_stages, num_slices)
+    assert found is None if problem is None else problem in str(found)

@@ -1,0 +1,125 @@
+"""Parts that stand at two places (Chimera): one model, whose gradients are summed before the optimizer steps.
+
+To DeepSpeed a layer with two homes is a layer tied over them: their gradients are summed where those of tied layers
+are, one of the copies counts in norms and in numbers of parameters, and all of them make the same steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.pipe import TiedLayerSpec
+from torch import nn
+
+from terapipe_ds.runtime.layout import Layout
+
+
+def copies_of(module: Any, layout: Layout, held: list[tuple[int, list[Any]]]) -> dict[str, dict[str, Any]]:
+    """For each layer on this stage that another stage holds too, what ``PipelineModule.tied_comms`` has of a tied one.
+
+    A collective over all ranks, which make all groups in one order.
+
+    Args:
+        held: the number of the first layer and the layers of each part on this stage.
+    """
+    layers: dict[str, Any] = {
+        str(layer_id): layer for start, functions in held for layer_id, layer in enumerate(functions, start)
+    }
+    layers |= dict(module.tied_modules.items())
+    groups: dict[tuple[int, ...], Any] = {}
+    comms: dict[str, dict[str, Any]] = {}
+    for name, stages in _holders(module, layout).items():
+        for ranks in _ranks_of(module, stages):
+            if ranks not in groups:
+                groups[ranks] = torch_dist.new_group(list(ranks))
+            if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
+                comms[name] = _comm(module, layers[name], ranks, groups[ranks])
+    return comms
+
+
+def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any) -> dict[str, Any]:
+    for parameter in layer.parameters():
+        parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
+    names = [name for name, _ in layer.named_parameters()]
+    return {"ranks": list(ranks), "group": group, "weight_attr": names, "module": layer}
+
+
+def _holders(module: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each layer, or each tied one; the first one counts in norms, as on DeepSpeed's first stage
+    everything does."""
+    holders: dict[str, list[int]] = {}
+    for part_id in range(layout.num_parts):
+        stages = [stage_id for stage_id, _ in layout.homes(part_id)]
+        for layer_id in range(module.parts[part_id], module.parts[part_id + 1]):
+            spec = module._layer_specs[layer_id]
+            name = spec.key if isinstance(spec, TiedLayerSpec) else str(layer_id)
+            holders.setdefault(name, []).extend(stages)
+    return {name: tuple(sorted(set(stages))) for name, stages in holders.items()}
+
+
+def _ranks_of(module: Any, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The ranks at these stages of every pipeline."""
+    grid = module._grid
+    tensor = grid.get_slice_parallel_world_size()
+    places = [
+        {"data": data, "model": model} if tensor > 1 else {"data": data}
+        for data in range(grid.data_parallel_size)
+        for model in range(tensor)
+    ]
+    return [tuple(grid.stage_to_global(stage_id=stage, **place) for stage in stages) for place in places]
+
+
+def complete_gradients(module: Any) -> None:
+    """Give a gradient of zero to each parameter that has one at another of its places and none here, so that all of
+    them sum: a direction may have no micro-batch, or a layer take no part in it."""
+    by_group: dict[int, tuple[Any, list[torch.Tensor]]] = {}
+    for comm in module.tied_comms.values():
+        weights = [module._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
+        by_group.setdefault(id(comm["group"]), (comm["group"], []))[1].extend(weights)
+    for group, weights in by_group.values():
+        if not weights:
+            continue
+        here = [weight.grad is not None for weight in weights]
+        there = torch.tensor(here, dtype=torch.int32, device=weights[0].device)
+        torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
+        for weight, anywhere in zip(weights, there.tolist(), strict=True):
+            if anywhere and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+
+
+def sum_losses(engine: Any, layout: Layout, groups: Any) -> None:
+    """Bring what the last part has booked at its other places to the stage that tells all ranks of the loss."""
+    stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
+    if engine.stage_id not in stages:
+        return
+    booked = [_on_the_host(engine.total_loss), _on_the_host(engine.total_additional_losses)]
+    if engine.stage_id != layout.loss_stage:
+        torch_dist.send_object_list(booked, dst=groups.ranks[layout.loss_stage], group=groups.control)
+        return
+    for stage_id in stages[1:]:
+        theirs: list[Any] = [None, None]
+        torch_dist.recv_object_list(theirs, src=groups.ranks[stage_id], group=groups.control)
+        engine.total_loss = _sum(engine.total_loss, theirs[0], engine.device)
+        engine.total_additional_losses = _sum(engine.total_additional_losses, theirs[1], engine.device)
+
+
+def _on_the_host(booked: Any) -> Any:
+    """A loss, a list of losses, or a dict of them, without graph."""
+    if torch.is_tensor(booked):
+        return booked.detach().cpu()
+    if isinstance(booked, dict):
+        return {name: _on_the_host(loss) for name, loss in booked.items()}
+    return booked if booked is None else [_on_the_host(loss) for loss in booked]
+
+
+def _sum(mine: Any, theirs: Any, device: Any) -> Any:
+    """Of two bookings of one form; None is nothing booked."""
+    if theirs is None:
+        return mine
+    if torch.is_tensor(theirs):
+        return theirs.to(device) if mine is None else mine + theirs.to(device)
+    if isinstance(theirs, dict):
+        return type(theirs)({name: _sum((mine or {}).get(name), loss, device) for name, loss in theirs.items()})
+    return [_sum(None if mine is None else mine[i], loss, device) for i, loss in enumerate(theirs)]

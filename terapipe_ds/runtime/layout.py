@@ -1,0 +1,142 @@
+"""Which part of the layers stands where: the layout of a pipeline, as the schedule of its batches wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part stands on a stage: its number, its chunk, and whether it is an end of the model."""
+
+    part_id: int
+    chunk_id: int = 0
+    is_first: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``placement[(stage_id, chunk_id)]``: the part there, as in ``Schedule.placement``.
+
+    A part has several places where a pipeline goes both ways (Chimera); that with the lowest chunk is its own one:
+    there it is saved, and there evaluation runs it.
+    """
+
+    num_stages: int
+    placement: Mapping[tuple[int, int], int] = field(hash=False)
+
+    @classmethod
+    def plain(cls, num_stages: int) -> Layout:
+        """One part for each stage."""
+        return cls(num_stages, {(stage_id, 0): stage_id for stage_id in range(num_stages)})
+
+    @property
+    def chunks_per_stage(self) -> int:
+        return len(self.placement) // self.num_stages
+
+    @property
+    def num_parts(self) -> int:
+        return len(set(self.placement.values()))
+
+    @property
+    def is_plain(self) -> bool:
+        """DeepSpeed's own: stage k holds part k."""
+        return self.chunks_per_stage == 1
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether parts stand at several places."""
+        return self.num_parts < len(self.placement)
+
+    def places(self, stage_id: int) -> tuple[Place, ...]:
+        """Of one stage, by chunk."""
+        last = self.num_parts - 1
+        parts = [self.placement[stage_id, chunk_id] for chunk_id in range(self.chunks_per_stage)]
+        return tuple(Place(part, chunk_id, part == 0, part == last) for chunk_id, part in enumerate(parts))
+
+    @cached_property
+    def _homes(self) -> dict[int, list[tuple[int, int]]]:
+        homes: dict[int, list[tuple[int, int]]] = {}
+        for (stage_id, chunk_id), part_id in sorted(self.placement.items(), key=lambda item: item[0][::-1]):
+            homes.setdefault(part_id, []).append((stage_id, chunk_id))
+        return homes
+
+    def homes(self, part_id: int) -> list[tuple[int, int]]:
+        """The places (stage, chunk) of a part, its own one first."""
+        return self._homes[part_id]
+
+    def owner(self, part_id: int) -> int:
+        """The stage that saves the part."""
+        return self._homes[part_id][0][0]
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that knows the loss of a batch: the owner of the last part."""
+        return self.owner(self.num_parts - 1)
+
+    def stages_with_end(self, first: bool) -> tuple[int, ...]:
+        """The stages that hold the first part, or the last one: those that draw inputs, or labels."""
+        return tuple(sorted(stage_id for stage_id, _ in self.homes(0 if first else self.num_parts - 1)))
+
+    @property
+    def drawing_stages(self) -> tuple[int, ...]:
+        """The stages that draw data."""
+        return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
+
+    def problem_of(self, schedule: Schedule) -> str | None:
+        """Why the links of this layout cannot carry a schedule; None where they can."""
+        if not self.has_copies:
+            return None
+        chunks: dict[int, set[int]] = {}
+        for action in (action for order in schedule.orders for action in order):
+            chunks.setdefault(action.micro_batch_id, set()).add(action.chunk_id)
+        mixed = [micro_batch_id for micro_batch_id, found in chunks.items() if len(found) > 1]
+        if not mixed:
+            return None
+        return (
+            f"schedule {schedule.name!r}: micro-batch {mixed[0]} changes between chunks; where parts stand at several "
+            "places, a micro-batch must stay in one chunk from the first part to the last"
+        )
+
+    def wires(self) -> list[tuple[int, int, int, int]]:
+        """``(source stage, source chunk, stage, chunk)`` of every way of activations between two stages.
+
+        A micro-batch keeps its direction: a copy of a part hands on to the copy of the next part that has its chunk,
+        where there is one.
+        """
+        found = []
+        for part_id in range(self.num_parts - 1):
+            targets = self.homes(part_id + 1)
+            for source in self.homes(part_id):
+                same = [target for target in targets if target[1] == source[1]]
+                for target in (same if self.has_copies and same else targets):
+                    if source[0] != target[0]:
+                        found.append((*source, *target))
+        return found
+
+
+def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
+    """The layout that the schedule of ``config`` runs on.
+
+    Raises:
+        TeraPipeConfigError: the schedule has no such layout.
+    """
+    if config.schedule.endswith(".csv"):
+        schedule = load(config.schedule)
+        if schedule.num_stages != num_stages:
+            raise TeraPipeConfigError(
+                f"terapipe.schedule = {config.schedule!r}: it is for {schedule.num_stages} stages, and the module has "
+                f"{num_stages}; write one for {num_stages}"
+            )
+        return Layout(num_stages, schedule.placement)
+    name = ("interleaved" if config.chunks_per_stage > 1 else "1f1b") if config.schedule == "auto" else config.schedule
+    try:
+        return Layout(num_stages, placement_for(name, num_stages, config.chunks_per_stage))
+    except ScheduleError as error:
+        raise TeraPipeConfigError(f"terapipe.schedule = {config.schedule!r}: {error.reason}") from None

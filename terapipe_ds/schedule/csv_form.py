@@ -1,0 +1,184 @@
+"""A schedule as CSV, to write by hand, to keep in a file and to run from there.
+
+    placement,0/3,1/2        only where the parts do not stand in a loop: per stage, the parts of its chunks 0, 1, ...
+    F0.0c0,F0.0c1,B0.0c1,B0.0c0
+    F0.0c0,F0.0c1,B0.0c1,B0.0c0
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .action import Action, Kind, Schedule, ScheduleError
+from .placement import Placement, loop
+from .validate import validate
+
+_PLACEMENT = "placement"
+_PARTS = re.compile(r"(0|[1-9][0-9]{0,8})(/(0|[1-9][0-9]{0,8}))*")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """One row per stage; the cells are its computations in order.
+
+    Where the parts do not stand in the loop (part = chunk * stages + stage) that ``from_csv`` assumes, or not every
+    chunk computes something, a first row has the placement: "placement", then for each stage the parts of its chunks,
+    as 0/7.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    chunks = range(schedule.chunks_per_stage)
+    used = {action.chunk_id for order in schedule.orders for action in order}
+    if schedule.placement != loop(schedule.num_stages, len(chunks)) or len(used) < len(chunks):
+        parts = ([str(schedule.placement[stage, chunk]) for chunk in chunks] for stage in range(schedule.num_stages))
+        writer.writerow([_PLACEMENT, *map("/".join, parts)])
+    writer.writerows(schedule.compute_order(stage_id) for stage_id in range(schedule.num_stages))
+    return text.getvalue()
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule that a CSV text describes, validated.
+
+    The counts follow from the cells: stages from the rows, micro-batches, slices and chunks from the highest
+    ids, and forward-only where no cell is a B or W. Without a row "placement" the parts stand in a loop. Blank cells
+    at the end of a row and blank rows at the end of the text are ignored. Raises ``ScheduleError``: naming row and
+    cell (from 1) of what cannot be read, or as ``validate``.
+    """
+    rows = _read_rows(text)
+    given = rows.pop(0) if rows[0][0] == _PLACEMENT else None
+    first_row = 1 if given is None else 2
+    if not rows:
+        raise ScheduleError("the CSV has a placement but no stage: give one row per stage, with cells such as F0.0")
+    actions = [
+        [_read_cell(cell, row_number, number) for number, cell in enumerate(row, start=1)]
+        for row_number, row in enumerate(rows, start=first_row)
+    ]
+    everything = [action for row in actions for action in row]
+    num_slices = _count_slices(everything)
+    chunk_ids = {action.chunk_id for action in everything}
+    placement = loop(len(rows), _count_up(chunk_ids, "chunk")) if given is None else _read_placement(given, len(rows))
+    num_chunks = len(placement) // len(rows)
+    if max(chunk_ids) >= num_chunks:
+        raise ScheduleError(
+            f"the CSV has chunk {max(chunk_ids)} but its placement {num_chunks} parts per stage: give one more to each"
+        )
+    orders = tuple(
+        tuple(Action(a.kind, *a.unit, placement[stage_id, a.chunk_id], a.chunk_id) for a in row)
+        for stage_id, row in enumerate(actions)
+    )
+    forward_only = all(action.kind is Kind.FORWARD for action in everything)
+    schedule = Schedule(name, len(rows), len(num_slices), num_slices, num_chunks, forward_only, orders, placement)
+    validate(schedule)
+    return schedule
+
+
+def load(path: str | Path) -> Schedule:
+    """The schedule of a CSV file, validated; its name is the file's, without ``.csv``.
+
+    Raises ``ScheduleError``, with the path, where the file cannot be read or holds no schedule that can run.
+    """
+    path = Path(path)
+    try:
+        return from_csv(path.read_text(encoding="utf-8"), name=path.stem)
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path} is no text in UTF-8: {error}; save it as CSV") from error
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror or error}; give the path of a CSV file") from error
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error.reason}", error.picture) from None
+    except ValueError as error:  # a path with a null character
+        raise ScheduleError(f"{str(path)!r}: {error}; give the path of a CSV file") from error
+
+
+def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str | None:
+    """What keeps a schedule from running a batch on ``num_stages`` stages, ``num_slices`` of each micro-batch.
+
+    None where nothing does; otherwise one line for a message, which says what to change.
+    """
+    counts = tuple(num_slices)
+    if schedule.num_stages != num_stages:
+        return f"schedule {schedule.name!r} has {schedule.num_stages} stages (rows), the pipeline {num_stages}"
+    if schedule.num_micro_batches != len(counts):
+        return (
+            f"schedule {schedule.name!r} has {schedule.num_micro_batches} micro-batches, a batch {len(counts)}: set"
+            f" gradient_accumulation_steps to {schedule.num_micro_batches}, or write a schedule for {len(counts)}"
+        )
+    for micro_batch_id, (has, wants) in enumerate(zip(schedule.num_slices, counts, strict=True)):
+        if has != wants:
+            return (
+                f"schedule {schedule.name!r} has {has} slices of micro-batch {micro_batch_id}, the plan {wants}: cut it"
+                f" into {has}, or write a schedule for {wants}"
+            )
+    return None
+
+
+def _read_placement(row: list[str], num_stages: int) -> Placement:
+    cells = row[1:]
+    if len(cells) != num_stages:
+        raise ScheduleError(
+            f"CSV row 1: the placement has {len(cells)} stages, {num_stages} rows follow; give one cell for each"
+        )
+    for number, cell in enumerate(cells, start=2):
+        if not _PARTS.fullmatch(cell) or cell.count("/") != cells[0].count("/"):
+            raise ScheduleError(
+                f"CSV row 1, cell {number}: cannot read {cell[:40]!r} as the parts of a stage: write one part per"
+                " chunk, as many for each stage, as 0/7"
+            )
+    return {
+        (stage_id, chunk_id): int(part)
+        for stage_id, cell in enumerate(cells)
+        for chunk_id, part in enumerate(cell.split("/"))
+    }
+
+
+def _read_rows(text: str) -> list[list[str]]:
+    try:
+        rows = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), strict=True))
+    except csv.Error as error:
+        raise ScheduleError(
+            f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
+        ) from error
+    rows = [[cell.strip() for cell in row] for row in rows]
+    for row in rows:
+        while row and not row[-1]:
+            row.pop()
+    while rows and not rows[-1]:
+        rows.pop()
+    if not rows:
+        raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
+    empty = next((number for number, row in enumerate(rows, start=1) if not row), None)
+    if empty is not None:
+        raise ScheduleError(
+            f"CSV row {empty} is empty: every stage computes something, give its computations"
+        )
+    return rows
+
+
+def _read_cell(cell: str, row_number: int, cell_number: int) -> Action:
+    try:
+        return Action.parse(cell)
+    except ScheduleError as error:
+        hint = ", and separate cells by commas" if ";" in cell or "\t" in cell else ""
+        raise ScheduleError(f"CSV row {row_number}, cell {cell_number}: {error.reason}{hint}") from None
+
+
+def _count_slices(actions: list[Action]) -> tuple[int, ...]:
+    slices: dict[int, set[int]] = {}
+    for action in actions:
+        slices.setdefault(action.micro_batch_id, set()).add(action.slice_id)
+    return tuple(
+        _count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch"))
+    )
+
+
+def _count_up(ids: set[int], what: str) -> int:
+    """How many ids there are; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
+    missing = next((number for number in range(len(ids)) if number not in ids), None)
+    if missing is not None:
+        raise ScheduleError(
+            f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap"
+        )
+    return len(ids)

@@ -1,0 +1,203 @@
+"""List scheduling: orders written down while a clock of unit slots runs.
+
+Where no closed form suits every shape, the stages are played: in each slot a free stage starts the best of what it can
+run, and its order is what it ran. Such an order cannot deadlock, for it has just been run.
+
+Which one is best: a B, for the stages before wait for it; then an F, that of the later part, which brings backwards
+sooner; a W only where nothing else can run. Of several B it is the one that waits longest (then that of the later
+part), or always that of the earlier part, which gives room for the next F, or of the later one: which of these rules
+is best depends on the shape, so all are played and the shortest is taken. Where backwards are split, nobody knows here
+how they are: a layer leaves a half of its backward to W, or a third. So the clock runs at several such times, and of
+the orders that it gives the one is taken that is shortest over all of them.
+
+An F that would make a place hold more live slices than its limit cannot run. It never comes to a standstill as long as
+each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
+on each of those parts, hence on the last one, and there its B can run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .action import Kind, ScheduleError
+from .interleaved import PlacedUnit
+from .placement import Placement
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+Slots = tuple[int, int, int]
+"""What F, B and W take; without W where the last one is 0."""
+
+UNSPLIT: tuple[Slots, ...] = ((1, 2, 0),)
+SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
+"""A backward takes two forwards; of it W is a half, two fifths or three tenths."""
+
+_MANY_UNITS = 1500  # above which one clock must do: planning builds orders for many numbers of slices
+
+_Id = tuple[int, int]
+"""(micro_batch_id, slice_id)."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One place (stage, chunk): its units in the order of their F and in that of their B, and how far it is."""
+
+    stage_id: int
+    chunk_id: int
+    part_id: int
+    limit: int
+    ahead: list[_Id]
+    back: list[_Id]
+    before: _Lane | None = None  # the place of the part before, in this direction
+    after: _Lane | None = None
+    live: int = 0
+    num_run: Counter[Kind] = field(default_factory=Counter)
+    forward_ends: dict[_Id, int] = field(default_factory=dict)
+    backward_ends: dict[_Id, int] = field(default_factory=dict)
+
+    def next_unit(self, kind: Kind) -> _Id | None:
+        units = self.ahead if kind is Kind.FORWARD else self.back
+        return units[self.num_run[kind]] if self.num_run[kind] < len(units) else None
+
+    def forward_ready_at(self) -> int | None:
+        """When the input of the next F was there; None where it cannot run yet."""
+        unit = self.next_unit(Kind.FORWARD)
+        if unit is None or self.live >= self.limit:
+            return None
+        return 0 if self.before is None else self.before.forward_ends.get(unit)
+
+    def backward_ready_at(self) -> int | None:
+        unit = self.next_unit(Kind.BACKWARD)
+        if unit is None or unit not in self.forward_ends:
+            return None
+        return self.forward_ends[unit] if self.after is None else self.after.backward_ends.get(unit)
+
+
+_Rule = Callable[[tuple[int, _Lane]], tuple[int, ...]]
+"""Of several B that can run, (since when, where), the least one by this runs first."""
+
+_RULES: tuple[_Rule, ...] = (
+    lambda ready: (ready[0], -ready[1].part_id),
+    lambda ready: (ready[1].part_id,),
+    lambda ready: (-ready[1].part_id,),
+)
+
+
+def list_schedule(
+    placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int], *,
+    times: Sequence[Slots], directions: Sequence[int] | None = None,
+) -> list[list[PlacedUnit]]:  # fmt: skip
+    """The orders of the stages of a placement: of several plays the one that is shortest over all ``times``.
+
+    ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
+    micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
+    it a micro-batch passes all places.
+    """
+    clocks = [{kind: slots for kind, slots in zip(_KINDS, each, strict=True) if slots} for each in times]
+    units = sum(num_slices) * len(placement) * len(clocks[0])
+    plays = [
+        _play(_lanes(placement, num_slices, limits, directions), clock, rule)
+        for clock in (clocks if units <= _MANY_UNITS else clocks[len(clocks) // 2 :][:1])
+        for rule in _RULES[: None if units <= _MANY_UNITS else 2]
+    ]
+
+    def length(orders: list[list[PlacedUnit]]) -> float:
+        return sum(num_slots(orders, placement, clock) / sum(clock.values()) for clock in clocks)
+
+    return min(plays, key=length)
+
+
+def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mapping[Kind, int]) -> int:
+    """How long orders take where each kind takes so many slots."""
+    last_part_id = max(placement.values())
+    ends: dict[tuple[Kind, int, int, int], int] = {}
+    at, free_at = [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage_id, order in enumerate(orders):
+            while at[stage_id] < len(order):
+                kind, m, s, chunk = order[at[stage_id]]
+                part_id = placement[stage_id, chunk]
+                peer = {Kind.FORWARD: part_id - 1, Kind.BACKWARD: part_id + 1}.get(kind, -1)
+                ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
+                if ready is None:
+                    break
+                free_at[stage_id] = max(free_at[stage_id], ready) + slots[kind]
+                ends[kind, part_id, m, s] = free_at[stage_id]
+                at[stage_id] += 1
+                moved = True
+    return max(free_at)
+
+
+def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> list[list[PlacedUnit]]:
+    """What each stage ran."""
+    splits_backward = Kind.WEIGHT in slots
+    orders: list[list[PlacedUnit]] = [[] for _ in lanes]
+    free_at = [0] * len(lanes)
+    left = sum(len(lane.ahead) for mine in lanes for lane in mine) * len(slots)
+    now = 0
+    while left:
+        chosen = [
+            _choose(mine, now, splits_backward, rule)
+            for mine, free in zip(lanes, free_at, strict=True)
+            if free <= now
+        ]
+        started = [choice for choice in chosen if choice is not None]
+        for kind, lane in started:
+            orders[lane.stage_id].append(_start(kind, lane, now + slots[kind], splits_backward))
+            free_at[lane.stage_id] = now + slots[kind]
+        left -= len(started)
+        later = [free for free in free_at if free > now]
+        if left and not later:
+            raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
+        now = min(later, default=now)
+    return orders
+
+
+def _lanes(
+    placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int],
+    directions: Sequence[int] | None,
+) -> list[list[_Lane]]:  # fmt: skip
+    lanes: list[list[_Lane]] = [[] for _ in range(1 + max(stage_id for stage_id, _ in placement))]
+    places: dict[tuple[int, int], _Lane] = {}  # (direction, part)
+    for (stage_id, chunk_id), part_id in sorted(placement.items()):
+        mine = [m for m in range(len(num_slices)) if directions is None or directions[m] == chunk_id]
+        ahead = [(m, s) for m in mine for s in range(num_slices[m])]
+        back = [(m, s) for m in mine for s in reversed(range(num_slices[m]))]
+        lane = _Lane(stage_id, chunk_id, part_id, limits[stage_id, chunk_id], ahead, back)
+        lanes[stage_id].append(lane)
+        places[0 if directions is None else chunk_id, part_id] = lane
+    for (direction, part_id), lane in places.items():
+        lane.before, lane.after = places.get((direction, part_id - 1)), places.get((direction, part_id + 1))
+    return lanes
+
+
+def _choose(
+    lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule
+) -> tuple[Kind, _Lane] | None:
+    ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
+    if ready:
+        return Kind.BACKWARD, min(ready, key=rule)[1]
+    ahead = [lane for lane in lanes if (at := lane.forward_ready_at()) is not None and at <= now]
+    if ahead:
+        return Kind.FORWARD, max(ahead, key=lambda lane: lane.part_id)
+    pending = [lane for lane in lanes if lane.num_run[Kind.WEIGHT] < lane.num_run[Kind.BACKWARD]]
+    if splits_backward and pending:
+        return Kind.WEIGHT, min(pending, key=lambda lane: lane.back[lane.num_run[Kind.WEIGHT]])
+    return None
+
+
+def _start(kind: Kind, lane: _Lane, end: int, splits_backward: bool) -> PlacedUnit:
+    unit = lane.next_unit(kind)
+    assert unit is not None
+    lane.num_run[kind] += 1
+    if kind is Kind.FORWARD:
+        lane.forward_ends[unit] = end
+        lane.live += 1
+    elif kind is Kind.BACKWARD:
+        lane.backward_ends[unit] = end
+    if kind is (Kind.WEIGHT if splits_backward else Kind.BACKWARD):
+        lane.live -= 1
+    return kind, *unit, lane.chunk_id

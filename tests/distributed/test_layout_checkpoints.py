@@ -1,0 +1,393 @@
+"""Checkpoints know nothing of layouts either: stages that hold several parts, or parts at two places, read what others
+have written and go on, and so does DeepSpeed's own engine.
+
+States are compared by the names of parameters, as DeepSpeed's own functions tell them of a running engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+import terapipe_ds
+from terapipe_ds.models import gpt
+from tests.distributed.engines import (
+    batches,
+    config,
+    engine_of,
+    error_of,
+    gpt_layers,
+    reduce_in_fp64,
+    relative_error,
+    section,
+    torch_attention,
+    train,
+)
+from tests.distributed.harness import rank_pool
+
+SYSTEMS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "plain": section(slices=3),
+    "interleaved": section(schedule="interleaved", chunks_per_stage=2),
+    "interleaved3": section(schedule="seq1f1b-interleaved", chunks_per_stage=3),
+    "chimera": section(schedule="chimera"),
+    "zbv": section(schedule="zbv", chunks_per_stage=2),
+}
+HALF = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+ZERO1 = {"zero_optimization": {"stage": 1}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp64": {},
+    "fp32": {},
+    "fp32_zero1": ZERO1,
+    "fp16": HALF,
+    "fp16_zero1": {**HALF, **ZERO1},
+    "bf16_zero1": {"bf16": {"enabled": True}, **ZERO1},
+    "bf16_zero1_fp32_sums": {"bf16": {"enabled": True}, **ZERO1, **FP32_SUMS},
+}
+STEPS = 2
+LAYER_2 = "layer_02-model_states.pt"
+
+
+def full(*values: Any) -> Any:
+    """A case of the full run only."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Who trains in turn, each from what the one before has saved."""
+
+    systems: tuple[str, ...]
+    precision: str = "fp64"
+    stages: int = 2
+    num_layers: int = 4
+
+    def __str__(self) -> str:
+        return "-".join([*self.systems, self.precision, f"K{self.stages}"])
+
+    def engine(self, system: str, **changes: Any) -> Any:
+        dtype = "float64" if self.precision == "fp64" else "float32"
+        layers = gpt_layers(dtype=dtype, tied_embedding=True, num_layers=self.num_layers)
+        return engine_of(layers, SYSTEMS[system], stages=self.stages, **PRECISIONS[self.precision], **changes)
+
+
+def states_of(engine: PipelineEngine) -> dict[str, dict[str, Tensor]]:
+    """Parameter -> its value, its fp32 copy, and what the optimizer has of it."""
+    return {name: _state_of(engine, p) for name, p in engine.module.named_parameters()}
+
+
+def _state_of(engine: PipelineEngine, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    found = {"value": parameter.detach().clone()}
+    if hasattr(parameter, "_hp_mapping"):
+        tell, mapping = deepspeed.utils.safe_get_full_optimizer_state, parameter._hp_mapping
+        if mapping is not None:  # after a load DeepSpeed does so at the next step
+            flat = engine.optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+            mapping.set_optim_state_fragment(flat, engine.optimizer.optimizer.state[flat])
+        found["copy"] = deepspeed.utils.safe_get_full_fp32_param(parameter).clone()
+        return found | {key: tell(parameter, key).clone() for key in ("exp_avg", "exp_avg_sq")}
+    held = parameter
+    if hasattr(engine.optimizer, "fp32_groups"):
+        (group,), (copies,) = engine.optimizer.fp16_groups, engine.optimizer.fp32_groups
+        held = next(copy for each, copy in zip(group, copies, strict=True) if each is parameter)
+        found["copy"] = held.detach().clone()
+    return found | {key: value.clone() for key, value in engine.optimizer.state[held].items()}
+
+
+def job_chain(chain: Chain, folder: str) -> list[dict[str, Any]]:
+    """What each had loaded and saved, and its losses."""
+    found = []
+    for turn, system in enumerate(chain.systems):
+        with chain.engine(system) as engine:
+            if turn:
+                train(engine, batches(1, first_seed=400))  # states that are to be overwritten
+                engine.load_checkpoint(folder)
+            loaded, steps = states_of(engine) if turn else {}, engine.global_steps
+            run = train(engine, batches(STEPS, first_seed=10_000 * turn))
+            engine.save_checkpoint(folder)
+            found.append({"loaded": loaded, "steps": steps, "saved": states_of(engine), "losses": run.returned})
+    return found
+
+
+def job_alone(chain: Chain, system: str, turns: int) -> dict[str, Any]:
+    """The same steps by one engine that never stops."""
+    with chain.engine(system) as engine:
+        losses = [train(engine, batches(STEPS, first_seed=10_000 * turn)).returned for turn in range(turns)]
+        return {"losses": losses, "saved": states_of(engine)}
+
+
+def by_name(ranks: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Tensor]]:
+    """What all ranks have; those that have the same parameter must have the very same of it."""
+    merged: dict[str, dict[str, Tensor]] = {}
+    for rank in ranks:
+        for name, state in rank.items():
+            assert error_of(state, merged.setdefault(name, state)) == 0.0, name
+    return merged
+
+
+def run_chain(chain: Chain, folder: Path, ranks: int | None = None) -> list[list[dict[str, Any]]]:
+    """By turn and rank; what was loaded is what was saved."""
+    pool = rank_pool(ranks or chain.stages)
+    turns = list(zip(*pool.run(job_chain, chain=chain, folder=str(folder)), strict=True))
+    for turn in range(1, len(turns)):
+        loaded = by_name([rank["loaded"] for rank in turns[turn]])
+        assert error_of(loaded, by_name([rank["saved"] for rank in turns[turn - 1]])) == 0.0
+        assert {rank["steps"] for rank in turns[turn]} == {STEPS * turn}
+        assert all(len(state) >= 3 for state in loaded.values()), "moments are among it"
+    return [list(turn) for turn in turns]
+
+
+FP64 = [
+    Chain(("stock", "interleaved", "chimera", "zbv", "stock")),
+    Chain(("chimera", "interleaved", "stock"), stages=4, num_layers=6),
+    full(Chain(("plain", "chimera", "plain", "interleaved3", "chimera", "zbv", "interleaved"))),
+]
+
+
+@pytest.mark.parametrize("chain", FP64, ids=str)
+def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: Path) -> None:
+    turns = run_chain(chain, tmp_path)
+    alone = rank_pool(chain.stages).run(job_alone, chain=chain, system="stock", turns=len(chain.systems))
+    for turn, losses in enumerate(alone[0]["losses"]):
+        assert turns[turn][0]["losses"] == pytest.approx(losses, rel=1e-6)  # rank 0 is told them in fp32
+    ours, theirs = by_name([rank["saved"] for rank in turns[-1]]), by_name([rank["saved"] for rank in alone])
+    assert ours.keys() == theirs.keys()
+    for name, state in theirs.items():
+        for key, value in state.items():
+            assert relative_error(ours[name][key], value, 1e-3) <= 1e-10, (name, key)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    ["fp16", "bf16_zero1", "bf16_zero1_fp32_sums", *map(full, ("fp32", "fp32_zero1", "fp16_zero1"))],
+)
+def test_every_precision_keeps_its_states(precision: str, tmp_path: Path) -> None:
+    run_chain(Chain(("interleaved", "stock", "chimera"), precision), tmp_path)
+
+
+def test_replicas_that_share_states(tmp_path: Path) -> None:
+    run_chain(Chain(("interleaved", "stock", "chimera"), "fp32_zero1"), tmp_path, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("system", "precision"), [("interleaved", "bf16_zero1"), ("chimera", "fp32_zero1"), full("chimera", "fp64")]
+)
+def test_the_same_layout_goes_on_bit_by_bit(system: str, precision: str, tmp_path: Path) -> None:
+    chain = Chain((system, system), precision)
+    turns = run_chain(chain, tmp_path)
+    alone = rank_pool(2).run(job_alone, chain=chain, system=system, turns=2)
+    for rank, before in zip(turns[1], alone, strict=True):
+        assert rank["losses"] == before["losses"][1]
+        assert error_of(rank["saved"], before["saved"]) == 0.0
+
+
+# -- universal checkpoints -------------------------------------------------------------------------------------
+
+
+def job_universal(writer: str, reader: str, folder: str) -> dict[str, Any]:
+    chain = Chain((), "fp32_zero1")
+    with chain.engine(writer) as engine:
+        train(engine, batches(STEPS))
+        engine.save_checkpoint(folder, tag="tag")
+        saved = states_of(engine)
+    if torch.distributed.get_rank() == 0:
+        convert(folder, "tag")
+    torch.distributed.barrier()
+    with chain.engine(reader, checkpoint={"load_universal": True}) as engine:
+        train(engine, batches(1, first_seed=400))
+        engine.load_checkpoint(folder)
+        return {"saved": saved, "loaded": states_of(engine), "losses": train(engine, batches(1)).returned}
+
+
+def convert(folder: str, tag: str) -> None:
+    """DeepSpeed's converter, in this process: `folder`/`tag` -> `folder`/`tag`_universal."""
+    arguments = argparse.Namespace(
+        input_folder=f"{folder}/{tag}", output_folder=f"{folder}/{tag}_universal", num_extract_workers=1,
+        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+    )  # fmt: skip
+    ds_to_universal.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("chimera", "interleaved"), full("stock", "chimera"), full("interleaved", "stock")]
+)
+def test_the_converter_takes_them_as_deepspeeds_own(writer: str, reader: str, tmp_path: Path) -> None:
+    ranks = rank_pool(2).run(job_universal, writer=writer, reader=reader, folder=str(tmp_path))
+    assert error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
+
+
+# -- groups of parameters, and what is refused -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """An engine whose optimizer has two groups, matrices with weight decay and vectors without."""
+
+    system: str
+    precision: str = "fp64"
+    backwards: bool = False  # each group in the other order than the module has
+    method: str = "uniform"
+
+    def __str__(self) -> str:
+        return "-".join([self.system, self.precision, self.method, *["backwards"] * self.backwards])
+
+    def engine(self) -> PipelineEngine:
+        dtype = "float64" if self.precision == "fp64" else "float32"
+        model = PipelineModule(
+            layers=gpt_layers(dtype=dtype), num_stages=2, loss_fn=gpt.gpt_loss, partition_method=self.method
+        )
+        ds_config, terapipe = config(**PRECISIONS[self.precision]), SYSTEMS[self.system]
+        if terapipe is None:
+            return deepspeed.initialize(model=model, model_parameters=self.groups(model), config=ds_config)[0]
+        with_section = {**ds_config, "terapipe": terapipe}
+        terapipe_ds.lay_out(model, with_section)
+        return terapipe_ds.initialize(model=model, model_parameters=self.groups(model), config=with_section)[0]
+
+    def groups(self, model: PipelineModule) -> list[dict[str, Any]]:
+        parameters = list(model.parameters())[:: -1 if self.backwards else 1]
+        return [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ]
+
+
+def job_save(grouped: Grouped, folder: str) -> dict[str, dict[str, Tensor]]:
+    return _with(grouped, lambda engine: (train(engine, batches(STEPS)), engine.save_checkpoint(folder)))
+
+
+def job_load(grouped: Grouped, folder: str, **options: Any) -> dict[str, Any]:
+    """What is there after a load, or the error; and what was there before."""
+    found: dict[str, Any] = {"error": ""}
+
+    def load(engine: PipelineEngine) -> None:
+        train(engine, batches(1, first_seed=400))
+        found["before"] = states_of(engine)
+        try:
+            engine.load_checkpoint(folder, **options)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        found["decays"] = [group["weight_decay"] for group in engine.optimizer.param_groups]
+
+    found["states"] = _with(grouped, load)
+    return found
+
+
+def _with(grouped: Grouped, act: Any) -> dict[str, dict[str, Tensor]]:
+    with torch_attention() if grouped.system == "stock" else contextlib.nullcontext():
+        engine = grouped.engine()
+        try:
+            if grouped.precision == "fp64":
+                reduce_in_fp64(engine)
+            act(engine)
+            return states_of(engine)
+        finally:
+            engine.destroy()
+
+
+def saved_and_loaded(saver: Grouped, loader: Grouped, folder: Path, **options: Any) -> tuple[Any, Any]:
+    pool = rank_pool(2)
+    saved = pool.run(job_save, grouped=saver, folder=str(folder))
+    return saved, pool.run(job_load, grouped=loader, folder=str(folder), **options)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (Grouped("interleaved"), Grouped("stock")),
+        (Grouped("chimera", "fp32_zero1"), Grouped("stock", "fp32_zero1")),
+        full(Grouped("stock", "fp32_zero1"), Grouped("chimera", "fp32_zero1")),
+        (Grouped("interleaved"), Grouped("plain", method="parameters")),
+        (Grouped("stock", "fp32_zero1"), Grouped("interleaved", "fp32_zero1", method="parameters")),
+        full(Grouped("interleaved", backwards=True), Grouped("interleaved", backwards=True)),
+        (Grouped("interleaved", "fp32_zero1", backwards=True), Grouped("chimera", "fp32_zero1")),
+        (Grouped("interleaved"), Grouped("chimera", backwards=True)),
+    ],
+    ids=str,
+)
+def test_groups_of_parameters(saver: Grouped, loader: Grouped, tmp_path: Path) -> None:
+    saved, loaded = saved_and_loaded(saver, loader, tmp_path)
+    assert [rank["error"] for rank in loaded] == ["", ""]
+    assert loaded[0]["decays"] == [0.1, 0.0]
+    assert error_of(by_name([rank["states"] for rank in loaded]), by_name(saved)) == 0.0
+    assert error_of(by_name([rank["before"] for rank in loaded]), by_name(saved)) > 0.0
+
+
+REFUSED = [
+    (Grouped("stock"), Grouped("interleaved", backwards=True), "not in the order of module.*own engine"),
+    (Grouped("stock"), Grouped("interleaved", method="type:DecoderLayer"), "not those of the layers.*partition_method"),
+    full(Grouped("stock"), Grouped("plain", method="type:DecoderLayer"), "not those of the layers.*partition_method"),
+]
+
+
+@pytest.mark.parametrize(("saver", "loader", "reason"), REFUSED, ids=str)
+def test_what_cannot_be_brought_there_is_refused_before_anything_is_loaded(
+    saver: Grouped, loader: Grouped, reason: str, tmp_path: Path
+) -> None:
+    _, loaded = saved_and_loaded(saver, loader, tmp_path)
+    for rank in loaded:
+        assert rank["error"].startswith("TeraPipeConfigError")
+        assert re.search(reason, rank["error"]), rank["error"]
+        assert "load_module_only=True" in rank["error"]
+        assert error_of(rank["states"], rank["before"]) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32_zero1"])
+def test_deepspeeds_own_engine_cannot_mistake_what_stands_in_another_order(precision: str, tmp_path: Path) -> None:
+    saver, loader = (Grouped(system, precision, backwards=True) for system in ("interleaved", "stock"))
+    _, loaded = saved_and_loaded(saver, loader, tmp_path)
+    assert all(rank["error"].startswith(("KeyError", "AssertionError")) for rank in loaded)
+
+
+def test_parameters_alone_may_go_anywhere(tmp_path: Path) -> None:
+    saver, loader = Grouped("stock"), Grouped("interleaved", backwards=True)  # which refuses the moments
+    saved, loaded = saved_and_loaded(saver, loader, tmp_path, load_module_only=True)
+    values, before, now = by_name(saved), *(by_name([r[k] for r in loaded]) for k in ("before", "states"))
+    for name, state in now.items():
+        assert error_of(state["value"], values[name]["value"]) == 0.0
+        assert error_of(state["exp_avg"], before[name]["exp_avg"]) == 0.0
+
+
+# -- frozen layers ---------------------------------------------------------------------------------------------
+
+
+class Frozen(PipelineModule):
+    """One layer is not trained, and one has nothing but a frozen vector."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not (name.startswith("2.") or ("norm" in name and name.startswith("3."))))
+
+
+def job_frozen(system: str, folder: str, load: bool) -> dict[str, Any]:
+    with engine_of(gpt_layers(), SYSTEMS[system], module_class=Frozen) as engine:
+        train(engine, batches(1, first_seed=400 * load))
+        if load:
+            engine.load_checkpoint(folder, load_module_strict=False)
+        else:
+            engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+        frozen = sorted(name for name, p in engine.module.named_parameters() if not p.requires_grad)
+        return {"states": states_of(engine), "frozen": frozen}
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("interleaved", "chimera"), ("chimera", "stock")])
+def test_frozen_parameters_may_be_left_out(saver: str, loader: str, tmp_path: Path) -> None:
+    pool = rank_pool(2)
+    saved = pool.run(job_frozen, system=saver, folder=str(tmp_path), load=False)
+    loaded = pool.run(job_frozen, system=loader, folder=str(tmp_path), load=True)
+    assert error_of(*(by_name([rank["states"] for rank in ranks]) for ranks in (loaded, saved))) == 0.0
+    frozen = [{name for rank in ranks for name in rank["frozen"]} for ranks in (saved, loaded)]
+    assert frozen[0] == frozen[1] != set()
+    assert not torch.load(tmp_path / "global_step1" / LAYER_2)

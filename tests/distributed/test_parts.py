@@ -1,0 +1,502 @@
+"""Stages that hold several parts of the layers, and parts that stand at two places: what `tests/test_transparency.py`
+does not show of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+
+import terapipe_ds
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.models import gpt
+from tests.distributed.engines import (
+    EXACT,
+    LENGTH,
+    batches,
+    build,
+    config,
+    differences,
+    engine_of,
+    error_of,
+    gpt_layers,
+    reduce_in_fp64,
+    run_training,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+LOOP = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}
+ZBV = {"schedule": "zbv"}
+BOTH_WAYS = {"schedule": "chimera-seq"}
+LAYOUTS = {"loop": LOOP, "v": ZBV, "both_ways": BOTH_WAYS}
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def alone(num_micro_batches: int, steps: int = 2, **model: Any) -> Any:
+    """The stock engine with one stage, which holds every parameter."""
+    return run_training(
+        lambda: gpt_layers(**model), None, batches(steps, num_micro_batches), stages=1,
+        gradient_accumulation_steps=num_micro_batches,
+    )  # fmt: skip
+
+
+# -- more stages, more parts ---------------------------------------------------------------------------------
+
+
+def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str, float]:
+    model = {"num_layers": 9, "tied_embedding": True}
+    ours = run_training(
+        lambda: gpt_layers(**model), section(**changes), batches(2, num_micro_batches), stages=4,
+        gradient_accumulation_steps=num_micro_batches,
+    )  # fmt: skip
+    return differences(ours, alone(num_micro_batches, **model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_micro_batches"),
+    [
+        ({"schedule": "interleaved", "chunks_per_stage": 2}, 5),
+        ({"schedule": "seq1f1b-interleaved", "chunks_per_stage": 3}, 2),
+        ({"schedule": "zbv"}, 2),
+        ({"schedule": "chimera"}, 6),
+        ({"schedule": "chimera-seq"}, 1),
+    ],
+    ids=lambda value: value["schedule"] if isinstance(value, dict) else str(value),
+)
+def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
+    errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
+    assert not violations(errors)
+
+
+# -- layers that move ----------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """A layer with a buffer and a frozen parameter, whose initial values every rank draws for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64) * 0.3)
+        self.frozen = nn.Parameter(torch.randn(16, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("offset", torch.randn(16, dtype=torch.float64), persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(hidden @ self.weight) * self.frozen + self.offset
+
+
+def state(module: Any) -> dict[str, tuple[Tensor, bool]]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: (tensor.detach().clone(), tensor.requires_grad) for name, tensor in tensors.items()}
+
+
+def job_values(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """What a rank holds before and after its layers move; random numbers are those of an unmoved module."""
+    torch.manual_seed(torch.distributed.get_rank())  # other values on every rank
+    embed, *decoder, norm, head = gpt_layers()
+    layers = [embed, LayerSpec(Counting), *decoder, LayerSpec(Counting), norm, head]
+    module = PipelineModule(layers=layers, num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    for parameter in module.parameters():  # as loading a checkpoint of another kind does
+        parameter.data += 1.0
+    before, drawn = state(module), torch.get_rng_state()
+    ds_config = config(terapipe=section(**changes))
+    terapipe_ds.lay_out(module, ds_config)
+    untouched = torch.equal(drawn, torch.get_rng_state())
+    return before, state(module), untouched
+
+
+@each_layout
+def test_values_stay_when_layers_move(layout: str) -> None:
+    ranks = rank_pool(2).run(job_values, changes=LAYOUTS[layout])
+    before: dict[str, Any] = {}
+    for mine, _, untouched in ranks:
+        assert untouched, "moving layers drew random numbers"
+        before |= mine
+    moved = 0
+    after: set[str] = set()
+    for mine, now, _ in ranks:
+        after |= set(now)
+        moved += len(set(now) - set(mine))
+        for name, (value, trained) in now.items():
+            assert torch.equal(value, before[name][0]) and trained == before[name][1], name
+    assert moved > 0
+    assert after == set(before)
+
+
+def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
+    """Two parameter groups, made before the layers move or after; or an optimizer of them."""
+    module = PipelineModule(layers=gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    ds_config = config(terapipe=section(**changes))
+    if not early:
+        terapipe_ds.lay_out(module, ds_config)
+    groups = [
+        {"params": [p for p in module.parameters() if p.dim() > 1], "lr": 3e-2},
+        {"params": [p for p in module.parameters() if p.dim() == 1]},
+    ]
+    try:
+        made = {"optimizer": torch.optim.Adam(groups, lr=1e-2)} if own_optimizer else {"model_parameters": groups}
+        if own_optimizer:
+            del ds_config["optimizer"]
+        engine = terapipe_ds.initialize(model=module, config=ds_config, **made)[0]
+    except TeraPipeConfigError as error:
+        return str(error)
+    reduce_in_fp64(engine)
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.train_batch(iter(batches(1)[0]))
+    steps = {
+        name: float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters() if p.dim() > 1
+    }
+    engine.destroy()
+    return steps
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_what_was_made_before_the_layers_move_is_refused(own_optimizer: bool) -> None:
+    for text in rank_pool(2).run(job_groups, changes=BOTH_WAYS, early=True, own_optimizer=own_optimizer):
+        assert "Call terapipe_ds.lay_out(module, ds_config)" in text
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_what_is_made_after_the_layers_moved_trains(own_optimizer: bool) -> None:
+    for steps in rank_pool(2).run(job_groups, changes=LOOP, early=False, own_optimizer=own_optimizer):
+        assert steps and all(step == pytest.approx(3e-2, rel=0.05) for step in steps.values())
+
+
+def job_refused(changes: dict[str, Any], num_layers: int) -> str:
+    with pytest.raises(TeraPipeConfigError) as raised:
+        build(gpt_layers(num_layers=num_layers), section(**changes))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "interleaved", "chunks_per_stage": 4}, "5 layers cannot be cut in 8 parts"),
+        ({"schedule": "seq1f1b", "chunks_per_stage": 2}, "schedule 'seq1f1b' has one part per stage"),
+    ],
+)
+def test_layouts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    for text in rank_pool(2).run(job_refused, changes=changes, num_layers=2):
+        assert message in text
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------
+
+
+def job_evaluation(changes: dict[str, Any] | None, stages: int) -> Any:
+    ours, data = section(**changes) if changes else None, batches(1, 3, first_seed=50)[0]
+    with engine_of(gpt_layers(), ours, stages=stages) as engine:
+        loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
+    with engine_of(gpt_layers(), ours, stages=stages) as engine:  # the stock engine adds outputs to the loss of before
+        outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None, num_micro_batches=3)
+        return engine.is_last_stage(), float(loss), logits, outputs
+
+
+@each_layout
+def test_evaluation_and_logits(layout: str) -> None:
+    expected = rank_pool(2).run(job_evaluation, changes=None, stages=1)[0]
+    ranks = rank_pool(2).run(job_evaluation, changes=LAYOUTS[layout], stages=2)
+    assert [rank[0] for rank in ranks].count(True) == 1
+    for is_last, loss, logits, outputs in ranks:
+        assert loss == pytest.approx(expected[1], rel=1e-6)
+        if is_last:
+            assert error_of(logits, expected[2]) < EXACT
+            assert error_of(list(outputs), list(expected[3])) < EXACT
+
+
+# -- what else must go on ------------------------------------------------------------------------------------
+
+
+def job_one_stage() -> dict[str, float]:
+    ours = run_training(gpt_layers, section(**LOOP), batches(2), stages=1)
+    return differences(ours, alone(2))
+
+
+def test_several_parts_on_one_stage() -> None:
+    assert not violations(rank_pool(1).run(job_one_stage))
+
+
+def job_frozen_direction() -> tuple[dict[str, float], dict[str, Tensor]]:
+    """One micro-batch goes down only: the copies of the way up have no gradients of their own. And a layer without any
+    use leaves its weights alone on both."""
+
+    def layers() -> Sequence[Any]:
+        return [*gpt_layers()[:-2], LayerSpec(Unused), *gpt_layers()[-2:]]
+
+    ours = run_training(layers, section(**BOTH_WAYS), batches(2, 1), gradient_accumulation_steps=1)
+    stock = run_training(layers, None, batches(2, 1), gradient_accumulation_steps=1, stages=1)
+    return differences(ours, stock), ours.parameters
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def test_copies_stay_the_same_to_the_last_bit() -> None:
+    ranks = rank_pool(2).run(job_frozen_direction)
+    assert not violations([errors for errors, _ in ranks])
+    (_, first), (_, second) = ranks
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def job_watched(changes: dict[str, Any]) -> dict[str, float]:
+    """With a check of the first batch, of every number, and DeepSpeed's timers and profiler."""
+    ours = run_training(
+        gpt_layers, section(**changes, verify="first_batch", check_finite="every_step"), batches(2),
+        wall_clock_breakdown=True, flops_profiler={"enabled": True, "profile_step": 1, "output_file": "/dev/null"},
+    )  # fmt: skip
+    return differences(ours, alone(2))
+
+
+@each_layout
+def test_checks_and_profilers(layout: str) -> None:
+    assert not violations(rank_pool(2).run(job_watched, changes=LAYOUTS[layout]))
+
+
+class Mean(nn.Module):
+    """Mixes the tokens of a sequence."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden.mean(dim=1, keepdim=True)
+
+
+def job_found(changes: dict[str, Any]) -> str:
+    embed, *decoder, norm, head = gpt_layers()
+    layers = [embed, *decoder, LayerSpec(Mean), norm, head]
+    with engine_of(layers, section(**changes, verify="first_batch")) as engine:
+        try:
+            engine.train_batch(iter(batches(1)[0]))
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+@each_layout
+def test_the_check_of_the_first_batch_names_the_layer(layout: str) -> None:
+    for text in rank_pool(2).run(job_found, changes=LAYOUTS[layout]):
+        assert "layer 5 (Mean)" in text
+
+
+def job_no_number(changes: dict[str, Any]) -> str:
+    with engine_of(gpt_layers(), section(**changes, check_finite="every_step")) as engine:
+        for name, parameter in engine.module.named_parameters():
+            if name.startswith("2."):
+                parameter.data[0] = float("nan")
+        try:
+            engine.train_batch(iter(batches(1)[0]))
+        except Exception as error:
+            return str(error)
+    return ""
+
+
+@each_layout
+def test_a_number_that_is_not_finite_is_placed(layout: str) -> None:
+    for text in rank_pool(2).run(job_no_number, changes=LAYOUTS[layout]):
+        assert "layer 2 (DecoderLayer)" in text
+
+
+def job_data_of_one_stage() -> list[int]:
+    """On a V the first stage has both ends: it alone draws data."""
+    drawn = []
+
+    def watched(batch: Any) -> Any:
+        for each in batch:
+            drawn.append(1)
+            yield each
+
+    with engine_of(gpt_layers(), section(**ZBV)) as engine:
+        engine.train_batch(watched(batches(1)[0]))
+    return drawn
+
+
+def test_on_a_v_one_stage_draws_data() -> None:
+    assert [len(drawn) for drawn in rank_pool(2).run(job_data_of_one_stage)] == [2, 0]
+
+
+def job_ends(changes: dict[str, Any]) -> str:
+    with engine_of(gpt_layers(), section(**changes)) as engine:
+        data = iter(batches(1)[0])
+        engine.train_batch(data)
+        with pytest.raises(StopIteration):
+            engine.train_batch(data)
+        return f"{float(engine.train_batch(iter(batches(1)[0]))):.6f}"
+
+
+@each_layout
+def test_the_end_of_the_data_is_no_error(layout: str) -> None:
+    first, second = rank_pool(2).run(job_ends, changes=LAYOUTS[layout])
+    assert first == second
+
+
+def test_tied_layers_on_one_stage_need_no_sum() -> None:
+    """On a V embedding and head stand on stage 0."""
+    groups = rank_pool(2).run(job_tied_groups)
+    assert groups[0] == [[0]] and groups[1] == []
+
+
+def job_tied_groups() -> list[list[int]]:
+    layers = gpt_layers(tied_embedding=True)
+    assert any(isinstance(layer, TiedLayerSpec) for layer in layers)
+    with engine_of(layers, section(**ZBV)) as engine:
+        assert isinstance(engine, deepspeed.PipelineEngine)
+        return [comm["ranks"] for comm in engine.module.tied_comms.values()]
+
+
+# -- schedules from a file -----------------------------------------------------------------------------------
+
+BY_HAND = {  # two micro-batches of two slices; on the V a bubble is filled as no generator does it
+    "plain.csv": """
+        F0.0,F0.1,F1.0,F1.1,B0.1,B0.0,B1.1,B1.0
+        F0.0,F0.1,B0.1,B0.0,F1.0,F1.1,B1.1,B1.0
+    """,
+    "v.csv": """
+        placement,0/3,1/2
+        F0.0c0,F0.1c0,F0.0c1,F0.1c1,B0.1c1,F1.0c0,B0.0c1,F1.1c0,F1.0c1,B0.1c0,B0.0c0,F1.1c1,B1.1c1,B1.0c1,B1.1c0,B1.0c0
+        F0.0c0,F0.0c1,F0.1c0,F0.1c1,F1.0c0,F1.0c1,B0.1c1,B0.1c0,W0.1c1,B0.0c1,B0.0c0,F1.1c0,F1.1c1,B1.1c1,W0.0c1,B1.1c0,B1.0c1,B1.0c0,W1.1c1,W1.0c1
+    """,
+}
+
+
+def job_file(path: str) -> tuple[dict[str, float], float, float, list[str]]:
+    written = Path(path).read_text().split()
+    with engine_of(gpt_layers(), section(schedule=path, slices=2)) as engine:
+        ours = train(engine, batches(2))
+        evaluated = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
+        ran = engine._plans.schedule(path, True, (2, 2)).compute_order(engine.stage_id)
+    with engine_of(gpt_layers(), None) as engine:
+        train(engine, batches(2))
+        expected = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
+    assert ",".join(ran) == written[-2 + torch.distributed.get_rank()]
+    return differences(ours, alone(2)), evaluated, expected, ran
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_schedule_written_by_hand(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(BY_HAND[name]).strip() + "\n")
+    ranks = rank_pool(2).run(job_file, path=str(path))
+    assert not violations([rank[0] for rank in ranks])
+    for _, evaluated, expected, _ in ranks:
+        assert evaluated == pytest.approx(expected, rel=1e-6)
+
+
+def job_file_refused(paths: list[str], num_micro_batches: int, slices: Any) -> str:
+    path = paths[torch.distributed.get_rank()]
+    try:
+        with engine_of(
+            gpt_layers(), section(schedule=path, slices=slices), gradient_accumulation_steps=num_micro_batches
+        ) as engine:
+            engine.train_batch(iter(batches(1, num_micro_batches)[0]))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "slices", "message"),
+    [
+        (3, 2, "has 2 micro-batches, a batch 3: set gradient_accumulation_steps to 2"),
+        (2, 3, "has 2 slices of micro-batch 0, the plan 3"),
+        (2, "auto", "the schedule in .* is for a number of slices"),
+    ],
+)
+def test_a_file_that_does_not_fit(num_micro_batches: int, slices: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "plain.csv"
+    path.write_text(textwrap.dedent(BY_HAND["plain.csv"]).strip())
+    paths = [str(path)] * 2
+    for text in rank_pool(2).run(job_file_refused, paths=paths, num_micro_batches=num_micro_batches, slices=slices):
+        assert re.search(message, text)
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    """As on two nodes: one of them has another content, or none."""
+    for rank, rows in enumerate(BY_HAND["plain.csv"].strip().splitlines()):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "plain.csv").write_text((rows.strip() + "\n") * 2)
+    texts = rank_pool(2).run(job_own_folder, folder=str(tmp_path))
+    assert all("the schedule's file: ranks [0]: checksum" in text for text in texts)
+
+
+def job_own_folder(folder: str) -> str:
+    before = os.getcwd()
+    os.chdir(os.path.join(folder, str(torch.distributed.get_rank())))
+    try:
+        return job_file_refused(["plain.csv"] * 2, 2, 2)
+    finally:
+        os.chdir(before)
+
+
+def job_copies_mixed(path: str) -> str:
+    return job_file_refused([path] * 2, 2, 1)
+
+
+def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.csv"
+    path.write_text("placement,0/1,1/0\nF0.0c0,F0.0c1,B0.0c1,B0.0c0\nF1.0c1,F1.0c0,B1.0c0,B1.0c1\n")
+    texts = rank_pool(2).run(job_copies_mixed, path=str(path))
+    assert all("stay in one chunk" in text for text in texts), texts
+
+
+def job_by_hand_elsewhere(schedule: str) -> str:
+    with engine_of(gpt_layers(), section(**LOOP)) as engine:
+        try:
+            engine.use_slice_plan(terapipe_ds.SlicePlan((20, 3)), schedule)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_layers_stay_where_they_are() -> None:
+    assert rank_pool(2).run(job_by_hand_elsewhere, schedule="interleaved") == ["", ""]
+    for schedule, message in (("zbv", "wants the layers at other places"), ("seq1f1b", "has one part per stage")):
+        assert all(message in text for text in rank_pool(2).run(job_by_hand_elsewhere, schedule=schedule))
+
+
+# -- planning ------------------------------------------------------------------------------------------------
+
+
+def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int]]:
+    planned = section(**{"slices": "auto", "granularity_tokens": 4, **changes})
+    with engine_of(gpt_layers(), planned) as engine:
+        ours = train(engine, batches(2))
+        planner = engine._plans._planner
+        choice, measured = planner.known(LENGTH), [part.part_id for part in planner._measured.profile.parts]
+    return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "num_parts"),
+    [
+        (LOOP, {"seq1f1b-interleaved"}, 4),
+        (ZBV, {"zbv"}, 4),
+        (BOTH_WAYS, {"chimera-seq"}, 2),
+        ({"schedule": "auto", "chunks_per_stage": 2}, {"interleaved", "seq1f1b-interleaved"}, 4),
+        ({"schedule": "auto", "chunks_per_stage": 2, "slices": 3}, {"interleaved", "seq1f1b-interleaved"}, 4),
+    ],
+)
+def test_slices_are_planned_from_the_costs_of_all_parts(
+    changes: dict[str, Any], names: set[str], num_parts: int
+) -> None:
+    first, second = rank_pool(2).run(job_planned, changes=changes)
+    assert not violations([first[0], second[0]])
+    assert first[1:] == second[1:]
+    assert sum(first[1]) == LENGTH
+    assert first[2] in names
+    assert first[3] == list(range(num_parts))

@@ -1,0 +1,172 @@
+"""Optimizer states in one order, brought to another: compared with states made in that order from the start."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils.tensor_fragment import fragment_address
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from terapipe_ds.runtime.state_forms import FlatForm, PerParameterForm, Shapes, StateError, StateForm
+from terapipe_ds.runtime.state_moves import Place, _cut, _joined, _moves
+from terapipe_ds.runtime.state_order import Groups, Orders
+
+STEP = 7
+
+
+def value_of(name: str, key: str, shape: tuple[int, ...]) -> Tensor:
+    """Numbers that no other parameter or key has."""
+    first = 1e6 * (1 + ["fp32", "exp_avg", "exp_avg_sq"].index(key)) + 1e3 * int(name)
+    return torch.arange(math.prod(shape), dtype=torch.float64).reshape(shape) + first
+
+
+def flat_state(groups: Groups, shapes: Shapes, count: int, index: int, strips: bool) -> dict[str, Any]:
+    """What ZeRO saves, by its description: all parameters of a group in one vector, with zeros up to a multiple of
+    2 * count, of which a replica has one of count equal parts."""
+    states, masters, paddings, mappings = {}, [], [], []
+    for number, names in enumerate(groups):
+        size = sum(math.prod(shapes[name]) for name in names)
+        zeros = -size % (2 * count)
+        part = (size + zeros) // count
+        owner = [(name, i) for name in names for i in range(math.prod(shapes[name]))] + [("", 0)] * zeros
+        vectors = {
+            key: torch.cat([*(value_of(name, key, shapes[name]).reshape(-1) for name in names), torch.zeros(zeros)])
+            for key in ("fp32", "exp_avg", "exp_avg_sq")
+        }
+        mine = {key: vector.double()[index * part : (index + 1) * part] for key, vector in vectors.items()}
+        here = [name for name, _ in owner[index * part : (index + 1) * part]]
+        padding = here.count("")
+        masters.append(mine["fp32"][: part - padding] if strips else mine["fp32"])
+        paddings.append(padding if strips else zeros * (index == count - 1))
+        found = {n: fragment_address(numel=here.count(n), start=here.index(n)) for n in dict.fromkeys(here) if n}
+        mappings.append(found)
+        states[number] = {"exp_avg": mine["exp_avg"], "exp_avg_sq": mine["exp_avg_sq"], "step": STEP}
+    param_groups = [{"lr": number, "params": [number]} for number in range(len(groups))]
+    return {
+        "base_optimizer_state": {"state": states, "param_groups": param_groups},
+        "single_partition_of_fp32_groups": masters, "group_paddings": paddings, "param_slice_mappings": mappings,
+        "kept": "as it is",
+    }  # fmt: skip
+
+
+def torch_state(groups: Groups, shapes: Shapes) -> dict[str, Any]:
+    names = [name for group in groups for name in group]
+    states = {
+        i: {"step": torch.tensor(float(STEP))} | {k: value_of(name, k, shapes[name]) for k in ("exp_avg", "exp_avg_sq")}
+        for i, name in enumerate(names)
+    }
+    numbers = iter(range(len(names)))
+    param_groups = [{"lr": 0.1, "params": [next(numbers) for _ in group]} for group in groups]
+    return {"state": states, "param_groups": param_groups}
+
+
+def brought(
+    form: StateForm, states: dict[Place, Any], before: Orders, after: Orders, shapes: Shapes
+) -> dict[Place, Any]:
+    """What all places have after their exchange, which takes place here without ranks."""
+    held = {at: form.take(state, before[at.stage_id], shapes, at.partition) for at, state in states.items()}
+    received: dict[Place, dict[Any, Any]] = {at: {} for at in states}
+    for (source, target), moves in _moves(form, before, after, shapes).items():
+        for move in moves:
+            content = _cut(held[source][move.source], move, apart=source != target)
+            received[target].setdefault(move.target, []).append((move, content))
+    return {
+        at: form.put(
+            state, before[at.stage_id], after[at.stage_id], shapes, at.partition,
+            {piece: _joined(parts) for piece, parts in received[at].items()},
+        )
+        for at, state in states.items()
+    }  # fmt: skip
+
+
+def assert_same(ours: Any, expected: Any, where: str = "") -> None:
+    if torch.is_tensor(expected):
+        assert torch.equal(ours, expected), where
+    elif isinstance(expected, dict):
+        assert list(ours) == list(expected) if "mappings" in where else set(ours) == set(expected), where
+        for key in expected:
+            assert_same(ours[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, list):
+        assert len(ours) == len(expected), where
+        for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
+            assert_same(a, b, f"{where}/{i}")
+    else:
+        assert ours == expected, where
+
+
+@st.composite
+def moves_to_make(draw: Any) -> tuple[Shapes, Orders, Orders]:
+    """Parameters, and two ways of handing them to stages, some to several; each of one group or the other."""
+    names = [str(i) for i in range(draw(st.integers(2, 9)))]
+    sizes = st.lists(st.integers(1, 5), min_size=1, max_size=2)
+    shapes = {name: tuple(draw(sizes)) for name in names}
+    group_of = {name: i % 2 for i, name in enumerate(names)}
+    num_stages = draw(st.integers(1, 3))
+    orders = []
+    for _ in range(2):
+        mixed = draw(st.permutations(names))
+        holders = {name: draw(st.sets(st.integers(0, num_stages - 1), min_size=1)) for name in names}
+        orders.append(
+            tuple(
+                tuple(tuple(n for n in mixed if stage in holders[n] and group_of[n] == group) for group in range(2))
+                for stage in range(num_stages)
+            )
+        )
+    return shapes, orders[0], orders[1]
+
+
+@given(case=moves_to_make(), count=st.integers(1, 3), strips=st.booleans())
+def test_flat_states(case: tuple[Shapes, Orders, Orders], count: int, strips: bool) -> None:
+    shapes, before, after = case
+    form = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", count, 2 * count, True, strips)
+    places = [Place(stage, index) for stage in range(len(before)) for index in range(count)]
+    states, expected = (
+        {at: flat_state(order[at.stage_id], shapes, count, at.partition, strips) for at in places}
+        for order in (before, after)
+    )
+    ours = brought(form, states, before, after, shapes)
+    for at in places:
+        assert_same(ours[at], expected[at])
+
+
+@given(case=moves_to_make())
+def test_states_by_parameter(case: tuple[Shapes, Orders, Orders]) -> None:
+    shapes, before, after = case
+    states, expected = (
+        {Place(i, 0): torch_state(groups, shapes) for i, groups in enumerate(order)} for order in (before, after)
+    )
+    ours = brought(PerParameterForm(), states, before, after, shapes)
+    for at, state in expected.items():
+        assert_same(ours[at], state)
+
+
+def test_states_before_the_first_step_are_none() -> None:
+    shapes, groups = {"0": (2,), "1": (3,)}, (("0", "1"),)
+    state = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    held = PerParameterForm().take(state, groups, shapes, 0)
+    assert PerParameterForm().put(state, groups, (("1", "0"),), shapes, 0, held) == state
+
+
+SHAPES: Shapes = {"0": (2, 3), "1": (6,), "2": (4,)}
+
+
+@pytest.mark.parametrize("claimed", [("0", "1"), ("1", "0", "2"), ("2", "0")])
+def test_states_of_other_parameters_are_not_taken(claimed: tuple[str, ...]) -> None:
+    saved: Groups = (("0", "2"),)
+    flat = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", 2, 4, True, True)
+    with pytest.raises(StateError):
+        PerParameterForm().take(torch_state(saved, SHAPES), (claimed,), SHAPES, 0)
+    with pytest.raises(StateError):
+        flat.take(flat_state(saved, SHAPES, 2, 1, True), (claimed,), SHAPES, 1)
+
+
+def test_same_lengths_do_not_deceive() -> None:
+    """Two parameters of six elements: only the list of where they stand tells them apart, and DeepSpeed saves one."""
+    flat = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", 1, 2, True, True)
+    with pytest.raises(StateError, match=r"0 stands at None where \(0, 6\)"):
+        flat.take(flat_state((("1",),), SHAPES, 1, 0, True), (("0",),), SHAPES, 0)

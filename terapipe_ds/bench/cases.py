@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.bench.ranks import Workload
+from terapipe_ds.schedule import CHUNKED_SCHEDULES
 
 
 class BenchError(ValueError):
@@ -28,6 +29,14 @@ TWO_PARTS = ("dualpipev", "interleaved1f1b", "interleaved", "seq1f1b-interleaved
 """Two parts of the layers on each stage, half as large as those of the others."""
 WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 """Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
+
+LAYOUTS = {
+    "loop": ("seq1f1b-interleaved", "interleaved"),
+    "v": ("zbv",),
+    "both ways": ("chimera-seq", "chimera"),
+    "plain": ("seq1f1b",),
+}
+"""Which schedules of ours need the same parts at the same places; the first one measures them. Plain: all others."""
 
 Slices = int | str | tuple[int, ...]
 """A number of equal slices, ``PLAN``, or lengths in tokens."""
@@ -55,9 +64,14 @@ class Case:
         return f"terapipe {self.schedule}, {slices} slice{'' if slices == 1 else 's'}"
 
     @property
+    def layout(self) -> str:
+        """Where the parts of ours stand: a key of ``LAYOUTS``. The others measure nothing by it."""
+        return next((name for name, schedules in LAYOUTS.items() if self.schedule in schedules), "plain")
+
+    @property
     def chunks_per_stage(self) -> int:
         """``terapipe.chunks_per_stage`` of ours."""
-        return 2 if self.schedule in ("interleaved", "seq1f1b-interleaved", "zbv", "chimera", "chimera-seq") else 1
+        return 2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1
 
     @property
     def planned(self) -> bool:
@@ -132,13 +146,13 @@ _EIGHT = Workload(stages=8, accumulation=1, sequence_length=2048, micro_batch=1,
 _USUAL = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1))
 PRESETS = {
     # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
-    # stages); with several, two parts per stage have the smaller bubbles.
+    # stages); with several, ZBV has the smallest bubble. Of ours with two parts per stage one plan is measured.
     "cpu-2stage": Preset(
         _TWO, (1, 4), 5,
         (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", PLAN),
-         Case("terapipe", "zb-h1", 1, (4,)), Case("terapipe", "seq1f1b-zb", PLAN),
-         Case("torch", "gpipe", accumulations=(1,)), Case("torch", "interleaved1f1b", accumulations=(4,)),
-         Case("torch", "zbv", accumulations=(4,))),
+         Case("terapipe", "seq1f1b-zb", PLAN, (4,)), Case("terapipe", "zbv", PLAN, (4,)),
+         Case("terapipe", "seq1f1b-interleaved", 4, (4,)), Case("terapipe", "chimera-seq", 4, (4,)),
+         Case("torch", "gpipe", accumulations=(1,)), Case("torch", "zbv", accumulations=(4,))),
     ),
     "cpu-8stage": Preset(
         _EIGHT, (1, 8), 2,

@@ -101,7 +101,7 @@ def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SliceP
     length = job.work.sequence_length
     try:
         if case.slices == PLAN:
-            return planned.plan(case.schedule, accumulation), None
+            return planned.plan(case, accumulation), None
         if isinstance(case.slices, tuple):
             if sum(case.slices) != length:
                 raise ValueError(f"their lengths sum to {sum(case.slices)}")

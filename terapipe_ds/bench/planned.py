@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from terapipe_ds.bench.cases import Job
+from terapipe_ds.bench.cases import LAYOUTS, Case, Job
 from terapipe_ds.bench.ranks import build_engine, gpt_config, micro_batches
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
@@ -20,22 +20,28 @@ from terapipe_ds.planner import plan_slices
 
 @dataclass
 class Planned:
-    """What was measured before the first turn; ``costs`` is None where nothing needs it, or where it cannot be had:
-    with fewer cores than stages bytes are what they are, but seconds mean nothing."""
+    """What was measured before the first turn, by the layout of the parts. ``costs`` are there where something needs
+    them and they can be had: with fewer cores than stages bytes are what they are, but seconds mean nothing."""
 
     job: Job
-    costs: list[CostModel] | None = None
-    profile: str | None = None
-    memory: list[dict[str, Any]] | None = None
+    costs: dict[str, list[CostModel]] = field(default_factory=dict)
+    profiles: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
     def measure(cls, job: Job, folder: Path) -> Planned:
-        """Let an engine measure its slices as ``"slices": "auto"`` does. A collective."""
-        if not any(case.system == "terapipe" for case in job.cases):
-            return cls(job)
+        """Let an engine measure its slices as ``"slices": "auto"`` does: the plain one, and one of each other layout
+        that a plan is asked for. A collective."""
+        planned, ours = cls(job), [case for case in job.cases if case.system == "terapipe"]
+        for layout in dict.fromkeys("plain" if not case.planned else case.layout for case in ours):
+            planned._measure(layout, folder / layout.replace(" ", "-"))
+        return planned
+
+    def _measure(self, layout: str, folder: Path) -> None:
+        job, schedule = self.job, LAYOUTS[layout][0]
         section = {
-            "enabled": True, "schedule": "seq1f1b", "slices": "auto", "granularity_tokens": job.granularity,
-            "planner": {"cache_dir": str(folder)},
+            "enabled": True, "schedule": schedule, "chunks_per_stage": Case("terapipe", schedule).chunks_per_stage,
+            "slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)},
         }  # fmt: skip
         work = dataclasses.replace(job.work, accumulation=1)
         engine = build_engine(section, work, ds_config=job.ds_config, gpt=job.gpt)
@@ -45,25 +51,24 @@ class Planned:
         torch_dist.barrier()  # rank 0 has written the profile
         memory_path = next(folder.glob("profile-*.memory.json"))
         (path,) = [file for file in folder.glob("profile-*.json") if file != memory_path]
-        memory = json.loads(memory_path.read_text())
-        if job.replayed:
-            return cls(job, memory=memory)
-        text = path.read_text()
-        return cls(job, CostModel.from_profile(Profile.from_json(text)), text, memory)
+        self.memory[layout] = json.loads(memory_path.read_text())
+        if not job.replayed:
+            self.profiles[layout] = path.read_text()
+            self.costs[layout] = CostModel.from_profile(Profile.from_json(self.profiles[layout]))
 
-    def plan(self, schedule: str, accumulation: int) -> SlicePlan:
+    def plan(self, case: Case, accumulation: int) -> SlicePlan:
         """The planner's plan, the same on all ranks.
 
         Raises:
             ValueError: nothing was measured.
         """
-        if self.costs is None:
+        if case.layout not in self.costs:
             raise ValueError("to measure and plan slices, the machine needs a core for each stage")
         plans: list[Any] = [None]
         if torch_dist.get_rank() == 0:
             result = plan_slices(
-                self.costs, self.job.work.sequence_length, self.job.work.stages, accumulation, self.job.granularity,
-                schedule,
+                self.costs[case.layout], self.job.work.sequence_length, self.job.work.stages, accumulation,
+                self.job.granularity, case.schedule, chunks_per_stage=case.chunks_per_stage,
             )  # fmt: skip
             plans = [result.plan]
         torch_dist.broadcast_object_list(plans, src=0)
@@ -72,4 +77,4 @@ class Planned:
 
     def found(self) -> dict[str, Any]:
         """For the record of a rank."""
-        return {"profile": self.profile, "memory": self.memory}
+        return {"profiles": self.profiles, "memory": self.memory}

@@ -70,19 +70,20 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a run has measured besides steps: costs and memory of slices, and links, by tokens."""
+    """What a run has measured besides steps: costs and memory of slices by the layout of parts, and links by tokens."""
 
-    costs: list[CostModel] | None
-    memory: MemoryModel | None
+    costs: dict[str, list[CostModel]]
+    memory: dict[str, MemoryModel]
     links: dict[int, float]
 
     @classmethod
     def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Measured:
         """From the records; what rank 0 has, all have."""
         first = ranks[0]
-        costs = None if first["profile"] is None else CostModel.from_profile(Profile.from_json(first["profile"]))
-        parts = first["memory"]
-        memory = MemoryModel.measured(PartMemory(**part) for part in parts) if parts else None
+        costs = {name: CostModel.from_profile(Profile.from_json(text)) for name, text in first["profiles"].items()}
+        memory = {
+            name: MemoryModel.measured(PartMemory(**part) for part in parts) for name, parts in first["memory"].items()
+        }
         return cls(costs, memory, {int(tokens): seconds for tokens, seconds in first["links"].items()})
 
 
@@ -143,16 +144,20 @@ class Run:
 
     def predicted_s(self) -> float | None:
         """From the costs measured before: the simulated makespan, then the measured reduce and optimizer."""
-        if self.measured.costs is None or self.case.system != "terapipe" or self.case.chunks_per_stage > 1:
+        costs = self.measured.costs.get(self.case.layout)
+        if costs is None or self.case.system != "terapipe":
             return None
-        makespan_s: float = simulate(self.schedule, self.plan, self.measured.costs).makespan_s
+        makespan_s: float = simulate(self.schedule, self.plan, costs).makespan_s
         return makespan_s + self.closing_s
 
     def predicted_peak_bytes(self) -> list[int] | None:
         """What the schedule needs by the memory model of this engine's slices; for the stock engine, its order."""
-        if self.measured.memory is None or self.case.system == "torch" or self.schedule.chunks_per_stage > 1:
+        layout = self.case.layout if self.case.system == "terapipe" else "plain"
+        is_ours = self.case.system == "terapipe" or self.schedule.chunks_per_stage == 1
+        memory = self.measured.memory.get(layout)
+        if memory is None or self.case.system == "torch" or not is_ours:
             return None
-        return list(Replay.of(self.schedule).peak_bytes(self.plan, self.measured.memory))
+        return list(Replay.of(self.schedule).peak_bytes(self.plan, memory))
 
     def off_core_s(self) -> float | None:
         """In the median step; None where wall and processor time of a process do not compare."""
@@ -167,7 +172,7 @@ class Run:
         bound = None
         if unsliced is not None:
             bound = bound_s(unsliced, self.accumulation, ideal_bubble(self.schedule), self.closing_s)
-        costs = self.measured.costs
+        costs = self.measured.costs.get("plain")
         drifted = None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length)
         timeline = traces[median_index(steps)].timeline(self.case.label)
         exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]

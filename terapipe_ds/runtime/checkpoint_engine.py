@@ -11,7 +11,7 @@ from terapipe_ds.runtime.checkpoint_load import find_checkpoint
 from terapipe_ds.runtime.checkpoint_save import save_checkpoint
 from terapipe_ds.runtime.checkpoints import check_checkpoint, states_folder
 from terapipe_ds.runtime.plans import Plans
-from terapipe_ds.runtime.state_layout import described_layout, loaded_from, saved_as_stock
+from terapipe_ds.runtime.state_layout import OUR_KEYS, described_layout, loaded_from, saved_as_stock
 from terapipe_ds.runtime.watchdog import Watchdog
 
 
@@ -71,6 +71,8 @@ class SafeCheckpoints(PipelineEngine):
                     load_dir, found.read_as, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
                     load_module_only, custom_load_fn,
                 )  # fmt: skip
+        for key in OUR_KEYS:
+            (loaded[1] or {}).pop(key, None)  # DeepSpeed takes what it does not know for the client's
         if found.manifest is not None and loaded[0] is not None and not load_module_only:
             self._plans.resume(found.manifest.tag, found.manifest.training)
         return loaded

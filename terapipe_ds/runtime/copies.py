@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from terapipe_ds.runtime.layout import Layout
@@ -30,19 +31,24 @@ def copies_of(module: Any, layout: Layout, held: list[tuple[int, list[Any]]]) ->
     layers |= dict(module.tied_modules.items())
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
+    seen: set[int] = set()  # parameters: one that several layers share is summed once
     for name, stages in _holders(module, layout).items():
         for ranks in _ranks_of(module, stages):
             if ranks not in groups:
                 groups[ranks] = torch_dist.new_group(list(ranks))
             if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
-                comms[name] = _comm(module, layers[name], ranks, groups[ranks])
+                comms[name] = _comm(module, layers[name], ranks, groups[ranks], seen)
     return comms
 
 
-def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any) -> dict[str, Any]:
+def _comm(
+    module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]
+) -> dict[str, Any]:
     for parameter in layer.parameters():
         parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
-    names = [name for name, _ in layer.named_parameters()]
+    trained = [(name, p) for name, p in layer.named_parameters() if p.requires_grad and id(p) not in seen]
+    seen |= {id(parameter) for _, parameter in trained}
+    names = [name for name, _ in trained]
     return {"ranks": list(ranks), "group": group, "weight_attr": names, "module": layer}
 
 
@@ -71,22 +77,56 @@ def _ranks_of(module: Any, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(grid.stage_to_global(stage_id=stage, **place) for stage in stages) for place in places]
 
 
-def complete_gradients(module: Any) -> None:
+def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
+    """Why this optimizer cannot train parts that stand at two places; None where it can."""
+    if layout.has_copies and getattr(optimizer, "use_grad_accum_attribute", False):
+        return (
+            "parts that stand at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
+            "the parameters: DeepSpeed keeps these where it does not sum what several stages hold. Remove "
+            "data_types.grad_accum_dtype, or take another schedule"
+        )
+    return None
+
+
+def complete_gradients(module: Any, optimizer: Any) -> None:
     """Give a gradient of zero to each parameter that has one at another of its places and none here, so that all of
-    them sum: a direction may have no micro-batch, or a layer take no part in it."""
+    them sum and step alike: a direction may have no micro-batch."""
+    gradients = _Gradients(optimizer)
     by_group: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-    for comm in module.tied_comms.values():
-        weights = [module._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
-        by_group.setdefault(id(comm["group"]), (comm["group"], []))[1].extend(weights)
+    for weight, group in module.get_tied_weights_and_groups():
+        by_group.setdefault(id(group), (group, []))[1].append(weight)
     for group, weights in by_group.values():
-        if not weights:
-            continue
-        here = [weight.grad is not None for weight in weights]
+        here = [gradients.is_there(weight) for weight in weights]
         there = torch.tensor(here, dtype=torch.int32, device=weights[0].device)
         torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
         for weight, anywhere in zip(weights, there.tolist(), strict=True):
-            if anywhere and weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
+            gradients.complete(weight, anywhere=bool(anywhere))
+
+
+class _Gradients:
+    """Where the gradients of a batch are that DeepSpeed sums over stages: in ``.grad``, or in buffers of its
+    ``BF16_Optimizer``, which are there, and empty, before any backward."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._places: dict[int, tuple[int, int]] = {}
+        self._optimizer = optimizer if isinstance(optimizer, BF16_Optimizer) else None
+        if self._optimizer is not None:
+            groups = enumerate(self._optimizer.bf16_groups)
+            self._places = {id(weight): (i, j) for i, group in groups for j, weight in enumerate(group)}
+
+    def is_there(self, weight: Any) -> bool:
+        if self._optimizer is None:
+            return weight.grad is not None
+        i, j = self._places[id(weight)]
+        return bool(self._optimizer.fp32_groups_has_gradients[i][j])
+
+    def complete(self, weight: Any, anywhere: bool) -> None:
+        if self._optimizer is not None:
+            i, j = self._places[id(weight)]
+            weight._hp_grad = self._optimizer.fp32_groups_gradients[i][j]
+            self._optimizer.fp32_groups_has_gradients[i][j] = anywhere
+        elif anywhere and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
 
 
 def sum_losses(engine: Any, layout: Layout, groups: Any) -> None:
@@ -121,5 +161,6 @@ def _sum(mine: Any, theirs: Any, device: Any) -> Any:
     if torch.is_tensor(theirs):
         return theirs.to(device) if mine is None else mine + theirs.to(device)
     if isinstance(theirs, dict):
-        return type(theirs)({name: _sum((mine or {}).get(name), loss, device) for name, loss in theirs.items()})
+        mine = mine or {}
+        return type(theirs)({name: _sum(mine.get(name), theirs.get(name), device) for name in {**mine, **theirs}})
     return [_sum(None if mine is None else mine[i], loss, device) for i, loss in enumerate(theirs)]

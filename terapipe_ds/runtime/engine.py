@@ -35,7 +35,7 @@ from terapipe_ds.runtime.checks import (
     slice_length_multiple,
     with_multiple,
 )
-from terapipe_ds.runtime.copies import complete_gradients, sum_losses
+from terapipe_ds.runtime.copies import complete_gradients, problem_of_copies, sum_losses
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
@@ -103,6 +103,7 @@ class TeraPipeEngine(SafeCheckpoints):
         show_log(self.global_rank)
         check_checkpointing()
         problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)
+        problem = problem or problem_of_copies(self._layout, self.optimizer)
         raise_on_every_rank(problem_of_layers(self) or problem)
         self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
         self._groups = make_pipeline_groups(self.grid, self._layout)
@@ -162,6 +163,18 @@ class TeraPipeEngine(SafeCheckpoints):
         if self._layout.has_copies:
             sum_losses(self, self._layout, self._groups)
         return super()._aggregate_total_loss()
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Kept where data is drawn."""
+        if self.stage_id in self._layout.drawing_stages:
+            self.training_dataloader = loader
+            self.data_iterator = iter(loader)
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """Kept where data is drawn."""
+        if self.stage_id in self._layout.drawing_stages:
+            self.training_dataloader = None
+            self.data_iterator = iterator
 
     def _loss_stage_global_rank(self) -> int:
         return int(self.grid.stage_to_global(self._layout.loss_stage))
@@ -361,7 +374,7 @@ class TeraPipeEngine(SafeCheckpoints):
                 self._links.close_batch()  # a caller may go on after the error
                 self._finite.agree(self.global_steps + 1)
         if self._layout.has_copies:
-            complete_gradients(self.module)
+            complete_gradients(self.module, self.optimizer)
         before_reduce = getattr(self.module, "before_reduce", None)
         if before_reduce is not None:
             before_reduce(self)

@@ -47,7 +47,7 @@ class Layout:
     @property
     def is_plain(self) -> bool:
         """DeepSpeed's own: stage k holds part k."""
-        return self.chunks_per_stage == 1
+        return self.placement == {(stage_id, 0): stage_id for stage_id in range(self.num_stages)}
 
     @property
     def has_copies(self) -> bool:
@@ -134,7 +134,14 @@ def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
                 f"terapipe.schedule = {config.schedule!r}: it is for {schedule.num_stages} stages, and the module has "
                 f"{num_stages}; write one for {num_stages}"
             )
-        return Layout(num_stages, schedule.placement)
+        layout = Layout(num_stages, schedule.placement)
+        held = [{place.part_id for place in layout.places(stage_id)} for stage_id in range(num_stages)]
+        twice = [stage_id for stage_id in range(num_stages) if len(held[stage_id]) < layout.chunks_per_stage]
+        if twice:
+            raise TeraPipeConfigError(
+                f"terapipe.schedule = {config.schedule!r}: stage {twice[0]} holds a part twice; place it there once"
+            )
+        return layout
     name = ("interleaved" if config.chunks_per_stage > 1 else "1f1b") if config.schedule == "auto" else config.schedule
     try:
         return Layout(num_stages, placement_for(name, num_stages, config.chunks_per_stage))

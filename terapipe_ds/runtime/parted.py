@@ -23,6 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.copies import copies_of
 from terapipe_ds.runtime.layout import Layout
@@ -58,13 +59,28 @@ class PartedModule(PipelineModule):
         self.is_checkpointable_results = part.checkpointable
         self._set_bounds(part.start, part.stop)
 
+    def forward(self, forward_input: Any) -> Any:
+        """The layers of the part that is active, for an engine that says which.
+
+        Raises:
+            RuntimeError: called by anybody else: it would be some part of the layers.
+        """
+        if active_slice() is None:
+            raise RuntimeError(
+                "the layers of this module lie in several parts per stage, and nobody says which are meant: train and "
+                "evaluate it by the engine that terapipe_ds.initialize() gives, with the same terapipe section"
+            )
+        return super().forward(forward_input)
+
     def each_part(self) -> Iterator[int]:
         """Activate one part after the other, and at the end the one that was active."""
         before = self._active_chunk
-        for chunk_id in range(len(self._held)):
-            self.activate(chunk_id)
-            yield chunk_id
-        self.activate(before)
+        try:
+            for chunk_id in range(len(self._held)):
+                self.activate(chunk_id)
+                yield chunk_id
+        finally:
+            self.activate(before)
 
     def replace_layers(self, forward_funcs: list[Any]) -> None:
         """Let the active part run these functions in place of its layers."""
@@ -176,7 +192,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             "the optimizer was made before the layers move to the stages that hold them from now on. "
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
-    trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    parameters_before = _ids(module)
     method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module)
     before = list(module.parts)
     setattr(module, STOCK_BOUNDS, before)
@@ -191,7 +207,10 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     module._synchronize_tied_weights()
-    return _parameters_of(module, parameters, trained)
+    laid_out = getattr(module, "laid_out", None)
+    if laid_out is not None:
+        laid_out()
+    return _parameters_of(module, parameters, parameters_before)
 
 
 def _described(layout: Layout) -> str:
@@ -212,30 +231,37 @@ def _check_kind(stock: type) -> None:
         raise TeraPipeConfigError("a DualPipeVModule has a layout of its own: build the model as a PipelineModule")
 
 
-def _parameters_of(module: Any, given: Any, before: set[int]) -> Any:
+def _ids(module: Any) -> tuple[set[int], set[int]]:
+    """Of all parameters, and of those that are trained."""
+    parameters = list(module.parameters())
+    return {id(p) for p in parameters}, {id(p) for p in parameters if p.requires_grad}
+
+
+def _parameters_of(module: Any, given: Any, before: tuple[set[int], set[int]]) -> Any:
     """What to hand to the optimizer where ``model_parameters`` was made before the layers moved.
 
     Args:
-        given: ``model_parameters``; None and an iterator over the module's parameters need no change.
-        before: ids of the parameters that the module had.
+        given: ``model_parameters``: None, all parameters or all that are trained, as they were or, by an iterator that
+            nobody has asked yet, as they are.
+        before: what the module had, see :func:`_ids`.
 
     Raises:
         TeraPipeConfigError: groups, or a choice among the parameters: nobody knows what is meant for layers that were
             elsewhere.
     """
-    if given is None or isinstance(given, Iterator):
-        return given
+    if given is None:
+        return None
     listed = list(given)
-    tensors = [each for each in listed if isinstance(each, Tensor)]
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if len(tensors) == len(listed) and {id(each) for each in tensors} == before:
-        return trained
+    tensors = {id(each) for each in listed if isinstance(each, Tensor)}
+    if len(tensors) == len(listed):
+        if tensors in _ids(module):
+            return listed
+        if tensors in before:
+            return [parameter for parameter in module.parameters() if parameter.requires_grad]
     raise TeraPipeConfigError(
         "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
         f"parameters that are trained. {_LAY_OUT_FIRST} make the groups then"
     )
-
-
 
 
 # -- cutting -----------------------------------------------------------------------------------------------------------
@@ -340,14 +366,15 @@ def _move(module: Any, bounds: list[int], old: dict[Name, Any]) -> None:
     places: dict[Name, list[int]] = {}
     for layer_id in range(len(specs)):
         places.setdefault(_name_of(specs, layer_id), []).append(layer_id)
+    group = _pipeline_group(module)
     for name, layer_ids in places.items():
         sources = {_part_of(bounds, i) for i in layer_ids}
         targets = {stage for i in layer_ids for stage, _ in layout.homes(_part_of(module.parts, i))} - sources
         for target in sorted(targets):
             if module.stage_id == min(sources):
-                _send(module, target, old[name])
+                _send(module, group, target, old[name])
             elif module.stage_id == target:
-                _receive(module, min(sources), new[name])
+                _receive(module, group, min(sources), new[name])
 
 
 def _part_of(bounds: list[int], layer_id: int) -> int:
@@ -360,15 +387,23 @@ def _tensors(layer: Any) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters(remove_duplicate=False)), **dict(layer.named_buffers(remove_duplicate=False))}
 
 
-def _send(module: Any, stage_id: int, layer: Any) -> None:
+def _pipeline_group(module: Any) -> Any:
+    """On the CPU: DeepSpeed has not chosen this rank's device yet."""
+    mine = None
+    for ranks in module._grid.topology().get_axis_comm_lists("pipe"):
+        group = torch_dist.new_group(ranks, backend="gloo")
+        mine = group if module.global_rank in ranks else mine
+    return mine
+
+
+def _send(module: Any, group: Any, stage_id: int, layer: Any) -> None:
     state: _State = [(name, t.detach().cpu().clone(), t.requires_grad) for name, t in _tensors(layer).items()]
-    grid = module._grid
-    torch_dist.send_object_list([state], dst=grid.pp_group[stage_id], group=grid.get_pipe_parallel_group())
+    torch_dist.send_object_list([state], dst=module._grid.pp_group[stage_id], group=group)
 
 
-def _receive(module: Any, stage_id: int, layer: Any) -> None:
-    grid, told = module._grid, [None]
-    torch_dist.recv_object_list(told, src=grid.pp_group[stage_id], group=grid.get_pipe_parallel_group())
+def _receive(module: Any, group: Any, stage_id: int, layer: Any) -> None:
+    told = [None]
+    torch_dist.recv_object_list(told, src=module._grid.pp_group[stage_id], group=group)
     state: Any = told[0]
     targets = _tensors(layer)
     for name, value, requires_grad in state:
@@ -381,7 +416,9 @@ def _receive(module: Any, stage_id: int, layer: Any) -> None:
 def _random_states_kept() -> Iterator[None]:
     """Layers that are built only to be overwritten draw no numbers of the user's."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

@@ -210,7 +210,7 @@ class AutoPlanner:
             return
         schedule = build(
             result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices,
-            chunks_per_stage=self._config.chunks_per_stage,
+            chunks_per_stage=self._engine._layout.chunks_per_stage,
         )  # fmt: skip
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -64,10 +64,11 @@ class Plans:
         problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)
         if problem is not None:
             raise PlanError(problem)
-        if schedule is not None:
-            self._check_placement(schedule)
-        usual = "seq1f1b" if self._config.schedule == "auto" else self._config.schedule
-        self._by_hand[plan.sequence_length] = Choice(plan, schedule or usual)
+        if schedule is None:
+            looped = "seq1f1b" if self._engine._layout.is_plain else "seq1f1b-interleaved"
+            schedule = looped if self._config.schedule == "auto" else self._config.schedule
+        self._check_placement(schedule)
+        self._by_hand[plan.sequence_length] = Choice(plan, schedule)
         return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
 
     def _check_placement(self, schedule: str) -> None:
@@ -162,7 +163,7 @@ class Plans:
         return self._schedules[key]
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
-        stages, chunks = self._engine.num_stages, self._config.chunks_per_stage
+        stages, chunks = self._engine.num_stages, self._engine._layout.chunks_per_stage
         if not name.endswith(".csv"):
             schedule = build(
                 name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks

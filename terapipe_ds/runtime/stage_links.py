@@ -18,7 +18,9 @@ from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, Rec
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.schedule.action import Action, Kind
 
-_EVALUATION_SENDS = 8  # on their way at once; the next stage waits for nothing but these, so this cannot deadlock
+_EVALUATION_SENDS = 8
+"""On their way at once over each link. On a line the next stage waits for nothing but these. Round a loop less than
+2 K slices run before their first one comes round, fewer than the K links of the way can hold, so it cannot deadlock."""
 
 
 class _PartChannels:

@@ -33,6 +33,7 @@ from terapipe_ds.runtime.state_order import (
 
 LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters by group of the optimizer
 _GUARDED = "terapipe_states_of_this_layout"  # in place of optimizer states that DeepSpeed's own engine would mistake
+OUR_KEYS = (LISTED, _GUARDED)
 _UNLIKE = (StateError, KeyError, IndexError, TypeError, AttributeError, ValueError)  # a state is not of its form
 _MODULE_ONLY = "Load the parameters alone, with load_module_only=True; moments begin anew"
 

@@ -55,6 +55,9 @@ FURTHER_CASES = [
     Case(layout="one", plan="uneven", accumulation=2, tied=True),
     Case(layout="tp2_pp2_sp", block="moe", heads="gqa"),
     Case(layout="pp2_dp2", block="moe", tied=True),
+    # stages with two parts, and parts at two places
+    Case(layout="tp2_pp2_sp", schedule="zbv", accumulation=2, heads="gqa", tied=True, clipping=True),
+    Case(layout="tp2_pp2", schedule="chimera-seq", accumulation=2, tied=True, clipping=True, recompute="block"),
 ]
 
 

@@ -88,13 +88,19 @@ class MegatronGPT(PipelineModule):
             checkpointable_layers=["MegatronLayer"],
         )
         log_dist(kernels(config), ranks=[0])
-        mark_split_parameters(self)
-        self.universal_checkpoint_info = universal_checkpoint_info(self, blueprint, self._grid)
+        self.laid_out()
         seed_dropout(seed, self._grid)
+
+    def laid_out(self) -> None:
+        """The layers of this stage are there; called again where the engine brings others."""
+        mark_split_parameters(self)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, self.blueprint, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """The first thing that DeepSpeed does once its groups are there, and before it builds a layer."""
-        self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
+        if self.blueprint.groups is None:
+            self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
+        self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
         super()._partition_layers(method)
 
     def _synchronize_tied_weights(self) -> None:

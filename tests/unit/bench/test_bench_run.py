@@ -67,7 +67,7 @@ def ranks(**changes: Any) -> list[dict[str, Any]]:
             record(1, stage_id, "seq1f1b", [4, 4], 1.0, changes.get("loss", 5.0)),
             {"case": 2, "accumulation": 1, "error": "no such thing" if stage_id == 1 else None},
         ]
-        found.append({"runs": runs, "links": {"8": 0.25, "4": 0.125}, "profile": None, "memory": None})
+        found.append({"runs": runs, "links": {"8": 0.25, "4": 0.125}, "profiles": {}, "memory": {}})
     return found
 
 
@@ -139,7 +139,7 @@ def test_the_usual_competitors() -> None:
     assert labels[:4] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", "terapipe seq1f1b, 8 slices",
                           "terapipe seq1f1b, planned"]  # fmt: skip
     assert any(label.startswith("torch") for label in labels)
-    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 2 + 5 * 2 + 4
+    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 4
 
 
 def test_options_narrow_and_widen() -> None:

@@ -108,6 +108,7 @@ HOOKS: tuple[Hook, ...] = (
         "averages the outputs of an evaluation": "_reduce_outputs",
         "draws a micro-batch": "_next_batch",
         "gives the data of the next batches back after an evaluation": "set_dataiterator data_iterator",
+        "takes the data": "set_dataloader training_dataloader",
         "says where a stage stands": "is_first_stage is_last_stage stage_id num_stages grid",
         "says how many micro-batches a step has": "micro_batches",
         "says what an evaluation returns": "eval_return_logits _compute_loss outputs fwd_outputs",

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.header import on_every_rank
-from terapipe_ds.runtime.parted import each_part, module_of, parameters_of_part, replace_layers
+from terapipe_ds.runtime.parted import each_part, module_of, parameters_of_other_parts, replace_layers
 
 
 class NonFiniteError(ValueError):
@@ -108,13 +108,12 @@ class FiniteCheck:
             last = len(layers) - 1
             watched = [_WatchedLayer(layers[i], mine[i], self, is_last=i == last) for i in range(len(layers))]
             replace_layers(self._module, watched)
-        places = dict(_parameters_of(self._module, [layer for part in parts for layer in part], names))
-        self._parameters = {id(parameter): place for parameter, place in places.items()}
+        self._parameters = dict(_parameters_of(self._module, [layer for part in parts for layer in part], names))
         self._looks.clear()
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             if self._collected:
-                handles = [p.register_hook(self._hook(*place)) for p, place in places.items()]
+                handles = [p.register_hook(self._hook(*place)) for p, place in self._parameters.items()]
         try:
             yield
         finally:
@@ -140,9 +139,9 @@ class FiniteCheck:
     def look_at_parameters(self) -> None:
         """After the backward of the slice that is running: what its parameters' gradients have become."""
         if self._gradients and not self._collected:
-            for parameter in parameters_of_part(self._module):
-                layer, what = self._parameters.get(id(parameter), ("", ""))
-                if layer and parameter.grad is not None:
+            others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
+            for parameter, (layer, what) in self._parameters.items():
+                if parameter.grad is not None and id(parameter) not in others:
                     self.look(layer, what, parameter.grad, is_backward=True)
 
     def look_at_gradient_of(self, tensor: Any, layer: str, what: str) -> None:
@@ -194,15 +193,10 @@ class FiniteCheck:
             active.sequence_length, look.is_backward, f"{look.what} {text}", active.part_id,
         )  # fmt: skip
 
-    def _placed(self) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
-        for parameter in self._module.parameters():
-            if id(parameter) in self._parameters:
-                yield parameter, self._parameters[id(parameter)]
-
     def _hint(self, layer: str) -> str:
         bad = [
             what.removeprefix(_GRADIENT_OF)
-            for parameter, (owner, what) in self._placed()
+            for parameter, (owner, what) in self._parameters.items()
             if owner == layer and not torch.isfinite(parameter).all()
         ]
         return f"Its {bad[0]} is not finite by itself: load an earlier checkpoint." if bad else ""

@@ -154,6 +154,14 @@ def parameters_of_part(module: Any) -> list[nn.Parameter]:
     return list(nn.ModuleList(layer for layer in layers if layer is not None).parameters())
 
 
+def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
+    """Of this stage's parts that ``module`` does not run now, as far as the one that it runs has no share in them."""
+    if not isinstance(module, PartedModule):
+        return []
+    mine = {id(parameter) for parameter in parameters_of_part(module)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in mine]
+
+
 def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
     """Let the part that is active run these functions in place of its layers."""
     if isinstance(module, PartedModule):

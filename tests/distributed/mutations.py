@@ -135,8 +135,8 @@ def dropped_weight() -> Iterator[None]:
 
     compute = WeightGradients.compute
 
-    def compute_less(self: Any, unit: tuple[int, int], around: Any) -> int:
-        if unit == (1, 2):
+    def compute_less(self: Any, unit: tuple[int, int, int], around: Any) -> int:
+        if unit[1:] == (1, 2):
             return len(self._waiting.pop(unit))
         return compute(self, unit, around)
 
@@ -151,8 +151,8 @@ def weight_twice() -> Iterator[None]:
 
     compute = WeightGradients.compute
 
-    def compute_more(self: Any, unit: tuple[int, int], around: Any) -> int:
-        if unit == (1, 2):
+    def compute_more(self: Any, unit: tuple[int, int, int], around: Any) -> int:
+        if unit[1:] == (1, 2):
             kept = list(self._waiting[unit])
             compute(self, unit, around)
             self._waiting[unit] = kept

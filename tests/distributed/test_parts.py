@@ -484,11 +484,14 @@ def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], s
 @pytest.mark.parametrize(
     ("changes", "names", "num_parts"),
     [
-        (LOOP, {"seq1f1b-interleaved"}, 4),
         (ZBV, {"zbv"}, 4),
-        (BOTH_WAYS, {"chimera-seq"}, 2),
-        ({"schedule": "auto", "chunks_per_stage": 2}, {"interleaved", "seq1f1b-interleaved"}, 4),
         ({"schedule": "auto", "chunks_per_stage": 2, "slices": 3}, {"interleaved", "seq1f1b-interleaved"}, 4),
+        pytest.param(LOOP, {"seq1f1b-interleaved"}, 4, marks=pytest.mark.full),
+        pytest.param(BOTH_WAYS, {"chimera-seq"}, 2, marks=pytest.mark.full),
+        pytest.param(
+            {"schedule": "auto", "chunks_per_stage": 2}, {"interleaved", "seq1f1b-interleaved"}, 4,
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_slices_are_planned_from_the_costs_of_all_parts(

@@ -297,8 +297,9 @@ def names_of_deepspeed() -> dict[tuple[str, str], int]:
     return found
 
 
-def test_registration_rebinds_two_names_and_nothing_else() -> None:
-    """So that an engine without a section, which is DeepSpeed's own class, runs DeepSpeed's code alone."""
+def test_registration_rebinds_two_names_and_one_method_and_nothing_else() -> None:
+    """So that an engine without a section, which is DeepSpeed's own class, runs DeepSpeed's code alone; the method
+    writes down by which partition method a module was cut."""
     terapipe_ds.register()  # loads what it needs
     terapipe_ds.unregister()
     gc.disable()  # an id may not be given to another object
@@ -311,7 +312,10 @@ def test_registration_rebinds_two_names_and_nothing_else() -> None:
     finally:
         gc.enable()
     changed = {key for key in before.keys() | during.keys() if before.get(key) != during.get(key)}
-    assert changed == {("deepspeed", "PipelineEngine"), ("deepspeed", "DualPipeVEngine")}
+    assert {key for key in changed if not key[-1].endswith("_partition_layers")} == {
+        ("deepspeed", "PipelineEngine"), ("deepspeed", "DualPipeVEngine"),
+    }  # fmt: skip
+    assert len(changed) == 3, changed
     assert after == before
     assert len(before) > 5000
 

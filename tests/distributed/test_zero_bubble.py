@@ -173,6 +173,10 @@ def test_a_stage_that_defers_nothing_is_right_and_says_so_once() -> None:
 # -- the books -----------------------------------------------------------------------------------------------
 
 
+def keys(engine: Any) -> list[tuple[int, int, int]]:
+    return [(engine.stage_id, m, s) for m in range(2) for s in range(3)]
+
+
 def job_memory() -> tuple[list[int], int, int]:
     """What waits for W when each W begins; at the end; and the peak of live slices as counted and as scheduled."""
     waiting: list[int] = []
@@ -180,13 +184,13 @@ def job_memory() -> tuple[list[int], int, int]:
         weight = engine._ACTIONS[Kind.WEIGHT]
 
         def before_weight(self: Any, action: Any) -> None:
-            waiting.append(sum(self.weight_gradients.kept_bytes((m, s)) > 0 for m in range(2) for s in range(3)))
+            waiting.append(sum(self.weight_gradients.kept_bytes(key) > 0 for key in keys(self)))
             assert self._open().get((self.stage_id, *action.unit)).inputs == ()
             weight(self, action)
 
         engine._ACTIONS = {**engine._ACTIONS, Kind.WEIGHT: before_weight}  # type: ignore[misc]
         engine.train_batch(iter(batches(1)[0]))
-        left = sum(engine.weight_gradients.kept_bytes((m, s)) for m in range(2) for s in range(3))
+        left = sum(map(engine.weight_gradients.kept_bytes, keys(engine)))
         return waiting, left, engine.stage_id
 
 

@@ -63,13 +63,14 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
     "show": {
         "--schedule": NAMES, "--from-csv": FILES, "--stages": NUMBERS, "--micro-batches": NUMBERS, "--slices": COUNTS,
         "--forward-only": None, "--csv": OUTPUTS, "--json": None, "--stage": NUMBERS, "--lowered": None,
+        "--chunks-per-stage": NUMBERS, " ": FILES,
     },
     "simulate": {
         "--schedule": NAMES, "--from-csv": FILES, "--stages": NUMBERS, "--micro-batches": NUMBERS, "--slices": COUNTS,
         "--sequence-length": NUMBERS, "--granularity-tokens": NUMBERS, "--forward-only": None, "--profile": FILES,
         "--model": NAMES, "--unit": None, "--device": NAMES, "--tensor-parallel": NUMBERS, "--dtype": NAMES,
         "--micro-batch-size": NUMBERS, "--unit-send": NUMBERS, "--no-overlap": None, "--json": None, "--trace": OUTPUTS,
-        "--csv": OUTPUTS, "--timeline": OUTPUTS,
+        "--csv": OUTPUTS, "--timeline": OUTPUTS, "--chunks-per-stage": NUMBERS,
     },
     "plan": {
         "--model": NAMES, "--device": NAMES, "--profile": FILES, "--stages": NUMBERS[:8], "--tensor-parallel": NUMBERS,

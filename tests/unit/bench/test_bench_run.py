@@ -147,11 +147,13 @@ def test_options_narrow_and_widen() -> None:
     assert cases_of(schedules=["terapipe"], slices=[4, PLAN]) == [
         "deepspeed 1f1b", "terapipe terapipe, 4 slices", "terapipe terapipe, planned",
     ]  # fmt: skip
-    assert cases_of(schedules=["zbv", "dualpipev"]) == ["deepspeed 1f1b", "deepspeed dualpipev", "torch zbv"]
+    assert cases_of(schedules=["zbv", "dualpipev"]) == [
+        "deepspeed 1f1b", "deepspeed dualpipev", "terapipe zbv, 8 slices", "terapipe zbv, planned", "torch zbv",
+    ]  # fmt: skip
     widened = cases_of(slices=[4, 16])
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
     with pytest.raises(BenchError, match=r"leave nothing to run"):
-        cases_of(systems=["terapipe"], schedules=["zbv"])
+        cases_of(systems=["terapipe"], schedules=["dualpipev"])
     with pytest.raises(BenchError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
         cases_of(systems=["megatron"])
 

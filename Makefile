@@ -26,11 +26,14 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Unit tests are of one process each and run two at a time; the others have a process per rank.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 tests/unit
+	$(BIN)/pytest --ignore=tests/unit
 
 test-full: lint
-	TERAPIPE_TEST_FULL=1 $(BIN)/pytest
+	TERAPIPE_TEST_FULL=1 $(BIN)/pytest -n 2 tests/unit
+	TERAPIPE_TEST_FULL=1 $(BIN)/pytest --ignore=tests/unit
 
 mutations: venv
 	$(BIN)/python -m tests.mutation_check

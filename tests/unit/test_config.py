@@ -320,8 +320,11 @@ def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any])
 # --- schedules from a file, and several chunks per stage
 
 
-def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(tmp_path: Path) -> None:
-    path = tmp_path / "best.csv"
+def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # messages cut long paths short
+    path = Path("best.csv")
     section = {"enabled": True, "slices": 2, "schedule": str(path)}
     missing = problem(section)
     assert missing.startswith(f"terapipe.schedule = {str(path)!r}: ") and "No such file" in missing

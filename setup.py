@@ -45,7 +45,9 @@ setup(
     extras_require={
         "megatron": ["megatron-core==0.16.1"],
         "plot": ["matplotlib>=3.8,<4"],
-        "test": ["hypothesis>=6.100", "matplotlib>=3.8,<4", "mypy>=1.11", "pytest>=9", "pytest-xdist>=3.6", "ruff>=0.6"],
+        "test": [
+            "hypothesis>=6.100", "matplotlib>=3.8,<4", "mypy>=1.11", "pytest>=9", "pytest-xdist>=3.6", "ruff>=0.6",
+        ],
     },
     entry_points={"console_scripts": ["terapipe = terapipe_ds.cli:main"]},
     classifiers=[

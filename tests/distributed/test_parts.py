@@ -240,9 +240,9 @@ def job_frozen_direction() -> tuple[dict[str, float], dict[str, Tensor]]:
 
 
 class Unused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64, frozen: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=not frozen)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -254,6 +254,72 @@ def test_copies_stay_the_same_to_the_last_bit() -> None:
     (_, first), (_, second) = ranks
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16_optimizer": {
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+    },
+    "zero1": {"zero_optimization": {"stage": 1}},
+}  # fmt: skip
+
+
+def job_copies(precision: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Both ways, and then down alone: with a layer of no use, a frozen one, and clipping."""
+
+    def layers() -> Sequence[Any]:
+        unused = [LayerSpec(Unused, torch.float32), LayerSpec(Unused, torch.float32, frozen=True)]
+        return [*gpt_layers(dtype="float32")[:-2], *unused, *gpt_layers(dtype="float32")[-2:]]
+
+    options = {**PRECISIONS[precision], "gradient_clipping": 0.5, "optimizer": SMALL_STEPS}
+    norms: dict[str, list[float]] = {}
+    for name, changes in (("ours", section(**BOTH_WAYS)), ("plain", section(schedule="seq1f1b"))):
+        with engine_of(layers(), changes, **options) as engine:
+            norms[name] = []
+            for batch in (*batches(2), *batches(2, 1, first_seed=9)):
+                engine.set_train_batch_size(2 * len(batch))
+                engine.train_batch(iter(batch))
+                norms[name].append(float(engine.get_global_grad_norm()))
+            if name == "ours":
+                found = {key: p.detach().clone() for key, p in engine.module.named_parameters()}
+    return found, norms["ours"], norms["plain"]
+
+
+SMALL_STEPS = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_copies_stay_the_same_under_optimizers_that_collect_gradients(precision: str) -> None:
+    (first, ours, plain), (second, *_) = rank_pool(2).run(job_copies, precision=precision)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert ours == pytest.approx(plain, rel=0.02 if precision == "bf16_optimizer" else 1e-5)
+
+
+def job_other_dtype() -> str:
+    options = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+    try:
+        build(gpt_layers(dtype="float32"), section(**BOTH_WAYS), **options)
+    except TeraPipeConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_whose_gradients_nobody_sums_are_refused() -> None:
+    assert all("data_types.grad_accum_dtype" in text for text in rank_pool(2).run(job_other_dtype))
+
+
+def job_not_by_the_engine() -> str:
+    with engine_of(gpt_layers(), section(**LOOP)) as engine:
+        try:
+            engine.module(batches(1)[0][0][0])
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_module_in_parts_is_not_called_by_anybody_else() -> None:
+    assert all("nobody says which are meant" in text for text in rank_pool(2).run(job_not_by_the_engine))
 
 
 def job_watched(changes: dict[str, Any]) -> dict[str, float]:

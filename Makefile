@@ -26,14 +26,16 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Unit tests are of one process each and run two at a time; the others have a process per rank.
+# Two files at a time, but for those that look at the clock.
+PYTEST := $(BIN)/pytest
+
 test: lint
-	$(BIN)/pytest -n 2 tests/unit
-	$(BIN)/pytest --ignore=tests/unit
+	$(PYTEST) -n 2 --dist loadfile -m "not alone"
+	$(PYTEST) -m alone
 
 test-full: lint
-	TERAPIPE_TEST_FULL=1 $(BIN)/pytest -n 2 tests/unit
-	TERAPIPE_TEST_FULL=1 $(BIN)/pytest --ignore=tests/unit
+	TERAPIPE_TEST_FULL=1 $(PYTEST) -n 2 --dist loadfile -m "not alone"
+	TERAPIPE_TEST_FULL=1 $(PYTEST) -m alone
 
 mutations: venv
 	$(BIN)/python -m tests.mutation_check

@@ -24,8 +24,21 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+ALONE = {
+    "test_bench", "test_failures", "test_hangs", "test_harness", "test_kills", "test_memory_growth",
+    "test_memory_peaks", "test_planning", "test_profilers", "test_saving", "test_tensor_parallel_planning",
+    "test_tensor_parallel_runs", "test_watchdog", "test_verify_commands", "test_offline",
+}  # fmt: skip
+"""Files whose tests measure, wait for deadlines or kill ranks: `make test` runs them one after the other."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what the markers `full` and `gpu` ask for and this run or machine does not have."""
+    """Mark what runs alone, and skip what the markers `full` and `gpu` ask for and this run or machine does not
+    have."""
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker("alone")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():
         for item in gpu_items:

@@ -71,12 +71,15 @@ def _join(rank: int, world_size: int, rendezvous: str) -> None:
     import deepspeed
     from deepspeed.utils import logger
 
+    from terapipe_ds.bench.ranks import share_gloo_thread
+
     logger.setLevel("ERROR")
     # DeepSpeed would compile this operator here, for a minute and behind a lock that outlives a killed rank.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed refuses fp16 on a CPU without instructions for it. torch computes it on every CPU, only slowly, and
     # these ranks stand in for devices that have it.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    share_gloo_thread()  # each group has one of its own otherwise, which wakes a hundred times a second
     torch.distributed.init_process_group(
         backend="gloo",
         store=_store(rank, rendezvous),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.bench.ranks import Workload
-from terapipe_ds.schedule import CHUNKED_SCHEDULES
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
+from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, V_SHAPED
 
 
 class BenchError(ValueError):
@@ -18,25 +19,17 @@ PLAN = "plan"
 """In the place of a number of slices: what the planner makes of the costs that this run has measured."""
 
 DEEPSPEED = ("1f1b", "dualpipev")
-TERAPIPE = (
-    "gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb", "interleaved", "seq1f1b-interleaved", "zbv",
-    "chimera", "chimera-seq",
-)  # fmt: skip
+TERAPIPE = tuple(name for name in SCHEDULE_NAMES if name != "dapple")  # which is 1f1b by another name
 TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
 SCHEDULES = {"deepspeed": DEEPSPEED, "terapipe": TERAPIPE, "torch": TORCH}
 """What each system can run, by the names used here."""
-TWO_PARTS = ("dualpipev", "interleaved1f1b", "interleaved", "seq1f1b-interleaved", "zbv")
+TWO_PARTS = ("dualpipev", "interleaved1f1b", *LOOPED, *V_SHAPED)
 """Two parts of the layers on each stage, half as large as those of the others."""
 WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 """Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
 
-LAYOUTS = {
-    "loop": ("seq1f1b-interleaved", "interleaved"),
-    "v": ("zbv",),
-    "both ways": ("chimera-seq", "chimera"),
-    "plain": ("seq1f1b",),
-}
-"""Which schedules of ours need the same parts at the same places; the first one measures them. Plain: all others."""
+LAYOUTS = {"loop": LOOPED, "v": V_SHAPED, "both ways": BIDIRECTIONAL, "plain": ("seq1f1b",)}
+"""Which schedules of ours need the same parts at the same places; the last one measures them. Plain: all others."""
 
 Slices = int | str | tuple[int, ...]
 """A number of equal slices, ``PLAN``, or lengths in tokens."""
@@ -91,7 +84,7 @@ class Case:
         rounds = max(1, accumulation // work.stages)
         if self.schedule == "interleaved1f1b" and accumulation % rounds:
             return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
-        if self.schedule.startswith("chimera") and work.stages % 2:
+        if self.schedule in BIDIRECTIONAL and work.stages % 2:
             return f"{self.schedule} needs an even number of stages, this is {work.stages}"
         layers = work.layers + 3  # embedding, final norm and head
         if self.schedule in TWO_PARTS and 2 * work.stages > layers:

@@ -38,7 +38,7 @@ class Planned:
         return planned
 
     def _measure(self, layout: str, folder: Path) -> None:
-        job, schedule = self.job, LAYOUTS[layout][0]
+        job, schedule = self.job, LAYOUTS[layout][-1]
         section = {
             "enabled": True, "schedule": schedule, "chunks_per_stage": Case("terapipe", schedule).chunks_per_stage,
             "slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)},

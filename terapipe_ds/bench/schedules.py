@@ -45,7 +45,7 @@ class Cell:
     def of(cls, name: str, num_stages: int, num_micro_batches: int, num_slices: int) -> Cell:
         """Simulated."""
         schedule = _built(name, num_stages, num_micro_batches, num_slices)
-        share = _share(schedule)
+        share = schedule.part_share
         costs = UnitCosts(_TOKENS, share=share)
         makespan_s = Replay(schedule).makespan(SlicePlan.equal(_TOKENS, num_slices), costs)
         peak = max(schedule.peak_live_slices())
@@ -84,7 +84,7 @@ def draw(directory: str | Path) -> list[Path]:
     paths = []
     for name in SCHEDULE_NAMES:
         schedule = build("dapple", *PICTURED, policy="B") if name == "dapple" else _built(name, *PICTURED)
-        costs = UnitCosts(_TOKENS, share=_share(schedule))
+        costs = UnitCosts(_TOKENS, share=schedule.part_share)
         paths.append(Path(directory) / f"schedule-{name}.svg")
         simulate(schedule, SlicePlan.equal(_TOKENS, PICTURED[2]), costs).draw(paths[-1])
     return paths
@@ -93,11 +93,6 @@ def draw(directory: str | Path) -> list[Path]:
 def _built(name: str, num_stages: int, num_micro_batches: int, num_slices: int) -> Schedule:
     chunks = 2 if name in CHUNKED_SCHEDULES else 1
     return build(name, num_stages, num_micro_batches, num_slices, chunks_per_stage=chunks)
-
-
-def _share(schedule: Schedule) -> float:
-    """Of a stage's layers, what a part holds: all of them where every part stands at two places."""
-    return schedule.num_stages / schedule.num_parts
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

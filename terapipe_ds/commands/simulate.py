@@ -235,8 +235,8 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule, plans: list[SliceP
         )  # fmt: skip
     from terapipe_ds.simulator import UnitCosts
 
-    share = schedule.num_stages / schedule.num_parts
-    return UnitCosts(max(plan.sequence_length for plan in plans), arguments.unit_send or 0.0, share)
+    tokens = max(plan.sequence_length for plan in plans)
+    return UnitCosts(tokens, arguments.unit_send or 0.0, schedule.part_share)
 
 
 def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:

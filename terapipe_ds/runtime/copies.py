@@ -6,29 +6,26 @@ are, one of the copies counts in norms and in numbers of parameters, and all of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
 from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.state_order import Name, name_of
 
 
-def copies_of(module: Any, layout: Layout, held: list[tuple[int, list[Any]]]) -> dict[str, dict[str, Any]]:
+def copies_of(module: Any, layout: Layout, layers: Mapping[Name, Any]) -> dict[str, dict[str, Any]]:
     """For each layer on this stage that another stage holds too, what ``PipelineModule.tied_comms`` has of a tied one.
 
     A collective over all ranks, which make all groups in one order.
 
     Args:
-        held: the number of the first layer and the layers of each part on this stage.
+        layers: of the parts on this stage.
     """
-    layers: dict[str, Any] = {
-        str(layer_id): layer for start, functions in held for layer_id, layer in enumerate(functions, start)
-    }
-    layers |= dict(module.tied_modules.items())
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()  # parameters: one that several layers share is summed once
@@ -37,13 +34,11 @@ def copies_of(module: Any, layout: Layout, held: list[tuple[int, list[Any]]]) ->
             if ranks not in groups:
                 groups[ranks] = torch_dist.new_group(list(ranks))
             if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
-                comms[name] = _comm(module, layers[name], ranks, groups[ranks], seen)
+                comms[str(name)] = _comm(module, layers[name], ranks, groups[ranks], seen)
     return comms
 
 
-def _comm(
-    module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]
-) -> dict[str, Any]:
+def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]) -> dict[str, Any]:
     for parameter in layer.parameters():
         parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
     trained = [(name, p) for name, p in layer.named_parameters() if p.requires_grad and id(p) not in seen]
@@ -52,16 +47,14 @@ def _comm(
     return {"ranks": list(ranks), "group": group, "weight_attr": names, "module": layer}
 
 
-def _holders(module: Any, layout: Layout) -> dict[str, tuple[int, ...]]:
+def _holders(module: Any, layout: Layout) -> dict[Name, tuple[int, ...]]:
     """The stages that hold each layer, or each tied one; the first one counts in norms, as on DeepSpeed's first stage
     everything does."""
-    holders: dict[str, list[int]] = {}
+    holders: dict[Name, list[int]] = {}
     for part_id in range(layout.num_parts):
         stages = [stage_id for stage_id, _ in layout.homes(part_id)]
         for layer_id in range(module.parts[part_id], module.parts[part_id + 1]):
-            spec = module._layer_specs[layer_id]
-            name = spec.key if isinstance(spec, TiedLayerSpec) else str(layer_id)
-            holders.setdefault(name, []).extend(stages)
+            holders.setdefault(name_of(module._layer_specs, layer_id), []).extend(stages)
     return {name: tuple(sorted(set(stages))) for name, stages in holders.items()}
 
 

@@ -45,7 +45,7 @@ from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
 from terapipe_ds.runtime.part_runner import PartRunner, ds_timed
-from terapipe_ds.runtime.parted import lay_out
+from terapipe_ds.runtime.parted import activate, lay_out
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import (
@@ -71,8 +71,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     def execute(engine: TeraPipeEngine, action: Action) -> None:
         part = engine._parts[action.chunk_id]
         engine._place = part.place
-        if not engine._layout.is_plain:
-            engine.module.activate(action.chunk_id)
+        activate(engine.module, action.chunk_id)
         run(part, action)
 
     return execute

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
+from terapipe_ds.schedule.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ class Layout:
     def chunks_per_stage(self) -> int:
         return len(self.placement) // self.num_stages
 
-    @property
+    @cached_property
     def num_parts(self) -> int:
         return len(set(self.placement.values()))
 
     @property
     def is_plain(self) -> bool:
         """DeepSpeed's own: stage k holds part k."""
-        return self.placement == {(stage_id, 0): stage_id for stage_id in range(self.num_stages)}
+        return self.placement == Layout.plain(self.num_stages).placement
 
     @property
     def has_copies(self) -> bool:
@@ -119,6 +120,13 @@ class Layout:
                     if source[0] != target[0]:
                         found.append((*source, *target))
         return found
+
+
+def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Placement:
+    """Where a schedule, by its name or from its file, wants the parts. Raises ScheduleError."""
+    if schedule.endswith(".csv"):
+        return load(schedule).placement
+    return placement_for(schedule, num_stages, chunks_per_stage)
 
 
 def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:

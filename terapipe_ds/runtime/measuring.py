@@ -29,7 +29,7 @@ from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layout import Layout, Place
 from terapipe_ds.runtime.link import MessageSpec
-from terapipe_ds.runtime.parted import parameters_of_part
+from terapipe_ds.runtime.parted import activate, parameters_of_part
 from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
@@ -118,16 +118,11 @@ def _share(progress: Callable[[float], None], index: int, count: int, share: flo
     progress((index + share) / count)
 
 
-def _activate(engine: Any, place: Place) -> None:
-    if not engine._layout.is_plain:
-        engine.module.activate(place.chunk_id)
-
-
 def _measured(
     engine: Any, place: Place, probe: StageProbe, specs: _Specs, peers: Peers, progress: Callable[[float], None]
 ) -> PartCosts:
     """Of one part, without its links; the other stages measure one of theirs."""
-    _activate(engine, place)
+    activate(engine.module, place.chunk_id)
     length, lengths = probe.sequence_length, sorted(specs)
     measured = measure(
         probe, grid(length, engine.terapipe_config.granularity_tokens), length, num_stages=engine.num_stages,
@@ -184,7 +179,7 @@ def _hear_and_tell(
             before = layout.owner(place.part_id - 1)
             spec = specs[place.part_id - 1][tokens] if before == mine else _heard(groups, before)
             probe.receive(tokens, spec)
-        _activate(engine, place)
+        activate(engine.module, place.chunk_id)
         spec = specs[place.part_id][tokens] = probe.output_spec(tokens)
         if not place.is_last and layout.owner(place.part_id + 1) != mine:
             torch_dist.send(spec.encode(), groups.ranks[layout.owner(place.part_id + 1)], group=groups.control)

@@ -27,7 +27,7 @@ from terapipe_ds.attention import active_slice
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.copies import copies_of
 from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.runtime.state_order import STOCK_BOUNDS
+from terapipe_ds.runtime.state_order import STOCK_BOUNDS, Name, name_of
 
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
@@ -93,7 +93,7 @@ class PartedModule(PipelineModule):
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         if not self.terapipe_layout.has_copies:
             return super()._index_tied_modules()
-        return copies_of(self, self.terapipe_layout, [(part.start, part.forward_funcs) for part in self._held])
+        return copies_of(self, self.terapipe_layout, _held_layers(self))
 
     def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
         """The weights that other stages hold as well, each with the group of these."""
@@ -129,6 +129,12 @@ class PartedModule(PipelineModule):
 
     def _part_id(self, chunk_id: int) -> int:
         return self.terapipe_layout.placement[self.stage_id, chunk_id]
+
+
+def activate(module: Any, chunk_id: int) -> None:
+    """Let ``module`` run the part of this stage at ``chunk_id``; where it holds one, it does so anyway."""
+    if isinstance(module, PartedModule):
+        module.activate(chunk_id)
 
 
 def each_part(module: Any) -> Iterator[int]:
@@ -335,7 +341,7 @@ def _build(module: Any, old: dict[Name, Any]) -> None:
         module.forward_funcs, module.fwd_map = [], {}
         module._build()
         module._held.append(_Part(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
-        here |= {_name_of(specs, i) for i in range(start, stop)}
+        here |= {name_of(specs, i) for i in range(start, stop)}
     module._layer_specs = specs
     for key in set(module.tied_modules) - here:
         del module.tied_modules[key]
@@ -345,15 +351,7 @@ def _build(module: Any, old: dict[Name, Any]) -> None:
 
 # -- moving ------------------------------------------------------------------------------------------------------------
 
-Name = int | str
-"""Of a layer: its number, or the key that it is tied by."""
-
 _State = list[tuple[str, Tensor, bool]]
-
-
-def _name_of(specs: list[Any], layer_id: int) -> Name:
-    spec = specs[layer_id]
-    return spec.key if isinstance(spec, TiedLayerSpec) else layer_id
 
 
 def _layers_by_name(module: Any, held: list[tuple[int, list[Any]]]) -> dict[Name, Any]:
@@ -366,14 +364,18 @@ def _layers_by_name(module: Any, held: list[tuple[int, list[Any]]]) -> dict[Name
     return found
 
 
+def _held_layers(module: PartedModule) -> dict[Name, Any]:
+    return _layers_by_name(module, [(part.start, part.forward_funcs) for part in module._held])
+
+
 def _move(module: Any, bounds: list[int], old: dict[Name, Any]) -> None:
     """Send the values of every layer from the stage that had built it to those that have built it now, in one order on
     all stages."""
     specs, layout = module._layer_specs, module.terapipe_layout
-    new = _layers_by_name(module, [(part.start, part.forward_funcs) for part in module._held])
+    new = _held_layers(module)
     places: dict[Name, list[int]] = {}
     for layer_id in range(len(specs)):
-        places.setdefault(_name_of(specs, layer_id), []).append(layer_id)
+        places.setdefault(name_of(specs, layer_id), []).append(layer_id)
     group = _pipeline_group(module)
     for name, layer_ids in places.items():
         sources = {_part_of(bounds, i) for i in layer_ids}

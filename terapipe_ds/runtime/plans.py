@@ -13,8 +13,9 @@ from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
+from terapipe_ds.runtime.layout import placement_of
 from terapipe_ds.runtime.planning import AutoPlanner, Choice
-from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, placement_for, validate
+from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -75,10 +76,7 @@ class Plans:
         """Layers stay where they are: another schedule must want its parts at the same places."""
         layout = self._engine._layout
         try:
-            chunks = layout.chunks_per_stage
-            wanted = load(schedule).placement if schedule.endswith(".csv") else placement_for(
-                schedule, layout.num_stages, chunks
-            )
+            wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
         except ScheduleError as error:
             raise PlanError(f"use_slice_plan: schedule {schedule!r}: {error.reason}") from None
         if wanted != layout.placement:
@@ -109,8 +107,13 @@ class Plans:
         name = self._by_hand[longest].schedule if longest in self._by_hand else self._config.schedule
         try:
             return name, [self.plan(shape.length) for shape in shapes]
-        except ValueError as error:  # every stage knows the shapes and has the same config; other replicas do not
-            raise on_every_rank(error) if self._groups.num_replicas == 1 else error from None
+        except ValueError as error:
+            raise self._of_shapes(error) from None
+
+    def _of_shapes(self, error: BaseException) -> BaseException:
+        """An error in what the shapes of a batch ask for: every stage knows them and has the same config, so that all
+        raise alike; other replicas have other shapes."""
+        return on_every_rank(error) if self._groups.num_replicas == 1 else error
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -171,9 +174,8 @@ class Plans:
         elif training:
             schedule = load(name)
             problem = fits(schedule, stages, num_slices) or self._engine._layout.problem_of(schedule)
-            if problem is not None:  # every stage knows the shapes; other replicas have other ones
-                error = TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}")
-                raise on_every_rank(error) if self._groups.num_replicas == 1 else error
+            if problem is not None:
+                raise self._of_shapes(TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}"))
         else:
             schedule = build_forwards(name, self._engine._layout.placement, num_slices)
         validate(schedule)

@@ -95,11 +95,13 @@ def _partition() -> tuple[Any, Any]:
     stages hold several parts."""
     from deepspeed.pipe import PipelineModule
 
+    from terapipe_ds.runtime.parted import PARTITION_METHOD
+
     stock = PipelineModule._partition_layers
 
     @functools.wraps(stock)
     def partition_layers(self: Any, method: str = "uniform") -> Any:
-        self._terapipe_partition_method = method
+        setattr(self, PARTITION_METHOD, method)
         return stock(self, method)
 
     return stock, partition_layers

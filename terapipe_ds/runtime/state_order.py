@@ -45,7 +45,17 @@ class StageParameters:
         return f"{strange[0]} is no parameter of a layer" if strange else None
 
 
-def _layer_of(name: str) -> str | int | None:
+Name = int | str
+"""Of a layer: its number, or the key that it is tied by."""
+
+
+def name_of(specs: Sequence[Any], layer_id: int) -> Name:
+    """Of the layer with this number."""
+    spec = specs[layer_id]
+    return spec.key if isinstance(spec, TiedLayerSpec) else layer_id
+
+
+def _layer_of(name: str) -> Name | None:
     """The number of the layer that a parameter belongs to, or the key that it is tied by."""
     first, _, rest = name.partition(".")
     if first == "tied_modules":
@@ -84,7 +94,7 @@ def orders_of(stages: Sequence[StageParameters]) -> Orders:
 def stock_orders(module: Any, stages: Sequence[StageParameters]) -> Orders:
     """As the optimizers of DeepSpeed's own engine hold them, where it cuts the module as it did at first: tied layers,
     and then the others by number."""
-    by_layer: dict[str | int, list[str]] = {}
+    by_layer: dict[Name, list[str]] = {}
     for name in shapes_of(stages):
         layer = _layer_of(name)
         assert layer is not None
@@ -94,9 +104,8 @@ def stock_orders(module: Any, stages: Sequence[StageParameters]) -> Orders:
     bounds = getattr(module, STOCK_BOUNDS, module.parts)
     orders = []
     for start, stop in itertools.pairwise(bounds):
-        specs = list(enumerate(module._layer_specs))[start:stop]
-        tied = dict.fromkeys(spec.key for _, spec in specs if isinstance(spec, TiedLayerSpec))
-        layers: list[str | int] = [*tied, *(i for i, spec in specs if not isinstance(spec, TiedLayerSpec))]
+        found = dict.fromkeys(name_of(module._layer_specs, layer_id) for layer_id in range(start, stop))
+        layers = sorted(found, key=lambda layer: isinstance(layer, int))  # stable: tied ones, then the others
         names = [name for layer in layers for name in by_layer.get(layer, ())]
         orders.append(
             tuple(tuple(name for name in names if group_of.get(name) == index) for index in range(num_groups))

@@ -159,6 +159,11 @@ class Schedule:
         """Into how many parts the layers are cut."""
         return len(set(self.placement.values()))
 
+    @property
+    def part_share(self) -> float:
+        """Of a stage's layers, what a part holds: all of them where every part stands at two places."""
+        return self.num_stages / self.num_parts
+
     def compute_order(self, stage_id: int) -> list[str]:
         """The computations of a stage as text: ``["F0.0", "F0.1", ..., "B0.0"]``."""
         with_chunk = self.chunks_per_stage > 1

@@ -9,11 +9,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from .action import Kind
-from .interleaved import PlacedUnit, slices_of
+from .interleaved import PlacedUnit
 from .list_schedule import UNSPLIT, list_schedule, num_slots
+from .one_for_one import slices_of
 from .placement import bidirectional
-
-_TIMES = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 
 
 def directions(num_stages: int, num_micro_batches: int) -> list[int]:
@@ -72,7 +71,8 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
     fits = all(
         _peak(order, chunk) <= limits[stage_id, chunk] for stage_id, order in enumerate(whole) for chunk in range(2)
     )
-    return whole if fits and num_slots(whole, placement, _TIMES) < num_slots(found, placement, _TIMES) else found
+    (times,) = UNSPLIT
+    return whole if fits and num_slots(whole, placement, times) < num_slots(found, placement, times) else found
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:

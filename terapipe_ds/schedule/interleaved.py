@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .action import Kind
-from .one_for_one import Unit, backwards, forwards, one_f_one_b, seq1f1b
+from .one_for_one import Unit, backwards, forwards, one_f_one_b, seq1f1b, slices_of
 
 PlacedUnit = tuple[Kind, int, int, int]
 """(F or B or W, micro_batch_id, slice_id, chunk_id)."""
@@ -96,7 +96,3 @@ def place(order: Iterable[Unit], chunk_id: int) -> list[PlacedUnit]:
     """The units of an order, all of one chunk."""
     return [(*unit, chunk_id) for unit in order]
 
-
-def slices_of(kind: Kind, count: int) -> range:
-    """Forwards run in slice order, B and W in reverse."""
-    return range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)

@@ -94,23 +94,27 @@ def list_schedule(
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
     it a micro-batch passes all places.
     """
-    clocks = [{kind: slots for kind, slots in zip(_KINDS, each, strict=True) if slots} for each in times]
-    units = sum(num_slices) * len(placement) * len(clocks[0])
+    units = sum(num_slices) * len(placement) * len(_clock(times[0]))
+    clocks, rules = (times, _RULES) if units <= _MANY_UNITS else ([times[len(times) // 2]], _RULES[:2])
     plays = [
-        _play(_lanes(placement, num_slices, limits, directions), clock, rule)
-        for clock in (clocks if units <= _MANY_UNITS else clocks[len(clocks) // 2 :][:1])
-        for rule in _RULES[: None if units <= _MANY_UNITS else 2]
+        _play(_lanes(placement, num_slices, limits, directions), _clock(slots), rule)
+        for slots in clocks
+        for rule in rules
     ]
 
     def length(orders: list[list[PlacedUnit]]) -> float:
-        return sum(num_slots(orders, placement, clock) / sum(clock.values()) for clock in clocks)
+        return sum(num_slots(orders, placement, slots) / sum(slots) for slots in times)
 
     return min(plays, key=length)
 
 
-def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mapping[Kind, int]) -> int:
-    """How long orders take where each kind takes so many slots."""
-    last_part_id = max(placement.values())
+def _clock(slots: Slots) -> dict[Kind, int]:
+    return {kind: length for kind, length in zip(_KINDS, slots, strict=True) if length}
+
+
+def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> int:
+    """How long orders take."""
+    clock, last_part_id = _clock(slots), max(placement.values())
     ends: dict[tuple[Kind, int, int, int], int] = {}
     at, free_at = [0] * len(orders), [0] * len(orders)
     moved = True
@@ -124,7 +128,7 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Mappi
                 ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
                 if ready is None:
                     break
-                free_at[stage_id] = max(free_at[stage_id], ready) + slots[kind]
+                free_at[stage_id] = max(free_at[stage_id], ready) + clock[kind]
                 ends[kind, part_id, m, s] = free_at[stage_id]
                 at[stage_id] += 1
                 moved = True

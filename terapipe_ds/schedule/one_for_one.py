@@ -99,6 +99,11 @@ def _by_whole_micro_batches(leads: list[int], num_slices: tuple[int, ...]) -> li
     return orders
 
 
+def slices_of(kind: Kind, count: int) -> range:
+    """Forwards run in slice order, B and W in reverse."""
+    return range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)
+
+
 def _by_micro_batch(units: list[Unit]) -> list[list[Unit]]:
     groups: dict[int, list[Unit]] = {}
     for unit in units:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from .action import Kind
-from .one_for_one import Unit, one_f_one_b, seq1f1b
+from .one_for_one import Unit, one_f_one_b, seq1f1b, slices_of
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0
@@ -25,7 +25,7 @@ def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     """
     whole = one_f_one_b(num_stages, (1,) * len(num_slices))
     return [
-        [(kind, m, s) for kind, m, _ in with_weights(order, num_stages) for s in _slices(kind, num_slices[m])]
+        [(kind, m, s) for kind, m, _ in with_weights(order, num_stages) for s in slices_of(kind, num_slices[m])]
         for order in whole
     ]
 
@@ -69,5 +69,3 @@ def with_weights(order: list[Unit], limit: int) -> list[Unit]:
     return found + list(pending)
 
 
-def _slices(kind: Kind, count: int) -> range:
-    return range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)

@@ -20,6 +20,7 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
 from terapipe_ds.runtime.verify.losses import LossCheck
@@ -92,8 +93,7 @@ def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
                 inputs = _first_inputs(engine, micro_batch, device)
             part = StageFindings()
             if inputs is not None:
-                if not layout.is_plain:
-                    engine.module.activate(chunk_id)
+                activate(engine.module, chunk_id)
                 part = _check_part(engine, micro_batch, part_id, inputs, weights, peers)
                 found.add(part)
             _tell_others(engine, None)

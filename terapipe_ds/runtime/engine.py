@@ -40,12 +40,13 @@ from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
+from terapipe_ds.runtime.laying_out import lay_out
 from terapipe_ds.runtime.layout import Place, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
 from terapipe_ds.runtime.part_runner import PartRunner, ds_timed
-from terapipe_ds.runtime.parted import activate, lay_out
+from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.stock_faults import (

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.runtime.copies import complete_gradients
+from terapipe_ds.runtime.copies import complete_gradients, copies_may_differ, sum_gradients, take_owners_weights
 from terapipe_ds.runtime.flops import StageFlops
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.numerics import FiniteCheck
@@ -49,10 +49,18 @@ class ClosingOfBatches(PipelineEngine):
             before_reduce(self)
         self._exec_reduce_tied_grads()
 
+    def _exec_reduce_tied_grads(self) -> None:
+        if self._layout.has_copies:
+            sum_gradients(self.module, self.optimizer)
+        else:
+            super()._exec_reduce_tied_grads()
+
     def _optimizer_step(self, action: Action) -> None:
         mark_gradients(self.module, self.optimizer)
         with self._flops.report() if self._flops is not None else nullcontext():
             self._exec_optimizer_step()
+        if copies_may_differ(self._layout, self.basic_optimizer, self.dp_world_size):
+            take_owners_weights(self.module)
 
     def clip_fp32_gradients(self) -> None:
         """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.runtime.copies import copies_of
+from terapipe_ds.runtime.copies import copies_of, sum_gradients
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.state_order import Name
 
@@ -92,8 +91,7 @@ class PartedModule(PipelineModule):
         ]
 
     def allreduce_tied_weight_gradients(self) -> None:
-        for weight, group in self.get_tied_weights_and_groups():
-            dist.all_reduce(weight.grad, group=group)
+        sum_gradients(self, optimizer=None)
 
     def _precompute_checkpointable_values(self) -> None:
         for chunk_id in self.each_part():

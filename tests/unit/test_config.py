@@ -360,6 +360,44 @@ def test_chunks_that_a_schedule_takes(name: str, chunks: int, good: bool) -> Non
         assert message.startswith(f"terapipe.chunks_per_stage = {chunks}: ") and name in message
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("dapple", {}), ("zbv", {"slots": [4, 5, 3]}),
+        ("auto", {}), ("seq1f1b", {}),
+    ],
+)  # fmt: skip
+def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> None:
+    config = read({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
+    assert config.schedule_options == options
+    assert config.options_of(name) == options and config.options_of("gpipe") == {}
+    if options:
+        assert config.fingerprint() != read({"enabled": True, "slices": 4, "schedule": name}).fingerprint()
+        assert f"schedule {name} {next(iter(options))}=" in config.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dapple", {"policy": "C"}, "policy is 'C': give 'A' "),
+        ("dapple", {"warm_up": "B"}, "takes no option 'warm_up': leave it out; it takes policy"),
+        ("dapple", {"forward_only": "B"}, "takes no option 'forward_only'"),
+        ("dapple", {"name": "zbv"}, "takes no option 'name'"),
+        ("seq1f1b", {"policy": "B"}, "takes no option 'policy': leave it out"),
+        ("zbv", {"slots": [4, 5]}, "slots is [4, 5]: give what F, B and W take"),
+        ("zbv", {"slots": [4, 5, 0]}, "slots is [4, 5, 0]"),
+        ("zbv", {"slots": "4,5,3"}, "slots is '4,5,3'"),
+        ("auto", {"policy": "B"}, "with the name of one schedule, not with 'auto'"),
+        ("dapple", {"policy": 2}, "must be an object"),
+        ("dapple", "B", "must be an object"),
+        ("dapple", {1: "B"}, "must be an object"),
+    ],
+)
+def test_options_that_it_does_not_take(name: str, options: Any, message: str) -> None:
+    found = problem({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
+    assert found.startswith("terapipe.schedule_options = ") and message in found
+
+
 def test_a_key_near_chunks_per_stage_gets_it_as_advice() -> None:
     assert "did you mean terapipe.chunks_per_stage?" in problem({"chunk_per_stage": 2})
 

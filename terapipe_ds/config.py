@@ -315,8 +315,14 @@ def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{shown}: the schedule in {show_value(name)} has {found} per stage; give that, or leave it at 1"
 
 
+def _is_option(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    is_list = isinstance(value, list) and all(type(number) is int for number in value)
+    return isinstance(name, str) and (isinstance(value, str) or is_list)
+
+
 def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
-    if not isinstance(options, dict) or not all(isinstance(option, str) for option in options):
+    if not isinstance(options, dict) or not all(map(_is_option, options.items())):
         return  # nothing given, or said already
     try:
         check_option_names(name, options)

@@ -20,6 +20,7 @@ DEFAULTS = {
     "enabled": False,
     "schedule": "seq1f1b",
     "chunks_per_stage": 1,
+    "schedule_options": {},
     "slices": "auto",
     "sequence_dim": 1,
     "sliced_inputs": None,
@@ -62,8 +63,9 @@ def test_defaults_are_those_of_the_documentation() -> None:
 def test_every_key() -> None:
     section = {
         "enabled": True,
-        "schedule": "interleaved",
+        "schedule": "zbv",
         "chunks_per_stage": 2,
+        "schedule_options": {"slots": [4, 5, 3]},
         "slices": [512, 384, 128],
         "sequence_dim": 0,
         "sliced_inputs": [0, 2],
@@ -546,7 +548,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    assert read({"enabled": True, "slices": 8}).fingerprint() == "7b5fd42c6f71f8a8"
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "15e7621ce9e7ce74"
 
 
 def test_describe() -> None:

@@ -5,8 +5,8 @@ costs about three per cent of a step on a CPU. A product with ``beta=1`` reads a
 accumulation of Megatron-LM, for plain torch).
 
 Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
-and compute these in W (zero bubble, Qi et al., arXiv 2401.10241). ``nn.Linear`` itself does so, for its weight alone, and
-any module that has ``defer_weight_gradients(gradients)``, which gets the ``WeightGradients`` of its stage once
+and compute these in W (zero bubble, Qi et al., arXiv 2401.10241). ``nn.Linear`` itself does so, for its weight alone,
+and any module that has ``defer_weight_gradients(gradients)``, which gets the ``WeightGradients`` of its stage once
 (``docs/how-it-works.md``). Biases, norms, embeddings and every other layer have all their gradients in B.
 """
 

@@ -1,14 +1,15 @@
 """megatron-core's linear layers, whose weight gradients wait for W where the schedule splits backwards.
 
-In every other backward ``ColumnParallelLinear`` and ``RowParallelLinear`` do what megatron-core wrote. Where a slice has
-a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before wait for, with the same
-collectives over the tensor-parallel ranks: the gradients of the inputs, summed (column-parallel) or summed and cut under
-sequence parallelism; biases as well. The product that is the gradient of the weight is kept for W.
+In every other backward ``ColumnParallelLinear`` and ``RowParallelLinear`` do what megatron-core wrote. Where a slice
+has a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before wait for, with
+megatron-core's collectives: the gradients of the inputs, for column-parallel layers summed over the tensor-parallel
+ranks, or under sequence parallelism summed and cut; and those of biases. The gradient of the weight is left to W.
 
-Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, of which each keeps its share.
-megatron-core gathers them in the forward and again in the backward. Here B gathers nothing and W does, so that there are
-as many collectives as before, none of them more where others wait, and what is kept from B to W is the share (of which
-query, key and value projection and ``linear_fc1`` would otherwise keep all, tensor-parallel size times as much).
+Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
+megatron-core gathers them in the forward and once more in the backward. Here B gathers nothing and W does. So there are
+as many collectives as before, fewer of them in B, which other stages wait for; and what waits for W is the share.
+Keeping the gathered tokens would save this one collective, at as many times the memory as there are ranks, and for as
+many slices as wait for W.
 """
 
 from __future__ import annotations

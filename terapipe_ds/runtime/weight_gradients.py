@@ -31,8 +31,9 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
     themselves. What is returned runs W for all of them."""
     gradients = WeightGradients(is_watched=isinstance(optimizer, DeepSpeedOptimizer))
     for layer in module.modules():
-        if hasattr(layer, "defer_weight_gradients"):
-            layer.defer_weight_gradients(gradients)
+        defer = getattr(layer, "defer_weight_gradients", None)
+        if defer is not None:
+            defer(gradients)
         elif type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients

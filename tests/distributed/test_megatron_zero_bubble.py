@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
+from terapipe_ds.models.megatron import linears
 from terapipe_ds.runtime import measuring, profiler
 from terapipe_ds.runtime.probe import StageProbe
 from tests.distributed import megatron_cases
-from tests.distributed.harness import rank_pool
+from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, Record, megatron_name
 from tests.distributed.megatron_models import (
     build_engine,
@@ -89,6 +95,36 @@ def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case:
             assert dict(seen["left"]) == dict.fromkeys(linear, runs)
     layers = {name.split(".")[2] for record in run for name in record.watched["left"] if "layers." in name}
     assert len(layers) == NUM_LAYERS
+
+
+@contextlib.contextmanager
+def own_tokens_twice() -> Iterator[list[str]]:
+    """W gathers nothing, and takes its own tokens for those of the other rank."""
+    with mock.patch.object(linears._Ranks, "gather_rows", lambda ranks, share: torch.cat([share, share]).flatten(0, 1)):
+        yield []
+
+
+@contextlib.contextmanager
+def own_features_only() -> Iterator[list[str]]:
+    """B of column-parallel layers hands on what this rank's outputs say of the inputs."""
+    with mock.patch.object(linears._Ranks, "begin_sum", lambda ranks, gradient: (gradient, None)):
+        yield []
+
+
+class TestMistakesAreCaught:
+    def test_tokens_of_other_ranks(self) -> None:
+        case = Case(layout="tp2_pp2_sp", schedule="seq1f1b-zb", **GQA)
+        expected = reference(case.reference())
+        run = rank_pool(4).run(job_ours, case=case, weights=expected.initial, num_steps=1, prepare=own_tokens_twice)
+        found = megatron_cases.errors(run, replace(expected, gradients=expected.gradients[:1]), is_gated(case))
+        assert found["gradient"] > 0.1
+
+    def test_gradients_of_other_ranks(self) -> None:
+        """Already Megatron's norms have other gradients on each rank then."""
+        case = Case(layout="tp2_pp2", schedule="seq1f1b-zb", **GQA)
+        expected = reference(case.reference())
+        with pytest.raises(RankFailure, match="ReplicatedGradientError"):
+            rank_pool(4).run(job_ours, case=case, weights=expected.initial, num_steps=1, prepare=own_features_only)
 
 
 def job_measured(case: Case) -> dict[str, Any]:

@@ -54,14 +54,14 @@ def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
 _MARK = "_terapipe_splits"
 
 
-def _is_megatron_s(layer: nn.Module) -> bool:
+def _is_megatron_s(layer: Any) -> bool:
     set_here = vars(layer).get("_forward_impl")
     if set_here is not None and not hasattr(set_here, _MARK):
         return False
     return type(layer)._forward_impl in (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)
 
 
-def _forward_of(layer: nn.Module, gradients: SplitBackwards) -> Callable[..., Tensor]:
+def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
     """The product of ``layer`` with a weight that may be another layer's: what its ``_forward_impl`` is."""
     plain = functools.partial(type(layer)._forward_impl, layer)
 

@@ -28,8 +28,9 @@ TWO_PARTS = ("dualpipev", "interleaved1f1b", *LOOPED, *V_SHAPED)
 WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 """Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
 
-LAYOUTS = {"loop": LOOPED, "v": V_SHAPED, "both ways": BIDIRECTIONAL, "plain": ("seq1f1b",)}
-"""Which schedules of ours need the same parts at the same places; the last one measures them. Plain: all others."""
+CUTS = {"halves": (*LOOPED, *V_SHAPED), "whole stages": ("seq1f1b",)}
+"""Which schedules of ours run the same parts, wherever these stand; the last one measures them. All that are not named
+run whole stages, those that go both ways among them."""
 
 Slices = int | str | tuple[int, ...]
 """A number of equal slices, ``PLAN``, or lengths in tokens."""
@@ -57,9 +58,9 @@ class Case:
         return f"terapipe {self.schedule}, {slices} slice{'' if slices == 1 else 's'}"
 
     @property
-    def layout(self) -> str:
-        """Where the parts of ours stand: a key of ``LAYOUTS``. The others measure nothing by it."""
-        return next((name for name, schedules in LAYOUTS.items() if self.schedule in schedules), "plain")
+    def cut(self) -> str:
+        """Into which parts ours cuts the layers: a key of ``CUTS``. The others measure nothing by it."""
+        return next((name for name, schedules in CUTS.items() if self.schedule in schedules), "whole stages")
 
     @property
     def chunks_per_stage(self) -> int:
@@ -139,12 +140,12 @@ _EIGHT = Workload(stages=8, accumulation=1, sequence_length=2048, micro_batch=1,
 _USUAL = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1))
 PRESETS = {
     # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
-    # stages); with several, ZBV has the smallest bubble. Of ours with two parts per stage one plan is measured.
+    # stages); with several, ZBV has the smallest bubble. Costs of halves are not measured, which would take a minute.
     "cpu-2stage": Preset(
         _TWO, (1, 4), 5,
         (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", PLAN),
-         Case("terapipe", "seq1f1b-zb", PLAN, (4,)), Case("terapipe", "zbv", PLAN, (4,)),
-         Case("terapipe", "seq1f1b-interleaved", 4, (4,)), Case("terapipe", "chimera-seq", 4, (4,)),
+         Case("terapipe", "seq1f1b-zb", PLAN, (4,)), Case("terapipe", "zbv", 4, (4,)),
+         Case("terapipe", "seq1f1b-interleaved", 4, (4,)), Case("terapipe", "chimera-seq", PLAN, (4,)),
          Case("torch", "gpipe", accumulations=(1,)), Case("torch", "zbv", accumulations=(4,))),
     ),
     "cpu-8stage": Preset(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from terapipe_ds.bench.cases import LAYOUTS, Case, Job
+from terapipe_ds.bench.cases import CUTS, Case, Job
 from terapipe_ds.bench.ranks import build_engine, gpt_config, micro_batches
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
@@ -20,7 +20,7 @@ from terapipe_ds.planner import plan_slices
 
 @dataclass
 class Planned:
-    """What was measured before the first turn, by the layout of the parts. ``costs`` are there where something needs
+    """What was measured before the first turn, by the cut of the layers. ``costs`` are there where something needs
     them and they can be had: with fewer cores than stages bytes are what they are, but seconds mean nothing."""
 
     job: Job
@@ -30,15 +30,15 @@ class Planned:
 
     @classmethod
     def measure(cls, job: Job, folder: Path) -> Planned:
-        """Let an engine measure its slices as ``"slices": "auto"`` does: the plain one, and one of each other layout
-        that a plan is asked for. A collective."""
+        """Let an engine measure its slices as ``"slices": "auto"`` does: one with whole stages, and one with
+        another cut where a plan is asked for. A collective."""
         planned, ours = cls(job), [case for case in job.cases if case.system == "terapipe"]
-        for layout in dict.fromkeys("plain" if not case.planned else case.layout for case in ours):
-            planned._measure(layout, folder / layout.replace(" ", "-"))
+        for cut in dict.fromkeys("whole stages" if not case.planned else case.cut for case in ours):
+            planned._measure(cut, folder / cut.replace(" ", "-"))
         return planned
 
-    def _measure(self, layout: str, folder: Path) -> None:
-        job, schedule = self.job, LAYOUTS[layout][-1]
+    def _measure(self, cut: str, folder: Path) -> None:
+        job, schedule = self.job, CUTS[cut][-1]
         section = {
             "enabled": True, "schedule": schedule, "chunks_per_stage": Case("terapipe", schedule).chunks_per_stage,
             "slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)},
@@ -51,10 +51,10 @@ class Planned:
         torch_dist.barrier()  # rank 0 has written the profile
         memory_path = next(folder.glob("profile-*.memory.json"))
         (path,) = [file for file in folder.glob("profile-*.json") if file != memory_path]
-        self.memory[layout] = json.loads(memory_path.read_text())
+        self.memory[cut] = json.loads(memory_path.read_text())
         if not job.replayed:
-            self.profiles[layout] = path.read_text()
-            self.costs[layout] = CostModel.from_profile(Profile.from_json(self.profiles[layout]))
+            self.profiles[cut] = path.read_text()
+            self.costs[cut] = CostModel.from_profile(Profile.from_json(self.profiles[cut]))
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
         """The planner's plan, the same on all ranks.
@@ -62,12 +62,12 @@ class Planned:
         Raises:
             ValueError: nothing was measured.
         """
-        if case.layout not in self.costs:
+        if case.cut not in self.costs:
             raise ValueError("to measure and plan slices, the machine needs a core for each stage")
         plans: list[Any] = [None]
         if torch_dist.get_rank() == 0:
             result = plan_slices(
-                self.costs[case.layout], self.job.work.sequence_length, self.job.work.stages, accumulation,
+                self.costs[case.cut], self.job.work.sequence_length, self.job.work.stages, accumulation,
                 self.job.granularity, case.schedule, chunks_per_stage=case.chunks_per_stage,
             )  # fmt: skip
             plans = [result.plan]

@@ -70,7 +70,7 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a run has measured besides steps: costs and memory of slices by the layout of parts, and links by tokens."""
+    """What a run has measured besides steps: costs and memory of slices by the cut of the layers, links by tokens."""
 
     costs: dict[str, list[CostModel]]
     memory: dict[str, MemoryModel]
@@ -144,7 +144,7 @@ class Run:
 
     def predicted_s(self) -> float | None:
         """From the costs measured before: the simulated makespan, then the measured reduce and optimizer."""
-        costs = self.measured.costs.get(self.case.layout)
+        costs = self.measured.costs.get(self.case.cut)
         if costs is None or self.case.system != "terapipe":
             return None
         makespan_s: float = simulate(self.schedule, self.plan, costs).makespan_s
@@ -152,9 +152,9 @@ class Run:
 
     def predicted_peak_bytes(self) -> list[int] | None:
         """What the schedule needs by the memory model of this engine's slices; for the stock engine, its order."""
-        layout = self.case.layout if self.case.system == "terapipe" else "plain"
+        cut = self.case.cut if self.case.system == "terapipe" else "whole stages"
         is_ours = self.case.system == "terapipe" or self.schedule.chunks_per_stage == 1
-        memory = self.measured.memory.get(layout)
+        memory = self.measured.memory.get(cut)
         if memory is None or self.case.system == "torch" or not is_ours:
             return None
         return list(Replay.of(self.schedule).peak_bytes(self.plan, memory))
@@ -172,7 +172,7 @@ class Run:
         bound = None
         if unsliced is not None:
             bound = bound_s(unsliced, self.accumulation, ideal_bubble(self.schedule), self.closing_s)
-        costs = self.measured.costs.get("plain")
+        costs = self.measured.costs.get("whole stages")
         drifted = None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length)
         timeline = traces[median_index(steps)].timeline(self.case.label)
         exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]

@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
+from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, build, load, placement_for
+from terapipe_ds.schedule.generate import check_option_names
 
 SCHEDULES = SCHEDULE_NAMES
 _SECTION = "terapipe"
@@ -92,6 +93,9 @@ class TeraPipeConfig(_StrictModel):
         "seq1f1b", description=f"one of {', '.join(SCHEDULES)}, or auto, or a path that ends in .csv"
     )
     chunks_per_stage: _Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
+    schedule_options: dict[str, str | list[int]] = Field(
+        {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
+    )
     slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
         "auto",
         description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1',
@@ -202,6 +206,10 @@ class TeraPipeConfig(_StrictModel):
         """
         return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
+    def options_of(self, schedule: str) -> dict[str, Any]:
+        """What ``schedule.build`` takes for the schedule of this name: none, but for the one of the config."""
+        return dict(self.schedule_options) if schedule == self.schedule else {}
+
     def fingerprint(self) -> str:
         """16 hex digits that two configs share exactly when every key has the same value."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
@@ -216,7 +224,8 @@ class TeraPipeConfig(_StrictModel):
         else:
             slices = f"slices {self.slices if isinstance(self.slices, str) else list(self.slices)}"
         ignored = f" (ignore_index {self.ignore_index})" if self.loss_reduction == "mean_valid" else ""
-        return f"terapipe: schedule {self.schedule}, {slices}, loss {self.loss_reduction}{ignored}"
+        options = "".join(f" {name}={value}" for name, value in self.schedule_options.items())
+        return f"terapipe: schedule {self.schedule}{options}, {slices}, loss {self.loss_reduction}{ignored}"
 
 
 def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
@@ -286,6 +295,11 @@ def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
             placement_for(name, 2, chunks)
         except ScheduleError as error:
             yield f"{shown}: {error.reason}"
+        else:
+            yield from _option_problems(name, chunks, section.get("schedule_options"))
+    elif section.get("schedule_options"):
+        given = f"{_name(('schedule_options',))} = {show_value(section['schedule_options'])}"
+        yield f"{given}: they go with the name of one schedule, not with {show_value(name)}; leave them out"
     elif re.fullmatch(_SCHEDULE_FORM, name) and name != "auto":
         try:
             found = load(name).chunks_per_stage
@@ -299,6 +313,22 @@ def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
                 )
             if chunks not in (1, found):
                 yield f"{shown}: the schedule in {show_value(name)} has {found} per stage; give that, or leave it at 1"
+
+
+def _is_option(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    is_list = isinstance(value, list) and all(type(number) is int for number in value)
+    return isinstance(name, str) and (isinstance(value, str) or is_list)
+
+
+def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
+    if not isinstance(options, dict) or not all(map(_is_option, options.items())):
+        return  # nothing given, or said already
+    try:
+        check_option_names(name, options)
+        build(name, 2, 1, 1, chunks_per_stage=chunks, **options)
+    except ScheduleError as error:
+        yield f"{_name(('schedule_options',))} = {show_value(options)}: {error.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

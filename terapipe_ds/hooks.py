@@ -96,7 +96,8 @@ HOOKS: tuple[Hook, ...] = (
         "builds the engine": "initialize",
         "starts the process group of a profile": "init_distributed",
         "says which operators are compiled": "ops.__compatible_ops__",
-        "sums what parts at several places have": "comm",
+        "sums what parts at several places have": "comm.all_reduce",
+        "gives copies the weights of their owner": "comm.broadcast",
     }),
     *_hooks(_PIPELINE, "PipelineEngine", {
         "gives the schedule of a training batch": "_train_schedule",
@@ -138,7 +139,8 @@ HOOKS: tuple[Hook, ...] = (
         "averages losses over micro-batches": "_scale_loss_by_gas",
         "clips in fp32": "clip_fp32_gradients",
         "drops the gradients of a batch that failed": "zero_grad",
-        "says what an engine has": "module optimizer device global_rank global_steps dp_world_size has_moe_layers",
+        "says what an engine has": "module optimizer basic_optimizer device global_rank global_steps dp_world_size "
+        "has_moe_layers",
         "says how an engine is configured": "zero_optimization zero_optimization_stage optimizer_name "
         "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint",
         "reads and writes checkpoints": "checkpoint_engine save_checkpoint use_node_local_storage local_rank "
@@ -202,6 +204,7 @@ HOOKS: tuple[Hook, ...] = (
         "says when gradients are added up": "immediate_grad_update",
         "renews fp32 copies after a load": "refresh_fp32_params",
         "says how its states are divided": "partition_count nccl_start_alignment_factor using_real_optimizer",
+        "keeps the gradients of a batch": "bf16_groups fp32_groups_gradients fp32_groups_has_gradients",
     }),
     *_hooks("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", {
         "says how its states are divided": "partition_count nccl_start_alignment_factor elastic_checkpoint "

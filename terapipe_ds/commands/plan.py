@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output, read_json
+from terapipe_ds.commands.show import OPTION_HELP, read_options
 from terapipe_ds.plan import show_value
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("search")
     search.add_argument("--schedule", metavar="NAME",
                         help="seq1f1b, 1f1b, terapipe, gpipe, zb-h1, seq1f1b-zb, dapple or auto (default)")
+    search.add_argument("--option", action="append", metavar="NAME=VALUE", help=OPTION_HELP)
     search.add_argument("--granularity", type=int, metavar="N", help="cut at multiples of N tokens (default 64)")
     search.add_argument("--max-slices", type=int, metavar="S", help="at most so many slices")
     search.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per device (default: what it has)")
@@ -70,10 +72,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
     check_output(arguments.out, "--out")
     setup = _setup(arguments)
+    options = read_options(arguments) or _options_in_config(arguments.config, setup.schedule)
     granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
     result = plan_slices(
         setup.costs, setup.sequence_length, setup.stages, setup.micro_batches, granularity, setup.schedule,
         arguments.max_slices, setup.memory, setup.limit_bytes, progress=_progress if sys.stderr.isatty() else None,
+        schedule_options=options,
     )  # fmt: skip
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
@@ -82,8 +86,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         write_text(arguments.out, result.plan.to_json() + "\n")
     if arguments.picture:
-        _draw(result, setup.costs, arguments.picture)
-    section = _section(result, granularity)
+        _draw(result, setup.costs, arguments.picture, options)
+    section = _section(result, granularity) | ({"schedule_options": options} if options else {})
     if arguments.json:
         print(json.dumps(result.to_dict() | {"setup": setup.title, "terapipe": section}, indent=1))
     else:
@@ -253,6 +257,17 @@ def _from_config(path: str | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value not in (None, "auto")}
 
 
+def _options_in_config(path: str | None, schedule: str) -> dict[str, Any]:
+    """Those of ``--config``, where they are for this schedule."""
+    from terapipe_ds.config import TeraPipeConfig
+
+    if path is None:
+        return {}
+    config = read_json(path, "--config")
+    section = TeraPipeConfig.from_deepspeed({"terapipe": config.get("terapipe", {}) | {"enabled": False}})
+    return section.options_of(schedule)
+
+
 def _count(path: str, config: dict[str, Any], key: str, least: int) -> int | None:
     """None where it is not given, or "auto"."""
     value = config.get(key)
@@ -289,12 +304,12 @@ def _report(result: PlanResult, setup: _Setup, section: dict[str, Any]) -> list[
     return [setup.title, "", *(f"  {line}" for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
 
 
-def _draw(result: PlanResult, costs: list[Any], path: str) -> None:
+def _draw(result: PlanResult, costs: list[Any], path: str, options: dict[str, Any]) -> None:
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
 
     count = result.plan.num_slices
-    schedule = build(result.schedule, result.num_stages, result.num_micro_batches, count)
+    schedule = build(result.schedule, result.num_stages, result.num_micro_batches, count, **options)
     title = f"{result.schedule}, {count} slices, simulated"
     simulate(schedule, result.plan, costs).draw(path, title=title)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import CommandError, check_output
 
@@ -27,6 +27,7 @@ SCHEDULE_HELP = (
     "gpipe, 1f1b, dapple, terapipe, seq1f1b, zb-h1, seq1f1b-zb, interleaved, seq1f1b-interleaved, zbv, chimera or"
     " chimera-seq"
 )
+OPTION_HELP = "of the schedule: policy=A or policy=B for dapple, slots=4,5,3 for zbv"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slices", metavar="S", help="slices per micro-batch, or one number for each: 4,3,4 (default 1)"
     )
     parser.add_argument("--chunks-per-stage", type=int, metavar="V", help="parts that each stage holds (default 1)")
+    parser.add_argument("--option", action="append", metavar="NAME=VALUE", help=OPTION_HELP)
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -106,6 +108,7 @@ def read_schedule(arguments: argparse.Namespace) -> Schedule:
         "--micro-batches": arguments.micro_batches,
         "--slices": arguments.slices,
         "--chunks-per-stage": arguments.chunks_per_stage,
+        "--option": arguments.option,
     }
     extra = [option for option, value in given.items() if value is not None]
     if extra or arguments.forward_only:
@@ -141,4 +144,21 @@ def _build_schedule(arguments: argparse.Namespace) -> Schedule:
         num_slices,
         forward_only=arguments.forward_only,
         chunks_per_stage=chunks,
+        **read_options(arguments),
     )
+
+
+def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The schedule's options, of ``--option`` given once for each.
+
+    Raises:
+        CommandError: one without a value, or an option that no schedule has.
+    """
+    options: dict[str, Any] = {}
+    for text in arguments.option or ():
+        name, _, value = text.partition("=")
+        if name not in ("policy", "slots") or not value:
+            raise CommandError(f"--option {text!r}: give policy=A or policy=B for dapple, slots=4,5,3 for zbv")
+        numbers = value.split(",")
+        options[name] = [int(n) for n in numbers] if all(n.isdecimal() and len(n) < 10 for n in numbers) else value
+    return options

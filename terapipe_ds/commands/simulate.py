@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    from terapipe_ds.commands.show import SCHEDULE_HELP
+    from terapipe_ds.commands.show import OPTION_HELP, SCHEDULE_HELP
 
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", metavar="NAME", help=SCHEDULE_HELP)
@@ -75,6 +75,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "--granularity-tokens", type=int, metavar="G", help="a number of slices cuts at its multiples (default 1)"
     )
     parser.add_argument("--chunks-per-stage", type=int, metavar="V", help="parts that each stage holds (default 1)")
+    parser.add_argument("--option", action="append", metavar="NAME=VALUE", help=OPTION_HELP)
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
 
 
@@ -164,7 +165,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[SlicePlan]]:
-    from terapipe_ds.commands.show import MAX_STAGES, read_schedule
+    from terapipe_ds.commands.show import MAX_STAGES, read_options, read_schedule
     from terapipe_ds.schedule import build
 
     given = [_plan(text, arguments) for text in arguments.slices]
@@ -190,7 +191,7 @@ def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[S
         raise CommandError(f"{num_forwards} forwards are too many: ask for at most {_MAX_FORWARDS}")
     schedule = build(
         arguments.schedule, arguments.stages, num_micro_batches, counts, forward_only=arguments.forward_only,
-        chunks_per_stage=chunks,
+        chunks_per_stage=chunks, **read_options(arguments),
     )  # fmt: skip
     return schedule, plans
 

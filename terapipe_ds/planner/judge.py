@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,11 @@ class Judge:
         self, schedule: str, parts: tuple[AskedCosts, ...], num_micro_batches: int, *, sequence_length: int,
         granularity_tokens: int, memory: Any = None, memory_limit_bytes: float | None = None, budget: int = 0,
         progress: Progress | None = None, num_stages: int | None = None, chunks_per_stage: int = 1,
+        schedule_options: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.schedule, self.parts, self.num_micro_batches = schedule, parts, num_micro_batches
         self.num_stages = len(parts) if num_stages is None else num_stages
-        self.chunks_per_stage = chunks_per_stage
+        self.chunks_per_stage, self.schedule_options = chunks_per_stage, schedule_options
         self.placement = placement_for(schedule, self.num_stages, chunks_per_stage)
         self.has_chunks = schedule in CHUNKED_SCHEDULES
         self.sequence_length, self.granularity_tokens = sequence_length, granularity_tokens
@@ -162,13 +164,14 @@ class Judge:
         return self._peaks.get(lengths)
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
-        """More of them change no peak: a stage of ``1f1b`` has at most K micro-batches live, one of ``seq1f1b``
-        K + s - 1 slices; then every micro-batch is like the one before. So it is with W. Orders of several chunks
-        depend on how many there are."""
+        """More of them change no peak: a stage of ``1f1b`` has at most K micro-batches live (of ``dapple`` with policy
+        "B" 2 K - 1), one of ``seq1f1b`` K + s - 1 slices; then every micro-batch is like the one before. So it is with
+        W. Orders of several chunks depend on how many there are."""
         if self.has_chunks:
             return self.num_micro_batches
         by_slices = self.schedule in ("seq1f1b", "seq1f1b-zb")
         live = -(-self.num_stages // num_slices) + 2 if by_slices else self.num_stages
+        live = 2 * self.num_stages - 1 if self.schedule == "dapple" else live
         return min(self.num_micro_batches, live + 1 + self.splits_backward)
 
     def fits(self, lengths: Lengths) -> bool:
@@ -222,8 +225,9 @@ class Judge:
         if key not in self._replays:
             self.spent += _BUILD * self._kinds * len(self.parts) * num_micro_batches * num_slices
             schedule = build(
-                self.schedule, self.num_stages, num_micro_batches, num_slices, chunks_per_stage=self.chunks_per_stage
-            )
+                self.schedule, self.num_stages, num_micro_batches, num_slices, chunks_per_stage=self.chunks_per_stage,
+                **self.schedule_options,  # type: ignore[arg-type]
+            )  # fmt: skip
             self._replays[key] = Replay(schedule)
         return self._replays[key]
 

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan, show_value
@@ -29,7 +30,8 @@ from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
 from terapipe_ds.planner.slice_dp import candidates as program_plans
 from terapipe_ds.planner.tabulate import check_count
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, build
+from terapipe_ds.schedule.generate import check_option_names
 
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 """What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
@@ -52,6 +54,7 @@ def plan_slices(
     schedule: str = "terapipe", max_slices: int | None = None, memory: Any = None,
     memory_limit_bytes: float | None = None, *, progress: Progress | None = None, budget: int = _BUDGET,
     chunks_per_stage: int = 1, placement: Mapping[tuple[int, int], int] | None = None,
+    schedule_options: Mapping[str, object] | None = None,
 ) -> PlanResult:  # fmt: skip
     """The plan with the least predicted time under ``schedule`` (or ``"auto"``) that fits in memory.
 
@@ -62,6 +65,7 @@ def plan_slices(
         memory: a `MemoryModel`, or what has its methods; both are asked by part.
         chunks_per_stage: as for ``schedule.build``; "auto" tries the schedules that have so many chunks, and as many
             parts as costs are given (see `ranked_schedules`).
+        schedule_options: what ``schedule.build`` takes besides counts, for one schedule by its name.
         placement: where the parts stand already: "auto" tries the schedules that run on it.
         budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
 
@@ -73,6 +77,7 @@ def plan_slices(
         known = ", ".join((*SCHEDULE_NAMES, "auto"))
         raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
     num_stages = check_count("num_stages", num_stages)
+    _check_options(schedule, num_stages, chunks_per_stage, schedule_options or {})
     problem = _Problem.checked(
         costs, sequence_length, num_parts_of(schedule, num_stages, chunks_per_stage, costs), num_micro_batches,
         granularity_tokens, max_slices, memory, memory_limit_bytes, progress,
@@ -84,7 +89,7 @@ def plan_slices(
                 f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
                 "add it, or plan for 'seq1f1b'"
             )
-        return problem.best(schedule, budget)
+        return problem.best(schedule, budget, schedule_options or {})
     found: list[PlanResult] = []
     refused: list[MemoryLimitError] = []
     for name, share in problem.tried().items():
@@ -95,6 +100,21 @@ def plan_slices(
     if not found:
         raise min(refused, key=lambda error: error.need_bytes)
     return choose(found)
+
+
+def _check_options(schedule: str, num_stages: int, chunks_per_stage: int, options: Mapping[str, object]) -> None:
+    if not options:
+        return
+    if schedule == "auto":
+        raise PlannerError(
+            f"schedule_options = {show_value(dict(options))}: they go with the name of one schedule, not with 'auto'; "
+            "leave them out"
+        )
+    try:
+        check_option_names(schedule, options)
+        build(schedule, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)  # type: ignore[arg-type]
+    except ScheduleError as error:
+        raise PlannerError(error.reason) from None
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
@@ -166,13 +186,13 @@ class _Problem:
     def num_granules(self) -> int:
         return -(-self.sequence_length // self.granularity_tokens)
 
-    def best(self, schedule: str, budget: int) -> PlanResult:
+    def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
         """The best plan for one schedule."""
         judge = Judge(
             schedule, self.parts, self.num_micro_batches, sequence_length=self.sequence_length,
             granularity_tokens=self.granularity_tokens, memory=self.memory,
             memory_limit_bytes=self.memory_limit_bytes, budget=budget, progress=self.progress,
-            num_stages=self.num_stages, chunks_per_stage=self.chunks_per_stage,
+            num_stages=self.num_stages, chunks_per_stage=self.chunks_per_stage, schedule_options=options,
         )  # fmt: skip
         if judge.is_flow_shop:
             solution, lengths = self.solution, self._lengths(self.solution.plan)

@@ -1,19 +1,21 @@
 """Parts that stand at two places (Chimera): one model, whose gradients are summed before the optimizer steps.
 
 To DeepSpeed a layer with two homes is a layer tied over them: their gradients are summed where those of tied layers
-are, one of the copies counts in norms and in numbers of parameters, and all of them make the same steps.
+are (in few messages: a stage has hundreds of them), one of the copies counts in norms and in numbers of parameters, and
+all of them make the same steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from torch import nn
+from torch import Tensor, nn
 
+from terapipe_ds.runtime import buckets
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.state_order import Name, name_of
 
@@ -29,13 +31,17 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[Name, Any]) -> dict[s
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()  # parameters: one that several layers share is summed once
-    for name, stages in _holders(module, layout).items():
+    for name, (stages, owner) in _holders(module, layout).items():
         for ranks in _ranks_of(module, stages):
             if ranks not in groups:
                 groups[ranks] = torch_dist.new_group(list(ranks))
             if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
-                comms[str(name)] = _comm(module, layers[name], ranks, groups[ranks], seen)
+                comm = _comm(module, layers[name], ranks, groups[ranks], seen)
+                comms[str(name)] = {**comm, _OWNER: ranks[stages.index(owner)]}
     return comms
+
+
+_OWNER = "terapipe_owner"  # beside what DeepSpeed has in tied_comms: the rank that saves the layer
 
 
 def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]) -> dict[str, Any]:
@@ -47,15 +53,20 @@ def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, see
     return {"ranks": list(ranks), "group": group, "weight_attr": names, "module": layer}
 
 
-def _holders(module: Any, layout: Layout) -> dict[Name, tuple[int, ...]]:
-    """The stages that hold each layer, or each tied one; the first one counts in norms, as on DeepSpeed's first stage
-    everything does."""
+def _holders(module: Any, layout: Layout) -> dict[Name, tuple[tuple[int, ...], int]]:
+    """The stages that hold each layer, or each tied one, and the one among them that saves it. The first one counts in
+    norms, as on DeepSpeed's first stage everything does."""
     holders: dict[Name, list[int]] = {}
     for part_id in range(layout.num_parts):
-        stages = [stage_id for stage_id, _ in layout.homes(part_id)]
+        stages = [stage_id for stage_id, _ in layout.homes(part_id)]  # its owner first
         for layer_id in range(module.parts[part_id], module.parts[part_id + 1]):
             holders.setdefault(name_of(module._layer_specs, layer_id), []).extend(stages)
-    return {name: tuple(sorted(set(stages))) for name, stages in holders.items()}
+    return {name: (tuple(sorted(set(stages))), stages[0]) for name, stages in holders.items()}
+
+
+def owners_of(module: Any, layout: Layout) -> dict[Name, int]:
+    """The stage that saves each layer."""
+    return {name: owner for name, (_, owner) in _holders(module, layout).items()}
 
 
 def _ranks_of(module: Any, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -85,15 +96,62 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
     """Give a gradient of zero to each parameter that has one at another of its places and none here, so that all of
     them sum and step alike: a direction may have no micro-batch."""
     gradients = _Gradients(optimizer)
-    by_group: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-    for weight, group in module.get_tied_weights_and_groups():
-        by_group.setdefault(id(group), (group, []))[1].append(weight)
-    for group, weights in by_group.values():
+    for group, weights in _by_group(module.get_tied_weights_and_groups()):
         here = [gradients.is_there(weight) for weight in weights]
         there = torch.tensor(here, dtype=torch.int32, device=weights[0].device)
         torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
         for weight, anywhere in zip(weights, there.tolist(), strict=True):
             gradients.complete(weight, anywhere=bool(anywhere))
+
+
+def sum_gradients(module: Any, optimizer: Any) -> None:
+    """Sum the gradients of each parameter over its places, and of a tied one over its stages. They must be complete."""
+    gradients = _Gradients(optimizer)
+    for group, weights in _by_group(module.get_tied_weights_and_groups()):
+        found = [gradients.of(weight) for weight in weights]
+        buckets.all_reduce([gradient for gradient in found if gradient is not None], group)
+
+
+def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool:
+    """Whether two copies of a parameter may be updated to values that differ by rounding.
+
+    Their gradients are equal to the last bit once they are summed over places. But then DeepSpeed averages them over
+    replicas, for each stage by itself: three numbers or more are added in an order that depends on where they lie in
+    its buffers, and on the network, and a stage has its parts in another order than the other one. Two numbers have
+    one sum. And of what an optimizer does with numbers that lie elsewhere in a flat buffer, all that is known is that
+    torch's own treat them all alike; vectorized ones may round the last few of a buffer in another way.
+
+    Args:
+        optimizer: which computes the updates: inside DeepSpeed's wrapper, if there is one.
+        num_replicas: the size of data parallelism.
+    """
+    if not layout.has_copies or optimizer is None:
+        return False
+    return num_replicas > 2 or not type(optimizer).__module__.startswith("torch.optim.")
+
+
+def take_owners_weights(module: Any) -> None:
+    """After a step: give each copy the values of the place that saves it, to the last bit. For where
+    :func:`copies_may_differ`.
+
+    To sum over places what DeepSpeed has averaged already would not do: ZeRO-1 keeps averages in partitions that are
+    cut elsewhere on each stage. The fp32 weights and the moments that an optimizer keeps beside these are left alone:
+    nobody reads those of a copy but its own next step, whose result is overwritten; those of the owner are saved.
+    """
+    by_source: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+    for comm in module.tied_comms.values():
+        weights = [module._recursive_getattr(comm["module"], name).data for name in comm["weight_attr"]]
+        by_source.setdefault((id(comm["group"]), comm[_OWNER]), (comm["group"], []))[1].extend(weights)
+    for (_, source), (group, weights) in by_source.items():
+        buckets.broadcast(weights, source, group)
+
+
+def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
+    """The weights of each group. All ranks have the groups in one order, so that no two wait for each other."""
+    by_group: dict[int, tuple[Any, list[Any]]] = {}
+    for weight, group in tied:
+        by_group.setdefault(id(group), (group, []))[1].append(weight)
+    yield from by_group.values()
 
 
 class _Gradients:
@@ -112,6 +170,11 @@ class _Gradients:
             return weight.grad is not None
         i, j = self._places[id(weight)]
         return bool(self._optimizer.fp32_groups_has_gradients[i][j])
+
+    def of(self, weight: Any) -> Tensor | None:
+        """What is summed; None where nobody has any."""
+        gradient: Tensor | None = weight.grad if self._optimizer is None else weight._hp_grad
+        return gradient
 
     def complete(self, weight: Any, anywhere: bool) -> None:
         if self._optimizer is not None:

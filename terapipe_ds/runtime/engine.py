@@ -8,7 +8,6 @@ more micro-batch that is accumulated: one ``forward``, one ``backward``. Reducti
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -35,25 +34,23 @@ from terapipe_ds.runtime.checks import (
     slice_length_multiple,
     with_multiple,
 )
-from terapipe_ds.runtime.copies import complete_gradients, problem_of_copies, sum_losses
+from terapipe_ds.runtime.closing import CLOSING, ClosingOfBatches
+from terapipe_ds.runtime.copies import problem_of_copies
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
+from terapipe_ds.runtime.laying_out import lay_out
 from terapipe_ds.runtime.layout import Place, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
 from terapipe_ds.runtime.part_runner import PartRunner, ds_timed
-from terapipe_ds.runtime.parted import activate, lay_out
+from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.plans import Plans
+from terapipe_ds.runtime.stage_ends import StageEnds
 from terapipe_ds.runtime.stage_links import StageLinks
-from terapipe_ds.runtime.stock_faults import (
-    count_every_stage_in_norm,
-    count_nothing_as_zero,
-    mark_gradients,
-    tied_copies_left_out,
-)
+from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, count_nothing_as_zero
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.verify import verify_first_batch
 from terapipe_ds.runtime.watchdog import Watchdog
@@ -61,8 +58,6 @@ from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
 
 logger = logging.getLogger("terapipe_ds")
-
-_CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
 def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPipeEngine, Action], None]:
@@ -77,7 +72,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
     return execute
 
 
-class TeraPipeEngine(SafeCheckpoints):
+class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     """Built by ``deepspeed.initialize`` for a ``PipelineModule`` whose config has an enabled ``terapipe`` section.
 
     Everything that DeepSpeed's ``PipelineEngine`` offers is here with the same arguments and results: ``train_batch``,
@@ -85,10 +80,7 @@ class TeraPipeEngine(SafeCheckpoints):
     """
 
     verify_only: bool = False  # the first batch is checked and then the process ends
-    closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
-    loss: Any
-    total_loss: Any  # of the batch so far: DeepSpeed's attributes, without types
-    total_additional_losses: Any
+    loss: Any  # of the last slice: DeepSpeed's attribute, without type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
@@ -149,40 +141,6 @@ class TeraPipeEngine(SafeCheckpoints):
             PartRunner(self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=weights)
             for place in self._layout.places(self.stage_id)
         )
-
-    # -- where things stand, which DeepSpeed asks ---------------------------------------------------------------------
-
-    def is_last_stage(self) -> bool:
-        """True where the loss of a batch is known: on the stage of the last part, once this engine is built."""
-        if "_parts" not in vars(self):
-            return super().is_last_stage()  # DeepSpeed's own start, neighbour by neighbour
-        return self.stage_id == self._layout.loss_stage
-
-    def _aggregate_total_loss(self) -> Any:
-        if self._layout.has_copies:
-            sum_losses(self, self._layout, self._groups)
-        return super()._aggregate_total_loss()
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Kept where data is drawn."""
-        if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader = loader
-            self.data_iterator = iter(loader)
-
-    def set_dataiterator(self, iterator: Any) -> None:
-        """Kept where data is drawn."""
-        if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader = None
-            self.data_iterator = iterator
-
-    def _loss_stage_global_rank(self) -> int:
-        return int(self.grid.stage_to_global(self._layout.loss_stage))
-
-    def _backward_prologue_per_tensor(self, grad: Any) -> Any:
-        """The loss is divided by the number of micro-batches, and not once more what comes back from other parts."""
-        if self._place is None or self._place.is_last:
-            return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
-        return grad
 
     # -- what a user calls ------------------------------------------------------------------------------------------
 
@@ -348,14 +306,8 @@ class TeraPipeEngine(SafeCheckpoints):
     def _exec_action(self, action: Action) -> None:
         """Execute one action of the schedule."""
         self._watchdog.note(action)
-        with self._tracer.measure(action), self._closing() if action.kind in _CLOSING else nullcontext():
+        with self._tracer.measure(action), self._timed_closing() if action.kind in CLOSING else nullcontext():
             self._ACTIONS[action.kind](self, action)
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        begin_s = time.perf_counter()
-        yield
-        self.closing_s += time.perf_counter() - begin_s
 
     def _load(self, action: Action) -> None:
         """Bring a micro-batch to the device."""
@@ -366,29 +318,6 @@ class TeraPipeEngine(SafeCheckpoints):
             if micro_batch.labels is not None:
                 micro_batch.labels = micro_batch.labels.to(self.device)
 
-    def _reduce_tied_grads(self, action: Action) -> None:
-        """Once per batch, after the last backward: the model's own sums, then those of tied layers."""
-        if self._finite is not None:
-            with self._watchdog.waiting("the check of all ranks for numbers that are not finite"):
-                self._links.close_batch()  # a caller may go on after the error
-                self._finite.agree(self.global_steps + 1)
-        if self._layout.has_copies:
-            complete_gradients(self.module, self.optimizer)
-        before_reduce = getattr(self.module, "before_reduce", None)
-        if before_reduce is not None:
-            before_reduce(self)
-        self._exec_reduce_tied_grads()
-
-    def _optimizer_step(self, action: Action) -> None:
-        mark_gradients(self.module, self.optimizer)
-        with self._flops.report() if self._flops is not None else nullcontext():
-            self._exec_optimizer_step()
-
-    def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""
-        with tied_copies_left_out(self.module):
-            super().clip_fp32_gradients()
-
     _ACTIONS = {
         Kind.LOAD: _load,
         Kind.RECV_ACTIVATION: _on_its_part(PartRunner.post_activation),
@@ -398,8 +327,8 @@ class TeraPipeEngine(SafeCheckpoints):
         Kind.BACKWARD: _on_its_part(PartRunner.backward),
         Kind.WEIGHT: _on_its_part(PartRunner.weight),
         Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),
-        Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
+        Kind.REDUCE_TIED_GRADS: ClosingOfBatches._reduce_tied_grads,
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
-        Kind.OPTIMIZER_STEP: _optimizer_step,
+        Kind.OPTIMIZER_STEP: ClosingOfBatches._optimizer_step,
     }
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, Action: _exec_action}

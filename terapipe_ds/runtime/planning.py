@@ -210,7 +210,7 @@ class AutoPlanner:
             return
         schedule = build(
             result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices,
-            chunks_per_stage=self._engine._layout.chunks_per_stage,
+            chunks_per_stage=self._engine._layout.chunks_per_stage, **self._config.options_of(result.schedule),
         )  # fmt: skip
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,6 +225,7 @@ class AutoPlanner:
         stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
         if self._config.slices == "auto":
             granularity, schedule = self._config.granularity_tokens, self._config.schedule
+            options["schedule_options"] = self._config.schedule_options
             return plan_slices(costs, length, stages, micro_batches, granularity, schedule, **options)
         return best_schedule(costs, self._config.plan_for(length), stages, micro_batches, **options)
 

@@ -128,6 +128,7 @@ class Plans:
             "terapipe_ds": __version__,
             "config": {
                 "schedule": self._config.schedule,
+                "schedule_options": self._config.schedule_options,
                 "slices": slices if isinstance(slices, (str, int)) else list(slices),
             },
             "plans": plans,
@@ -168,9 +169,10 @@ class Plans:
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         stages, chunks = self._engine.num_stages, self._engine._layout.chunks_per_stage
         if not name.endswith(".csv"):
+            options = self._config.options_of(name)
             schedule = build(
-                name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks
-            )  # fmt: skip
+                name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks, **options
+            )
         elif training:
             schedule = load(name)
             problem = fits(schedule, stages, num_slices) or self._engine._layout.problem_of(schedule)

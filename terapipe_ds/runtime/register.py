@@ -95,7 +95,7 @@ def _partition() -> tuple[Any, Any]:
     stages hold several parts."""
     from deepspeed.pipe import PipelineModule
 
-    from terapipe_ds.runtime.parted import PARTITION_METHOD
+    from terapipe_ds.runtime.laying_out import PARTITION_METHOD
 
     stock = PipelineModule._partition_layers
 
@@ -166,8 +166,8 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
         TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.
     """
     from terapipe_ds.json_text import parse_json
+    from terapipe_ds.runtime.laying_out import lay_out as lay_out_parts
     from terapipe_ds.runtime.layout import layout_of
-    from terapipe_ds.runtime.parted import lay_out as lay_out_parts
 
     raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(Path(ds_config).read_bytes())
     config = _section(raw)

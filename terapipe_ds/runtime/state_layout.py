@@ -19,12 +19,14 @@ import torch
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.checkpoint_save import gathered
+from terapipe_ds.runtime.copies import owners_of
 from terapipe_ds.runtime.state_forms import StateError, StateForm, form_of
 from terapipe_ds.runtime.state_moves import Place, moved
 from terapipe_ds.runtime.state_order import (
     Groups,
     Orders,
     StageParameters,
+    layer_of,
     orders_of,
     shapes_of,
     stage_parameters,
@@ -78,7 +80,16 @@ class States:
         changes = {"data": place.partition} if self.form.num_partitions > 1 else {}
         return int(self.engine.grid.stage_to_global(place.stage_id, **changes))
 
-    def reordered(self, state: Mapping[str, Any], before: Orders, after: Orders) -> dict[str, Any]:
+    def owners(self) -> dict[str, int]:
+        """The stage whose states of a parameter with copies are saved: the others' follow it but for rounding."""
+        if not self.engine._layout.has_copies:
+            return {}
+        by_layer = owners_of(self.engine.module, self.engine._layout)
+        return {name: by_layer[layer] for name in shapes_of(self.stages) if (layer := layer_of(name)) in by_layer}
+
+    def reordered(
+        self, state: Mapping[str, Any], before: Orders, after: Orders, owners: Mapping[str, int]
+    ) -> dict[str, Any]:
         """``state`` of this rank in another order. A collective over all ranks.
 
         Raises:
@@ -91,7 +102,7 @@ class States:
         except _UNLIKE as error:
             problem = f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
         raise_on_every_rank(problem)
-        held = moved(self.form, held, before, after, shapes, here, self.rank_of, self.engine._groups.world)
+        held = moved(self.form, held, before, after, shapes, here, self.rank_of, self.engine._groups.world, owners)
         stage_id, partition = here.stage_id, here.partition
         return self.form.put(state, before[stage_id], after[stage_id], shapes, partition, held)
 
@@ -142,7 +153,7 @@ def saved_as_stock(engine: Any) -> Iterator[dict[str, Any]]:
         return
     if stock is not None and problem is None:
         try:
-            made = states.reordered(engine.optimizer.state_dict(), states.orders, stock)
+            made = states.reordered(engine.optimizer.state_dict(), states.orders, stock, states.owners())
         except TeraPipeConfigError as error:  # on every rank
             problem = str(error)
     if stock is None or made is None:
@@ -220,7 +231,7 @@ def loaded_from(engine: Any, folder: Path | None) -> Iterator[None]:
         state = kwargs["state_dict_list"][number] if by_replica else given
         made = state if guarded is None else state[_GUARDED]
         if orders != states.orders:
-            made = states.reordered(made, orders, states.orders)
+            made = states.reordered(made, orders, states.orders, {})
         if not by_replica:
             return load(made, *args, **kwargs)
         every = [made if i == number else each for i, each in enumerate(kwargs.pop("state_dict_list"))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,14 +41,16 @@ def moved(
     here: Place,
     rank_of: Callable[[Place], int],
     group: Any,
+    owners: Mapping[str, int] = MappingProxyType({}),
 ) -> Held:
     """What this rank holds in the order ``after``, of what all hold in the order ``before``. A collective over the
     ranks of ``rank_of``.
 
     Args:
         group: on the CPU, of which these ranks are members.
+        owners: of parameters with copies, the stage whose states count.
     """
-    moves = _moves(form, before, after, shapes)
+    moves = _moves(form, before, after, shapes, owners)
     received: dict[Piece, list[tuple[_Move, Content]]] = {}
     for (source, target), pair in sorted(moves.items(), key=lambda item: _key(*item[0])):
         if here == source:
@@ -68,8 +71,11 @@ def _key(source: Place, target: Place) -> tuple[int, ...]:
     return source.stage_id, source.partition, target.stage_id, target.partition
 
 
-def _moves(form: StateForm, before: Orders, after: Orders, shapes: Shapes) -> dict[tuple[Place, Place], list[_Move]]:
-    """From where to where; of a parameter that several stages hold, a stage takes its own or that of the first."""
+def _moves(
+    form: StateForm, before: Orders, after: Orders, shapes: Shapes, owners: Mapping[str, int] = MappingProxyType({})
+) -> dict[tuple[Place, Place], list[_Move]]:
+    """From where to where; of a parameter that several stages hold, a stage takes that of its owner, or where it has
+    none its own or that of the first."""
     sources: dict[tuple[str, int], list[tuple[Place, Piece]]] = {}
     holders: dict[str, list[int]] = {}
     for stage_id, groups in enumerate(before):
@@ -83,7 +89,8 @@ def _moves(form: StateForm, before: Orders, after: Orders, shapes: Shapes) -> di
         for partition in range(form.num_partitions):
             for piece in form.pieces(groups, shapes, partition):
                 stages = holders[piece.name]
-                for place, source in sources[piece.name, stage_id if stage_id in stages else stages[0]]:
+                nearest = stage_id if stage_id in stages else stages[0]
+                for place, source in sources[piece.name, owners.get(piece.name, nearest)]:
                     start, stop = max(piece.start, source.start), min(piece.stop, source.stop)
                     if start < stop:
                         move = _Move(source, piece, start, stop)

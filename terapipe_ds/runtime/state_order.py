@@ -41,7 +41,7 @@ class StageParameters:
             here = set(group)
             if group != tuple(name for name in self.named if name in here):
                 return "the groups of the optimizer are not in the order of module.named_parameters()"
-        strange = [name for name in self.named if _layer_of(name) is None]
+        strange = [name for name in self.named if layer_of(name) is None]
         return f"{strange[0]} is no parameter of a layer" if strange else None
 
 
@@ -55,7 +55,7 @@ def name_of(specs: Sequence[Any], layer_id: int) -> Name:
     return spec.key if isinstance(spec, TiedLayerSpec) else layer_id
 
 
-def _layer_of(name: str) -> Name | None:
+def layer_of(name: str) -> Name | None:
     """The number of the layer that a parameter belongs to, or the key that it is tied by."""
     first, _, rest = name.partition(".")
     if first == "tied_modules":
@@ -96,7 +96,7 @@ def stock_orders(module: Any, stages: Sequence[StageParameters]) -> Orders:
     and then the others by number."""
     by_layer: dict[Name, list[str]] = {}
     for name in shapes_of(stages):
-        layer = _layer_of(name)
+        layer = layer_of(name)
         assert layer is not None
         by_layer.setdefault(layer, []).append(name)
     group_of = {name: index for stage in stages for index, group in enumerate(stage.groups) for name in group}

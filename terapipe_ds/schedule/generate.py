@@ -96,9 +96,7 @@ def build(
     num_stages = _count("num_stages", num_stages)
     slices = _slice_counts(num_slices, _count("num_micro_batches", num_micro_batches))
     placement = placement_for(name, num_stages, _count("chunks_per_stage", chunks_per_stage))
-    unknown = [repr(option) for option in sorted(options) if option not in OPTIONS.get(name, ())]
-    if unknown:
-        raise ScheduleError(f"schedule {name!r} takes no option {', '.join(unknown)}: leave it out")
+    check_option_names(name, options)
     chunks = len(placement) // num_stages
     if forward_only:
         units = _forward_only(name, num_stages, slices, chunks)
@@ -109,6 +107,15 @@ def build(
         for stage_id, order in enumerate(units)
     )
     return Schedule(name, num_stages, len(slices), slices, chunks, bool(forward_only), orders, placement)
+
+
+def check_option_names(name: str, options: Iterable[str]) -> None:
+    """Raises ``ScheduleError`` where the schedule takes no such option; the values are for ``build`` to check."""
+    taken = OPTIONS.get(name, ())
+    unknown = [repr(option) for option in sorted(options) if option not in taken]
+    if unknown:
+        hint = f"; it takes {', '.join(taken)}" if taken else ""
+        raise ScheduleError(f"schedule {name!r} takes no option {', '.join(unknown)}: leave it out{hint}")
 
 
 def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -> Schedule:

@@ -534,6 +534,30 @@ def test_layers_stay_where_they_are() -> None:
         assert all(message in text for text in rank_pool(2).run(job_by_hand_elsewhere, schedule=schedule))
 
 
+# -- options of a schedule -----------------------------------------------------------------------------------
+
+
+def job_options(changes: dict[str, Any], num_micro_batches: int) -> tuple[dict[str, float], list[str], Any]:
+    ours = section(**changes, slices=2)
+    with engine_of(gpt_layers(), ours, gradient_accumulation_steps=num_micro_batches) as engine:
+        run = train(engine, batches(2, num_micro_batches))
+        engine.eval_batch(iter(batches(1, 2)[0]), num_micro_batches=2)
+        ran = engine._plans.schedule(changes["schedule"], True, (2,) * num_micro_batches)
+        described = engine._plans.described()["config"]["schedule_options"]
+        return differences(run, alone(num_micro_batches)), ran.compute_order(engine.stage_id), described
+
+
+def test_dapple_with_policy_b() -> None:
+    """The first of two stages runs three micro-batches before its first backward, the second one one."""
+    options = {"policy": "B"}
+    ranks = rank_pool(2).run(
+        job_options, changes={"schedule": "dapple", "schedule_options": options}, num_micro_batches=4
+    )
+    assert not violations([errors for errors, *_ in ranks])
+    assert [order.index("B0.1") for _, order, _ in ranks] == [6, 2]
+    assert all(described == options for *_, described in ranks)
+
+
 # -- planning ------------------------------------------------------------------------------------------------
 
 

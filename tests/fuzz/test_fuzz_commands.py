@@ -59,11 +59,12 @@ NAMES = [
     "cpu", "fp16", "bf16", "fp32", "cpu-2stage", "gpu-layer", "bytes", "null:8", "null:x", "sentencepiece:missing",
     "text", "deepspeed", "torch", "\udcff", "x" * 300,
 ]  # fmt: skip
+SCHEDULE_OPTIONS = ["policy=B", "policy=C", "slots=4,5,3", "slots=4,,3", "slots=0,1,1", "policy", "=B", "x=1"]
 OPTIONS: dict[str, dict[str, list[str] | None]] = {
     "show": {
         "--schedule": NAMES, "--from-csv": FILES, "--stages": NUMBERS, "--micro-batches": NUMBERS, "--slices": COUNTS,
         "--forward-only": None, "--csv": OUTPUTS, "--json": None, "--stage": NUMBERS, "--lowered": None,
-        "--chunks-per-stage": NUMBERS, " ": FILES,
+        "--chunks-per-stage": NUMBERS, "--option": SCHEDULE_OPTIONS, " ": FILES,
     },
     "simulate": {
         "--schedule": NAMES, "--from-csv": FILES, "--stages": NUMBERS, "--micro-batches": NUMBERS, "--slices": COUNTS,
@@ -71,12 +72,14 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--model": NAMES, "--unit": None, "--device": NAMES, "--tensor-parallel": NUMBERS, "--dtype": NAMES,
         "--micro-batch-size": NUMBERS, "--unit-send": NUMBERS, "--no-overlap": None, "--json": None, "--trace": OUTPUTS,
         "--csv": OUTPUTS, "--timeline": OUTPUTS, "--chunks-per-stage": NUMBERS,
+        "--option": SCHEDULE_OPTIONS,
     },
     "plan": {
         "--model": NAMES, "--device": NAMES, "--profile": FILES, "--stages": NUMBERS[:8], "--tensor-parallel": NUMBERS,
         "--sequence-parallel": None, "--data-parallel": NUMBERS, "--sequence-length": NUMBERS[:8],
         "--micro-batches": NUMBERS[:8], "--micro-batch-size": NUMBERS, "--dtype": NAMES, "--zero-stage": NUMBERS,
         "--activation-checkpointing": None, "--config": FILES, "--schedule": NAMES, "--granularity": NUMBERS[5:],
+        "--option": SCHEDULE_OPTIONS,
         "--max-slices": NUMBERS, "--memory-limit-gb": NUMBERS, "--json": None, "--out": OUTPUTS,
     },
     "compare": {"": FILES, " ": FILES, "--step": NUMBERS, "--json": None, "--picture": OUTPUTS},

@@ -465,3 +465,30 @@ def test_no_command_here_loads_torch() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+OF_FOUR = ["show", "--stages", "2", "--micro-batches", "4", "--csv"]
+
+
+def test_options_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    one = "F0.0,B0.0,F1.0,B1.0,F2.0,B2.0,F3.0,B3.0"
+    assert shown(capsys, *OF_FOUR, "--schedule", "dapple", "--option", "policy=A").splitlines()[1] == one
+    first, second = shown(capsys, *OF_FOUR, "--schedule", "dapple", "--option", "policy=B").splitlines()
+    assert first.startswith("F0.0,F1.0,F2.0,B0.0,F3.0") and second == one
+    assert "W" in shown(capsys, *OF_FOUR, "--schedule", "zbv", "--option", "slots=4,5,3")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("dapple", "--option", "policy=C"), "give 'A'"),
+        (("1f1b", "--option", "policy=B"), "takes no option 'policy'"),
+        (("zbv", "--option", "slots=4,5"), "three whole numbers"),
+        (("dapple", "--option", "warm_up=1"), "give policy=A"),
+        (("dapple", "--option", "policy"), "give policy=A"),
+    ],
+)
+def test_options_that_a_schedule_has_not(
+    options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "show", "--stages", "2", "--schedule", *options)

@@ -20,6 +20,7 @@ DEFAULTS = {
     "enabled": False,
     "schedule": "seq1f1b",
     "chunks_per_stage": 1,
+    "schedule_options": {},
     "slices": "auto",
     "sequence_dim": 1,
     "sliced_inputs": None,
@@ -62,8 +63,9 @@ def test_defaults_are_those_of_the_documentation() -> None:
 def test_every_key() -> None:
     section = {
         "enabled": True,
-        "schedule": "interleaved",
+        "schedule": "zbv",
         "chunks_per_stage": 2,
+        "schedule_options": {"slots": [4, 5, 3]},
         "slices": [512, 384, 128],
         "sequence_dim": 0,
         "sliced_inputs": [0, 2],
@@ -360,6 +362,44 @@ def test_chunks_that_a_schedule_takes(name: str, chunks: int, good: bool) -> Non
         assert message.startswith(f"terapipe.chunks_per_stage = {chunks}: ") and name in message
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("dapple", {}), ("zbv", {"slots": [4, 5, 3]}),
+        ("auto", {}), ("seq1f1b", {}),
+    ],
+)  # fmt: skip
+def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> None:
+    config = read({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
+    assert config.schedule_options == options
+    assert config.options_of(name) == options and config.options_of("gpipe") == {}
+    if options:
+        assert config.fingerprint() != read({"enabled": True, "slices": 4, "schedule": name}).fingerprint()
+        assert f"schedule {name} {next(iter(options))}=" in config.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dapple", {"policy": "C"}, "policy is 'C': give 'A' "),
+        ("dapple", {"warm_up": "B"}, "takes no option 'warm_up': leave it out; it takes policy"),
+        ("dapple", {"forward_only": "B"}, "takes no option 'forward_only'"),
+        ("dapple", {"name": "zbv"}, "takes no option 'name'"),
+        ("seq1f1b", {"policy": "B"}, "takes no option 'policy': leave it out"),
+        ("zbv", {"slots": [4, 5]}, "slots is [4, 5]: give what F, B and W take"),
+        ("zbv", {"slots": [4, 5, 0]}, "slots is [4, 5, 0]"),
+        ("zbv", {"slots": "4,5,3"}, "slots is '4,5,3'"),
+        ("auto", {"policy": "B"}, "with the name of one schedule, not with 'auto'"),
+        ("dapple", {"policy": 2}, "must be an object"),
+        ("dapple", "B", "must be an object"),
+        ("dapple", {1: "B"}, "must be an object"),
+    ],
+)
+def test_options_that_it_does_not_take(name: str, options: Any, message: str) -> None:
+    found = problem({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
+    assert found.startswith("terapipe.schedule_options = ") and message in found
+
+
 def test_a_key_near_chunks_per_stage_gets_it_as_advice() -> None:
     assert "did you mean terapipe.chunks_per_stage?" in problem({"chunk_per_stage": 2})
 
@@ -508,7 +548,7 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
-    assert read({"enabled": True, "slices": 8}).fingerprint() == "7b5fd42c6f71f8a8"
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "15e7621ce9e7ce74"
 
 
 def test_describe() -> None:

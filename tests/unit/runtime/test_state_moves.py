@@ -170,3 +170,17 @@ def test_same_lengths_do_not_deceive() -> None:
     flat = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", 1, 2, True, True)
     with pytest.raises(StateError, match=r"0 stands at None where \(0, 6\)"):
         flat.take(flat_state((("1",),), SHAPES, 1, 0, True), (("0",),), SHAPES, 0)
+
+
+def test_copies_are_saved_as_their_owner_has_them() -> None:
+    """Two stages hold both parameters, with moments that differ by rounding: what counts is that of the owner."""
+    shapes, both = {"1": (2,), "2": (2,)}, ((("1", "2"),), (("2", "1"),))
+    after: Orders = ((("1",),), (("2",),))
+
+    def moves(owners: dict[str, int]) -> set[tuple[int, int, str]]:
+        found = _moves(PerParameterForm("", ""), both, after, shapes, owners)
+        return {(s.stage_id, t.stage_id, move.target.name) for (s, t), each in found.items() for move in each}
+
+    assert moves({}) == {(0, 0, "1"), (1, 1, "2")}
+    assert moves({"1": 1, "2": 0}) == {(1, 0, "1"), (0, 1, "2")}
+    assert moves({"1": 0}) == {(0, 0, "1"), (1, 1, "2")}

@@ -1,0 +1,65 @@
+"""When copies of a part may come to differ by rounding, and whose values count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from terapipe_ds.runtime.copies import copies_may_differ, owners_of
+from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.schedule.placement import placement_for
+
+CHIMERA = Layout(4, placement_for("chimera", 4, 1))
+PARAMETERS = [torch.nn.Parameter(torch.zeros(3))]
+
+
+class Own(torch.optim.Adam):
+    """Of somebody who rounds in a way of their own."""
+
+
+class TestMayDiffer:
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_two_replicas_have_one_sum(self, replicas: int) -> None:
+        assert not copies_may_differ(CHIMERA, torch.optim.AdamW(PARAMETERS), replicas)
+
+    def test_three_have_not(self) -> None:
+        assert copies_may_differ(CHIMERA, torch.optim.AdamW(PARAMETERS), 3)
+
+    def test_optimizers_that_nobody_knows(self) -> None:
+        assert copies_may_differ(CHIMERA, Own(PARAMETERS), 1)
+
+    def test_without_copies_or_steps(self) -> None:
+        assert not copies_may_differ(Layout.plain(4), Own(PARAMETERS), 3)
+        assert not copies_may_differ(CHIMERA, None, 3)
+
+
+def test_torch_rounds_alike_wherever_a_number_lies() -> None:
+    """What ``copies_may_differ`` relies on, with ends of every length that a vectorized loop may leave over."""
+    gradients, start = torch.randn(4, 37), torch.randn(37)
+
+    def updated(offset: int, kind: type[torch.optim.Optimizer], **options: bool) -> torch.Tensor:
+        flat = torch.nn.Parameter(torch.cat([torch.zeros(offset), start]))
+        optimizer = kind([flat], lr=1e-3, **options)  # type: ignore[call-arg]
+        for gradient in gradients:
+            flat.grad = torch.cat([torch.zeros(offset), gradient])
+            optimizer.step()
+        return flat.detach()[offset:]
+
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        for options in ({}, {"foreach": True}, {"fused": True}):
+            expected = updated(0, kind, **options)
+            assert all(torch.equal(updated(offset, kind, **options), expected) for offset in range(1, 17))
+
+
+def test_the_owner_of_a_tied_layer_is_that_of_its_first_part() -> None:
+    """Five layers in four parts, the first tied to the last."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    tied = [TiedLayerSpec("words", torch.nn.Linear, 2, 2) for _ in range(2)]
+    specs = [tied[0], *(LayerSpec(torch.nn.Linear, 2, 2) for _ in range(3)), tied[1]]
+    module = SimpleNamespace(parts=[0, 2, 3, 4, 5], _layer_specs=specs)
+    assert owners_of(module, CHIMERA) == {"words": 0, 1: 0, 2: 1, 3: 2}
+    swapped = Layout(2, {(0, 0): 1, (0, 1): 0, (1, 0): 0, (1, 1): 1})
+    assert owners_of(SimpleNamespace(parts=[0, 3, 5], _layer_specs=specs), swapped) == {"words": 1, 1: 1, 2: 1, 3: 0}

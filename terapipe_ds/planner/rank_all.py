@@ -25,7 +25,7 @@ from terapipe_ds.planner.tabulate import check_count
 PartsOf = Callable[[int], Any]
 """By the number of parts: their costs, or their memory; None where the layers cannot be cut in so many."""
 
-_OTHER_LAYOUTS = 0.5  # of the budget that the schedules of one layout would have on their own
+_OTHER_LAYOUTS = 0.2  # of the budget that the schedules of one layout would have on their own
 _MOST_CHUNKS = 2  # unless more are asked for
 
 
@@ -94,7 +94,7 @@ def rank_schedules(
         costs_of: costs by the number of parts, as `plan_slices` takes them; asked for K, and for 2 K parts.
         memory_of: the same of memory.
         chunks_per_stage: only schedules whose stages hold so many parts; None: 1 and 2.
-        budget: as of `plan_slices` with "auto"; other layouts than the plain one get half as much each on top.
+        budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
 
     Raises:
         PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.
@@ -161,10 +161,10 @@ def _cuts(
 
 def _complete(found: list[PlanResult], refused: list[Refusal], num_micro_batches: int) -> Ranking:
     """With the schedules that have the time and the memory of one that was searched."""
-    same = {"terapipe": ("gpipe",)}
+    same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
     if num_micro_batches == 1:
         same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
-    there = {one.schedule for one in (*found, *refused)}
+    there = {result.schedule for result in found} | {refusal.schedule for refusal in refused}
     for result in list(found):
         names = set(same.get(result.schedule, ())) - there
         found += [dataclasses.replace(result, schedule=name) for name in sorted(names)]

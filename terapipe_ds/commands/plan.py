@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output, read_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.commands import CommandError, check_output
+from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
 
 if TYPE_CHECKING:
-    from terapipe_ds.planner import MemoryModel, PlanResult
+    from terapipe_ds.planner import PlanResult, Ranking
 
 HELP = "find the slices and the schedule that take the least time"
 DESCRIPTION = (
@@ -27,9 +26,6 @@ EXAMPLES = """\
   terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
 """
-
-
-MAX_UNITS = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON for all of these that are not given")
     search = parser.add_argument_group("search")
     search.add_argument("--schedule", metavar="NAME",
-                        help="seq1f1b, 1f1b, terapipe, gpipe, zb-h1, seq1f1b-zb, dapple or auto (default)")
+                        help="a schedule (terapipe show --help lists them), or auto (default): all are compared")
+    search.add_argument("--chunks-per-stage", type=int, metavar="V",
+                        help="parts that each stage holds (default: those of the schedule; with auto 1 and 2)")
     search.add_argument("--granularity", type=int, metavar="N", help="cut at multiples of N tokens (default 64)")
     search.add_argument("--max-slices", type=int, metavar="S", help="at most so many slices")
     search.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per device (default: what it has)")
@@ -64,17 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print what a person or a program wants to know."""
-    from terapipe_ds.planner import granularity_for, plan_slices
+    from terapipe_ds.planner import granularity_for
 
     if arguments.picture and Path(arguments.picture).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
     check_output(arguments.out, "--out")
-    setup = _setup(arguments)
+    setup = plan_setup(arguments)
     granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
-    result = plan_slices(
-        setup.costs, setup.sequence_length, setup.stages, setup.micro_batches, granularity, setup.schedule,
-        arguments.max_slices, setup.memory, setup.limit_bytes, progress=_progress if sys.stderr.isatty() else None,
-    )  # fmt: skip
+    result, ranking = _search(setup, granularity, arguments.max_slices)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if arguments.out:
@@ -82,12 +77,45 @@ def run(arguments: argparse.Namespace) -> None:
 
         write_text(arguments.out, result.plan.to_json() + "\n")
     if arguments.picture:
-        _draw(result, setup.costs, arguments.picture)
+        _draw(result, setup, arguments.picture)
     section = _section(result, granularity)
     if arguments.json:
-        print(json.dumps(result.to_dict() | {"setup": setup.title, "terapipe": section}, indent=1))
+        ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
+        print(json.dumps(result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked, indent=1))
     else:
-        print("\n".join(_report(result, setup, section)))
+        print("\n".join(_report(result, ranking, setup, section)))
+
+
+def _search(setup: PlanSetup, granularity: int, max_slices: int | None) -> tuple[PlanResult, Ranking | None]:
+    """The best plan, and with "auto" all schedules."""
+    from terapipe_ds.planner import plan_slices, rank_schedules
+
+    progress = _progress if sys.stderr.isatty() else None
+    shape = setup.sequence_length, setup.stages, setup.micro_batches, granularity
+    if setup.schedule == "auto":
+        ranking = rank_schedules(
+            setup.costs_of, *shape, memory_of=setup.memory_of, memory_limit_bytes=setup.limit_bytes,
+            max_slices=max_slices, chunks_per_stage=setup.chunks_per_stage, progress=progress,
+        )  # fmt: skip
+        return ranking.best, ranking
+    chunks = setup.chunks_per_stage or 1
+    num_parts = _num_parts(setup, chunks)
+    costs, memory = setup.costs_of(num_parts), None if setup.memory_of is None else setup.memory_of(num_parts)
+    if costs is None:
+        raise CommandError(f"--schedule {setup.schedule}: the layers cannot be cut in {num_parts} parts; ask for fewer")
+    return plan_slices(
+        costs, *shape, setup.schedule, max_slices, memory, setup.limit_bytes, progress=progress,
+        chunks_per_stage=chunks,
+    ), None  # fmt: skip
+
+
+def _num_parts(setup: PlanSetup, chunks: int) -> int:
+    """How many parts the schedule cuts the layers in; an unknown one the planner will refuse."""
+    from terapipe_ds.planner.ranked import num_parts_of
+    from terapipe_ds.schedule import SCHEDULE_NAMES
+
+    known = setup.schedule in SCHEDULE_NAMES
+    return num_parts_of(setup.schedule, setup.stages, chunks, None) if known else setup.stages
 
 
 def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
@@ -96,27 +124,35 @@ def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
 
     plan = result.plan
     head: dict[str, Any] = {"enabled": True, "schedule": result.schedule}
+    if result.chunks_per_stage > 1:
+        head["chunks_per_stage"] = result.chunks_per_stage
     if plan == SlicePlan.equal(plan.sequence_length, plan.num_slices, granularity):
         return head | {"slices": plan.num_slices, "granularity_tokens": granularity}
     return head | {"slices": list(plan.lengths)}
 
 
-def _report(result: PlanResult, setup: _Setup, section: dict[str, Any]) -> list[str]:
-    from terapipe_ds.planner.report import describe
+def _report(
+    result: PlanResult, ranking: Ranking | None, setup: PlanSetup, section: dict[str, Any]
+) -> list[str]:  # fmt: skip
+    from terapipe_ds.planner.report import describe, describe_ranking
 
-    lines = describe(result, schedule_chosen=setup.schedule == "auto")
+    lines = describe(result, schedule_chosen=ranking is not None)
+    if ranking is not None:
+        lines += ["", *describe_ranking(ranking)]
     paste = f'"terapipe": {json.dumps(section)}'
-    return [setup.title, "", *(f"  {line}" for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
+    return [setup.title, "", *(f"  {line}".rstrip() for line in lines), "", "  in the DeepSpeed JSON:", f"  {paste}"]
 
 
-def _draw(result: PlanResult, costs: list[Any], path: str) -> None:
+def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
 
     count = result.plan.num_slices
-    schedule = build(result.schedule, result.num_stages, result.num_micro_batches, count)
+    schedule = build(
+        result.schedule, result.num_stages, result.num_micro_batches, count, chunks_per_stage=result.chunks_per_stage
+    )
     title = f"{result.schedule}, {count} slices, simulated"
-    simulate(schedule, result.plan, costs).draw(path, title=title)
+    simulate(schedule, result.plan, setup.costs_of(schedule.num_parts)).draw(path, title=title)
 
 
 def _progress(what: str, done: int, of: int) -> None:

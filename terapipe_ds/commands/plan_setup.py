@@ -11,6 +11,8 @@ from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.plan import show_value
 
 if TYPE_CHECKING:
+    from terapipe_ds.devices import DeviceCard
+    from terapipe_ds.model_sizes import ModelSize
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.rank_all import PartsOf
 
@@ -22,8 +24,8 @@ class PlanSetup:
     """What is planned for, from the options, the profile and the config, in this order of precedence."""
 
     title: str
-    costs: list[Any]
-    memory: MemoryModel | None
+    costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut so
+    memory_of: PartsOf | None
     limit_bytes: float | None
     sequence_length: int
     stages: int
@@ -31,9 +33,15 @@ class PlanSetup:
     tensor_parallel: int
     granularity: int
     schedule: str
+    chunks_per_stage: int | None  # None: those of the schedule, of "auto" all
 
 
 def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
+    """All that the options say.
+
+    Raises:
+        CommandError: something is missing, or does not fit together.
+    """
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     profile = _profile(arguments.profile) if arguments.profile else None
     if profile is None and not (arguments.model and arguments.device):
@@ -49,8 +57,9 @@ def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
     values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
-    for name in ("stages", "micro_batches", "micro_batch_size", "tensor_parallel", "data_parallel", "granularity"):
-        if values[name] < 1:
+    for name in ("stages", "micro_batches", "micro_batch_size", "tensor_parallel", "data_parallel", "granularity",
+                 "chunks_per_stage"):
+        if values.get(name, 1) < 1:
             raise CommandError(f"{name.replace('_', '-')} = {values[name]}: give a number >= 1")
     if values["stages"] * values["micro_batches"] > MAX_UNITS:
         many = f"{values['stages']} stages with {values['micro_batches']} micro-batches"
@@ -70,15 +79,10 @@ def _refuse_other_costs(path: str, measured: dict[str, Any], asked: dict[str, An
 
 
 def _counted(values: dict[str, Any]) -> PlanSetup:
-    from terapipe_ds.cost_analytic import analytic_costs
     from terapipe_ds.devices import device_card
     from terapipe_ds.model_sizes import model_size
 
     size, card = model_size(values["model"]), device_card(values["device"])
-    costs = analytic_costs(
-        size, card, num_stages=values["stages"], dtype=values["dtype"], micro_batch=values["micro_batch_size"],
-        tensor_parallel=values["tensor_parallel"], activation_checkpointing=values["activation_checkpointing"],
-    )  # fmt: skip
     values = {"sequence_length": size.max_sequence_length, "limit_bytes": card.memory_bytes} | values
     if size.positions == "learned" and values["sequence_length"] > size.max_sequence_length:
         raise CommandError(
@@ -88,16 +92,39 @@ def _counted(values: dict[str, Any]) -> PlanSetup:
     dtype = card.resolve_dtype(values["dtype"])
     devices = values["stages"] * values["tensor_parallel"] * values["data_parallel"]
     title = f"{size.name} in {dtype} on {devices} x {card.title}, costs counted"
-    return _finished(title, list(costs), _memory(values, dtype), values)
+    _counted_parts(values, size, card)(values["stages"])  # what cannot be at all is said before anything is searched
+    return _finished(title, _counted_parts(values, size, card), _memory(values, dtype), values)
+
+
+def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) -> PartsOf:
+    """Counted costs by the number of parts. Several parts of a stage are on one device, and its links those of K."""
+    from terapipe_ds.cost_analytic import analytic_costs
+
+    def counted(num_parts: int) -> list[Any]:
+        return list(analytic_costs(
+            size, card, num_stages=num_parts, dtype=values["dtype"], micro_batch=values["micro_batch_size"],
+            tensor_parallel=values["tensor_parallel"], activation_checkpointing=values["activation_checkpointing"],
+        ))  # fmt: skip
+
+    def costs_of(num_parts: int) -> list[Any] | None:
+        if num_parts > max(size.num_layers, values["stages"]):
+            return None
+        parts, link = counted(num_parts), counted(values["stages"])[0].link
+        linked = {id(part): dataclasses.replace(part, link=link) for part in parts}
+        return [linked[id(part)] for part in parts]
+
+    return costs_of
 
 
 def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     from terapipe_ds.cost_model import CostModel
+    from terapipe_ds.planner.recut import MeasuredParts
 
     models: list[Any] = CostModel.from_profile(profile)
+    parts = MeasuredParts.of_profile(profile, models)
     if len(models) == 1:
-        models *= values["stages"]
-    if len(models) != values["stages"]:
+        parts = MeasuredParts(models * values["stages"], parts.shares and [*parts.shares] * values["stages"])
+    if parts.cut(values["stages"]) is None:
         raise CommandError(
             f"--stages {values['stages']}: {values['profile']} has {len(models)} parts; give --stages {len(models)}"
         )
@@ -105,30 +132,37 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     smallest = max(model.min_tokens for model in models)
     if values["granularity"] < smallest:  # constant below: said, since no plan of shorter slices can then be trusted
         title += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
-    memory = _memory(values, profile.key.dtype) if values.get("model") else None
+    memory_of = _memory(values, profile.key.dtype) if values.get("model") else None
     if values.get("device"):
         from terapipe_ds.devices import device_card
 
         values = {"limit_bytes": device_card(values["device"]).memory_bytes} | values
-    return _finished(title, models, memory, values)
+    return _finished(title, parts.cut, memory_of, values)
 
 
-def _memory(values: dict[str, Any], dtype: str) -> MemoryModel:
+def _memory(values: dict[str, Any], dtype: str) -> PartsOf:
+    """Counted memory by the number of parts."""
     from terapipe_ds.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
-    return MemoryModel.of_model(
-        model_size(values["model"]), num_stages=values["stages"], dtype=DTYPE_NAMES.get(dtype, dtype),
-        micro_batch=values["micro_batch_size"], tensor_parallel=values["tensor_parallel"],
-        data_parallel=values["data_parallel"], zero_stage=values["zero_stage"],
-        activation_checkpointing=values["activation_checkpointing"],
-        sequence_parallel=values["sequence_parallel"],
-    )  # fmt: skip
+    size = model_size(values["model"])
+
+    def memory_of(num_parts: int) -> MemoryModel | None:
+        if num_parts > max(size.num_layers, values["stages"]):
+            return None
+        return MemoryModel.of_model(
+            size, num_stages=num_parts, dtype=DTYPE_NAMES.get(dtype, dtype), micro_batch=values["micro_batch_size"],
+            tensor_parallel=values["tensor_parallel"], data_parallel=values["data_parallel"],
+            zero_stage=values["zero_stage"], activation_checkpointing=values["activation_checkpointing"],
+            sequence_parallel=values["sequence_parallel"],
+        )  # fmt: skip
+
+    return memory_of
 
 
-def _finished(title: str, costs: list[Any], memory: MemoryModel | None, values: dict[str, Any]) -> PlanSetup:
+def _finished(title: str, costs_of: PartsOf, memory_of: PartsOf | None, values: dict[str, Any]) -> PlanSetup:
     limit_gb = values.get("memory_limit_gb")
-    if limit_gb is not None and memory is None:
+    if limit_gb is not None and memory_of is None:
         raise CommandError(f"--memory-limit-gb {limit_gb}: measured costs say nothing of memory; give --model as well")
     limit_bytes = values.get("limit_bytes") if limit_gb is None else limit_gb * 1e9
     parallel = f"{values['stages']} stages, tensor parallel {values['tensor_parallel']}"
@@ -136,8 +170,8 @@ def _finished(title: str, costs: list[Any], memory: MemoryModel | None, values: 
     count, rows, length = values["micro_batches"], values["micro_batch_size"], values["sequence_length"]
     title += f"\n{parallel}, {count} micro-batch{'es' * (count != 1)} of {rows} x {length} tokens"
     return PlanSetup(
-        title, costs, memory, limit_bytes if memory is not None else None, length, values["stages"], count,
-        values["tensor_parallel"], values["granularity"], values["schedule"],
+        title, costs_of, memory_of, limit_bytes if memory_of is not None else None, length, values["stages"], count,
+        values["tensor_parallel"], values["granularity"], values["schedule"], values.get("chunks_per_stage"),
     )  # fmt: skip
 
 
@@ -172,6 +206,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "zero_stage": _count(path, _object(path, config, "zero_optimization"), "stage", 0),
         "granularity": section.granularity_tokens,
         "memory_limit_gb": section.planner.memory_limit_gb,
+        "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in config.get("terapipe", {}) else None,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,
         "dtype": next((name for name in ("bf16", "fp16") if _object(path, config, name).get("enabled") is True), None),
         "activation_checkpointing": _object(path, config, "pipeline").get("activation_checkpoint_interval", 0) != 0

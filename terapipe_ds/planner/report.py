@@ -15,10 +15,11 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
     plan, lengths = result.plan, result.plan.lengths
     slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
     equal = result.equal_plan.num_slices
+    chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
     proven = [f"proof     {proof}"] if result.lower_bound_s > 0 else []
     return [
-        f"schedule  {result.schedule}{' (chosen)' if schedule_chosen else ''}",
+        f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         f"plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",

@@ -78,6 +78,7 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--micro-batches": NUMBERS[:8], "--micro-batch-size": NUMBERS, "--dtype": NAMES, "--zero-stage": NUMBERS,
         "--activation-checkpointing": None, "--config": FILES, "--schedule": NAMES, "--granularity": NUMBERS[5:],
         "--max-slices": NUMBERS, "--memory-limit-gb": NUMBERS, "--json": None, "--out": OUTPUTS,
+        "--chunks-per-stage": NUMBERS,
     },
     "compare": {"": FILES, " ": FILES, "--step": NUMBERS, "--json": None, "--picture": OUTPUTS},
     "timeline": {"": FILES, " ": FILES, "--out": OUTPUTS, "--step": NUMBERS},

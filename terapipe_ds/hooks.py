@@ -238,11 +238,15 @@ HOOKS: tuple[Hook, ...] = (
 
 _CORE = "megatron.core"
 MEGATRON_HOOKS: tuple[Hook, ...] = (
-    *_hooks(_CORE, "parallel_state", {"holds Megatron's groups": "initialize_model_parallel"}),
+    *_hooks(_CORE, "parallel_state", {
+        "holds Megatron's groups": "initialize_model_parallel",
+        "holds gathered tokens": "get_global_memory_buffer",
+    }),
     *_hooks(f"{_CORE}.process_groups_config", "", {"hands groups to layers": "ProcessGroupCollection"}),
     *_hooks(f"{_CORE}.tensor_parallel", "", {
         "computes layers over tensor-parallel ranks": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding "
         "get_cuda_rng_tracker random layers.set_tensor_model_parallel_attributes",
+        "multiplies by a weight": "ColumnParallelLinear._forward_impl RowParallelLinear._forward_impl",
     }),
     *_hooks(f"{_CORE}.transformer", "", {"describes layers": "ModuleSpec TransformerConfig"}),
     Hook(f"{_CORE}.transformer.attention", "SelfAttention", "is where sliced attention goes in"),

@@ -90,8 +90,9 @@ class PartRunner:
             self._defers_nothing = True
             logger.warning(
                 "stage %d, chunk %d: the schedule splits backwards, but no layer here leaves weight gradients to W: "
-                "only torch's own nn.Linear does, in the dtype of its weight and without autocast. Gradients are "
-                "right; an unsplit schedule is as fast.", self._engine.stage_id, self.place.chunk_id,
+                "only torch's own nn.Linear and layers with defer_weight_gradients() do, in the dtype of the weight "
+                "and without autocast. Gradients are right; an unsplit schedule is as fast.",
+                self._engine.stage_id, self.place.chunk_id,
             )  # fmt: skip
 
     def _open(self) -> BatchInFlight:

@@ -5,8 +5,9 @@ costs about three per cent of a step on a CPU. A product with ``beta=1`` reads a
 accumulation of Megatron-LM, for plain torch).
 
 Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
-and compute these in W (zero bubble, Qi et al., arXiv 2401.10241). Only ``nn.Linear`` itself does so, for its weight
-alone; biases, norms, embeddings and every other layer have all their gradients in B.
+and compute these in W (zero bubble, Qi et al., arXiv 2401.10241). ``nn.Linear`` itself does so, for its weight alone,
+and any module that has ``defer_weight_gradients(gradients)``, which gets the ``WeightGradients`` of its stage once
+(``docs/how-it-works.md``). Biases, norms, embeddings and every other layer have all their gradients in B.
 """
 
 from __future__ import annotations
@@ -26,25 +27,38 @@ from terapipe_ds.runtime.buffers import InFlightError, Key
 
 
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
-    """Let the plain linear layers of ``module`` do so while slices run; what is returned splits their backwards."""
+    """Let the plain linear layers of ``module`` do so while slices run, and tell the layers that split their backwards
+    themselves. What is returned runs W for all of them."""
     gradients = WeightGradients(is_watched=isinstance(optimizer, DeepSpeedOptimizer))
     for layer in module.modules():
-        if type(layer) is nn.Linear and "forward" not in vars(layer):
+        defer = getattr(layer, "defer_weight_gradients", None)
+        if defer is not None:
+            defer(gradients)
+        elif type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
 
 
 class _Product(NamedTuple):
-    """What one weight gradient is made of: ``rows^T inputs``, [tokens, out] and [tokens, in]."""
+    """What one weight gradient is made of: ``rows^T inputs``, [tokens, out] and [tokens, in].
+
+    With ``gather`` other ranks have parts of the inputs, and it makes all of them of this rank's.
+    """
 
     weight: Tensor
     rows: Tensor
     inputs: Tensor
     versions: tuple[int, int]
+    gather: Callable[[Tensor], Tensor] | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, rows: Tensor, inputs: Tensor) -> _Product:
-        return cls(weight, rows, inputs, (rows._version, inputs._version))
+    def of(
+        cls, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> _Product:
+        return cls(weight, rows, inputs, (rows._version, inputs._version), gather)
+
+    def all_inputs(self) -> Tensor:
+        return self.inputs if self.gather is None else self.gather(self.inputs)
 
 
 class WeightGradients:
@@ -104,10 +118,10 @@ class WeightGradients:
                 _in_autograd(products)
         else:
             with torch.no_grad():
-                for weight, rows, inputs, _ in products:
-                    fresh = _add_product(weight, rows, inputs)
+                for product in products:
+                    fresh = _add_product(product.weight, product.rows, product.all_inputs())
                     if fresh is not None:
-                        _accumulate(weight, fresh)
+                        _accumulate(product.weight, fresh)
         return count
 
     def kept_bytes(self, key: Key) -> int:
@@ -149,11 +163,23 @@ class WeightGradients:
         active = active_slice()
         return active is not None and (active.part_id, active.micro_batch_id, active.slice_id) in self._split
 
-    def keep(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
-        """In a B whose unit has a W. Raises InFlightError in any other backward, where the gradient would get lost."""
+    def keep(
+        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """In a B whose unit has a W: leave ``rows^T inputs`` to that W, which adds it to the gradient of ``weight``.
+
+        Args:
+            weight: the parameter, [out, in].
+            rows: gradients of the layer's outputs, [tokens, out].
+            inputs: [tokens, in]; with ``gather`` anything of which it makes that when W runs. It may use collectives:
+                W has its products in the order of ``keep``, and ranks with one schedule run their W in one order.
+
+        Raises:
+            InFlightError: in any other backward, where the gradient would get lost.
+        """
         if self._running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
-        self._running.append(_Product.of(weight, rows, inputs))
+        self._running.append(_Product.of(weight, rows, inputs, gather))
 
 
 def _has_hooks(weight: Tensor) -> bool:
@@ -164,10 +190,11 @@ def _in_autograd(products: list[_Product]) -> None:
     """One at a time and given up at once, so that a single new gradient is there besides. The leaf alone is a graph,
     with all its hooks."""
     while products:
-        weight, rows, inputs, _ = products.pop(0)
+        product = products.pop(0)
+        weight = product.weight
         with torch.no_grad():
-            gradient = rows.t() @ inputs
-        del rows, inputs
+            gradient = product.rows.t() @ product.all_inputs()
+        del product
         torch.autograd.backward([weight], [gradient])
 
 

@@ -35,6 +35,8 @@ LAYOUTS = {  # tensor parallel, stages, data parallel, sequence parallel
     "pp2_dp2": (1, 2, 2, False),
     "tp2_dp2": (2, 1, 2, False),
     "tp2_pp2_dp2_sp": (2, 2, 2, True),
+    "pp2": (1, 2, 1, False),
+    "tp2_sp": (2, 1, 1, True),
     "one": (1, 1, 1, False),
 }
 PLANS: dict[str, int | list[int]] = {"whole": 1, "uneven": [5, 10, 2, 7]}
@@ -210,6 +212,7 @@ class Record:
     initial: Weights = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)  # of the gradient before clipping; the reference's alone
     caught: list[str] = field(default_factory=list)  # errors that a test let pass
+    watched: Any = None  # what a test has asked for
 
 
 FLOOR = 1e-3

@@ -256,19 +256,24 @@ def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
 
 
 def job_ours(
-    case: Case, weights: Weights, num_steps: int = NUM_STEPS, prepare: Callable[[], Any] | None = None
+    case: Case,
+    weights: Weights,
+    num_steps: int = NUM_STEPS,
+    prepare: Callable[[], Any] | None = None,
+    watch: Callable[[Any], Any] | None = None,
 ) -> Record:
     """Train our model in token slices. ``prepare()`` may return a context manager that holds meanwhile; what that
-    gives is a list of errors for the record."""
+    gives is a list of errors for the record. ``watch(engine)`` returns what is filled in meanwhile."""
     with contextlib.nullcontext() if prepare is None else prepare() as caught:
         model = build_model(case)
         load_weights(model, weights, case)
         engine = build_engine(model, case)
+        watched = None if watch is None else watch(engine)
         try:
             record = _train(engine, case, num_steps)
         finally:
             engine.destroy()
-    record.caught = list(caught or [])
+    record.caught, record.watched = list(caught or []), watched
     return record
 
 

@@ -27,6 +27,7 @@ from tests.distributed.megatron_layouts import (
     whole_state,
     worst_error,
 )
+from tests.distributed.test_zero_bubble import count_products
 
 SPLIT = Layout(tensor=2, stages=2, sequence_parallel=True)
 REFERENCE = Layout(tensor=1, stages=2)
@@ -54,10 +55,12 @@ def job_one_step(training: Training, layouts: list[Layout], broken: bool = False
             _forget_sums(patch)
         for layout in layouts:
             with engine_of(layout, training) as engine:
+                products = count_products(engine)
                 losses = train(engine, data(1))
                 state, own = whole_state(engine), moment_of_one_rank(engine)
                 found[str(layout)] = {
                     "losses": losses, "state": state, "own": own, "optimizer": type(engine.optimizer).__name__,
+                    "products": sum(products),
                 }  # fmt: skip
     return found
 
@@ -86,6 +89,18 @@ def test_gradients_under_sequence_parallelism_are_those_of_one_tensor_rank(preci
         assert worst_error(*copies)[0] == 0.0, "each rank's optimizer has read the same sum"
     losses = [result[str(layout)]["losses"] for result in results[2:] for layout in (SPLIT, REFERENCE)]
     assert np.ptp(losses) <= limit * np.mean(losses)
+
+
+def test_gradients_that_w_hands_to_an_optimizer_that_collects_them() -> None:
+    """BF16_Optimizer with ZeRO-1, told by hooks: split backwards against unsplit ones of one tensor rank."""
+    reference = rank_pool(4).run(job_one_step, training=Training("bf16_zero1"), layouts=[REFERENCE])
+    split = Training("bf16_zero1", schedule="seq1f1b-zb")
+    results = rank_pool(4).run(job_one_step, training=split, layouts=[SPLIT])
+    ours, expected = gradients(results, SPLIT), gradients(reference, REFERENCE)
+    assert worst_error(ours, expected)[0] <= LIMITS["bf16"]
+    for result in results:
+        assert result[str(SPLIT)]["optimizer"] == "BF16_Optimizer"
+        assert result[str(SPLIT)]["products"] > 0, "nothing was left to W"
 
 
 def test_a_forgotten_sum_is_far_above_the_tolerance_of_bf16() -> None:

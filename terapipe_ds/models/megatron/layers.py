@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.megatron.random import initial_weights
 from terapipe_ds.models.megatron.specs import layer_specs, norm_class
 
@@ -138,6 +139,12 @@ class MegatronEmbedding(LanguageModelEmbedding):
             )
         if self.add_position_embedding:
             self.position_embeddings.to(blueprint.config.params_dtype)
+        self.blueprint = blueprint
+
+    def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
+        """Of the output projection, where it has this embedding's weight; lookups have their gradients in B."""
+        if self.blueprint.share_embeddings_and_output_weights:
+            split_backwards(self.blueprint.tied_projection, gradients)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
@@ -167,6 +174,10 @@ class MegatronLayer(nn.Module):
         if getattr(self.layer, "recompute_mlp", False):
             self.layer.mlp.register_forward_hook(_copy_bias)
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+
+    def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
+        """Called once by the engine: weight gradients of linear layers stay for W where the schedule has one."""
+        split_backwards(self.layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -215,6 +226,10 @@ class MegatronHead(nn.Module):
         super().__init__()
         with blueprint.drawn(1 + blueprint.config.num_layers):
             self.output_layer = blueprint.projection()
+
+    def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
+        """As of :class:`MegatronLayer`."""
+        split_backwards(self.output_layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.output_layer(hidden)[0].transpose(0, 1)

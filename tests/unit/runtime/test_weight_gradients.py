@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime import weight_gradients
@@ -367,3 +371,60 @@ class TestSplitBackward:
         gradients.open_batch(())
         gradients.assert_done()
         assert gradients.kept_bytes((3, 0, 1)) == 0
+
+
+class TestLayersOfOnesOwn:
+    """What `docs/how-it-works.md` shows, run as it stands there."""
+
+    UNITS = ((0, 0, 1), (0, 0, 0))
+
+    def projection(self) -> nn.Module:
+        text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
+        code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
+        names: dict[str, Any] = {
+            "nn": nn, "torch": torch, "F": F, "partial": functools.partial, "once_differentiable": once_differentiable
+        }
+        exec(code, names)
+        torch.manual_seed(0)
+        return names["Projection"](4).double()
+
+    @pytest.mark.parametrize("watched", [False, True])
+    def test_w_has_its_products(self, watched: bool) -> None:
+        model = self.projection()
+        model = nn.Sequential(model, nn.Tanh(), self.projection())
+        plain = copy.deepcopy(model)
+        gradients = accumulate_in_products(model, DeepSpeedOptimizer() if watched else None)
+        gradients.open_batch(self.UNITS)
+        inputs = torch.randn(2, 5, 4, dtype=torch.float64)
+        for which in self.UNITS:
+            mine, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+            with unit(*which), gradients.deferred(which):
+                model(mine).square().sum().backward()
+            plain(theirs).square().sum().backward()
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-13, atol=1e-13)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert [gradients.compute(which, nullcontext) for which in self.UNITS] == [2, 2]
+        assert_same(model, plain)
+
+    def test_without_a_w_it_is_the_plain_layer(self) -> None:
+        model = self.projection()
+        accumulate_in_products(model, None).open_batch(())
+        with unit(0, 0, 0):
+            model(torch.randn(2, 5, 4, dtype=torch.float64).requires_grad_()).sum().backward()
+        assert model.weight.grad is not None
+
+    def test_what_is_gathered_is_kept_as_a_part(self) -> None:
+        gradients, weight = WeightGradients(), nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+        gradients.open_batch(self.UNITS)
+        rows, part = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)
+        gathered: list[Tensor] = []
+
+        def gather(mine: Tensor) -> Tensor:
+            gathered.append(mine)
+            return torch.cat([mine, -mine])
+
+        with gradients.deferred(self.UNITS[0]):
+            gradients.keep(weight, rows, part, gather)
+        assert not gathered and gradients.kept_bytes(self.UNITS[0]) == 8 * (4 * 3 + 2 * 2)
+        assert gradients.compute(self.UNITS[0], nullcontext) == len(gathered) == 1
+        torch.testing.assert_close(weight.grad, (rows[:2] - rows[2:]).t() @ part)

@@ -1,0 +1,168 @@
+"""Split backwards with Megatron's layers: the same training, and W has the weight gradient of every linear layer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from terapipe_ds.models.megatron import linears
+from terapipe_ds.runtime import measuring, profiler
+from terapipe_ds.runtime.probe import StageProbe
+from tests.distributed import megatron_cases
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, Record, megatron_name
+from tests.distributed.megatron_models import (
+    build_engine,
+    build_model,
+    is_gated,
+    job_ours,
+    job_reference,
+    micro_batch,
+)
+
+LIMIT = 1e-10
+GQA: dict[str, Any] = {"accumulation": 2, "heads": "gqa", "tied": True}
+BIASES: dict[str, Any] = {"accumulation": 2, "block": "gelu", "positions": "learned"}
+MOE = Case(layout="tp2_pp2_sp", schedule="seq1f1b-zb", block="moe", accumulation=2)
+CASES = [
+    Case(layout="tp2_pp2", schedule="seq1f1b-zb", **GQA, recompute="uniform"),
+    Case(layout="tp2_pp2_sp", schedule="seq1f1b-zb", **BIASES, recompute="layernorm"),
+    Case(layout="tp2_pp2", schedule="zbv", **BIASES, recompute="mlp"),
+    Case(layout="tp2_pp2_sp", schedule="zbv", **GQA),
+    Case(layout="pp2", schedule="seq1f1b-zb", **BIASES),
+    Case(layout="pp2", schedule="zbv", **GQA, recompute="core_attn"),
+    pytest.param(Case(layout="tp2_pp2_sp", schedule="zb-h1", **GQA, recompute="block"), marks=pytest.mark.full),
+    pytest.param(Case(layout="tp2_pp2_sp", schedule="zb-h1", plan="whole", **BIASES), marks=pytest.mark.full),
+    pytest.param(MOE, marks=pytest.mark.full),
+]
+
+
+@functools.cache
+def reference(case: Case) -> Record:
+    return rank_pool(1).run(job_reference, case=case)[0]
+
+
+def count_products(engine: Any) -> dict[str, Any]:
+    """What B of `engine` leaves from now on, by parameter, and how many gradients W says that it computed."""
+    names = {id(p): megatron_name(name) for name, p in engine.module.named_parameters()}
+    left: Counter[str] = Counter()
+    seen: dict[str, Any] = {"left": left, "computed": 0, "units": 0, "parameters": sorted(names.values())}
+    keep, compute = engine.weight_gradients.keep, engine.weight_gradients.compute
+
+    def counted_keep(weight: Any, *args: Any) -> None:
+        left[names.get(id(weight), "a stand-in while measuring")] += 1
+        keep(weight, *args)
+
+    def counted_compute(*args: Any) -> int:
+        count: int = compute(*args)
+        seen["computed"] += count
+        seen["units"] += 1
+        return count
+
+    engine.weight_gradients.keep, engine.weight_gradients.compute = counted_keep, counted_compute
+    return seen
+
+
+_LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight", "output_layer.weight")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case: Case) -> None:
+    expected = reference(case.reference())
+    run = rank_pool(case.world_size).run(job_ours, case=case, weights=expected.initial, watch=count_products)
+    found = megatron_cases.errors(run, expected, is_gated(case))
+    assert not megatron_cases.violations(found, dict.fromkeys(found, LIMIT))
+    slices = len(case.slices) if isinstance(case.slices, list) else case.slices
+    runs = NUM_STEPS * case.accumulation * slices  # of each layer
+    for record in run:
+        seen = record.watched
+        linear = [name for name in seen["parameters"] if name.endswith(_LINEAR)]
+        if case.tied and ("decoder.final_layernorm.weight" in seen["parameters"]):  # the head is here
+            linear.append("embedding.word_embeddings.weight")
+        assert seen["computed"] == sum(seen["left"].values()) > 0
+        assert seen["units"] == runs * (2 if case.schedule == "zbv" else 1)
+        if case.block != "moe":
+            assert dict(seen["left"]) == dict.fromkeys(linear, runs)
+    layers = {name.split(".")[2] for record in run for name in record.watched["left"] if "layers." in name}
+    assert len(layers) == NUM_LAYERS
+
+
+@contextlib.contextmanager
+def own_tokens_twice() -> Iterator[list[str]]:
+    """W gathers nothing, and takes its own tokens for those of the other rank."""
+    with mock.patch.object(linears._Ranks, "gather_rows", lambda ranks, share: torch.cat([share, share]).flatten(0, 1)):
+        yield []
+
+
+@contextlib.contextmanager
+def own_features_only() -> Iterator[list[str]]:
+    """B of column-parallel layers hands on what this rank's outputs say of the inputs."""
+    with mock.patch.object(linears._Ranks, "begin_sum", lambda ranks, gradient: (gradient, None)):
+        yield []
+
+
+class TestMistakesAreCaught:
+    def test_tokens_of_other_ranks(self) -> None:
+        case = Case(layout="tp2_pp2_sp", schedule="seq1f1b-zb", **GQA)
+        expected = reference(case.reference())
+        run = rank_pool(4).run(job_ours, case=case, weights=expected.initial, num_steps=1, prepare=own_tokens_twice)
+        found = megatron_cases.errors(run, replace(expected, gradients=expected.gradients[:1]), is_gated(case))
+        assert found["gradient"] > 0.1
+
+    def test_gradients_of_other_ranks(self) -> None:
+        """Already Megatron's norms have other gradients on each rank then."""
+        case = Case(layout="tp2_pp2", schedule="seq1f1b-zb", **GQA)
+        expected = reference(case.reference())
+        with pytest.raises(RankFailure, match="ReplicatedGradientError"):
+            rank_pool(4).run(job_ours, case=case, weights=expected.initial, num_steps=1, prepare=own_features_only)
+
+
+def job_measured(case: Case) -> dict[str, Any]:
+    """One batch whose slices are found by measuring: what it says of W, and how many products that was."""
+    found: dict[str, Any] = {"bytes": []}
+    weights, weight_bytes = profiler.weights, StageProbe.weight_bytes
+    auto = {"enabled": True, "schedule": case.schedule, "slices": "auto", "granularity_tokens": 12}
+    engine = build_engine(build_model(case), case, terapipe=auto)
+    seen = count_products(engine)
+
+    def watched_weights(*args: Any) -> Any:
+        found["weight_s"] = weights(*args)
+        found["computed"] = seen["computed"]
+        return found["weight_s"]
+
+    def watched_bytes(probe: StageProbe, tokens: int) -> int:
+        found["bytes"].append((tokens, weight_bytes(probe, tokens)))
+        return int(found["bytes"][-1][1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
+        patch.setattr(measuring, "weights", watched_weights)
+        patch.setattr(StageProbe, "weight_bytes", watched_bytes)
+        try:
+            engine.train_batch(iter([micro_batch(case, 0, 0, 0)]))
+        finally:
+            engine.destroy()
+    return found
+
+
+def test_measured_w() -> None:
+    """Seconds and bytes of W are those of Megatron's layers, whose W gathers tokens here."""
+    case = Case(layout="tp2_sp", schedule="zb-h1")
+    for found in rank_pool(2).run(job_measured, case=case):
+        assert sorted(found["weight_s"]) == [12, 24] and min(found["weight_s"].values()) > 0
+        assert found["computed"] == (1 + profiler.WEIGHT_ROUNDS) * 2 * (4 * NUM_LAYERS + 1)
+        [(tokens, kept)] = found["bytes"]
+        # bytes per token of qkv, proj, fc1, fc2. Inputs: half of the tokens (qkv, fc1, head), or all of them and half
+        # of the features (proj, fc2). Gradients of outputs: half of the features (qkv, fc1, head) or all (proj, fc2)
+        layer = (16 + 16 + 16 + 24) + (48 + 32 + 48 + 32)
+        assert kept == 8 * ROWS * tokens * (NUM_LAYERS * layer + 16 + 16)

@@ -1,0 +1,351 @@
+"""megatron-core's linear layers with their weight gradients in W: against torch's autograd, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, push_slice
+from terapipe_ds.models.megatron import cpu, linears
+from terapipe_ds.models.megatron.linears import split_backwards
+from terapipe_ds.runtime.buffers import InFlightError
+from terapipe_ds.runtime.weight_gradients import WeightGradients, accumulate_in_products
+
+UNITS = ((0, 0, 1), (0, 0, 0))
+TOKENS, ROWS, IN, OUT = 5, 2, 6, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """Of this process alone: megatron-core's functions do nothing without one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Layers(nn.Module):
+    """Column-parallel, then row-parallel, as in an MLP; as our Megatron layers it hands the engine's object on."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, **column: Any) -> None:
+        super().__init__()
+        config = TransformerConfig(
+            num_layers=1, hidden_size=IN, num_attention_heads=1, use_cpu_initialization=True, params_dtype=dtype
+        )
+        init = {"config": config, "init_method": nn.init.normal_, "tp_group": dist.group.WORLD}
+        options = {"bias": True, "skip_bias_add": False, **column}
+        self.up = ColumnParallelLinear(IN, OUT, gather_output=False, **init, **options)
+        self.down = RowParallelLinear(OUT, IN, bias=True, input_is_parallel=True, skip_bias_add=False, **init)
+
+    def defer_weight_gradients(self, gradients: Any) -> None:
+        split_backwards(self, gradients)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(hidden)[0]))[0]
+
+
+def by_torch(layers: Layers, hidden: Tensor) -> Tensor:
+    bias = None if layers.up.skip_bias_add else layers.up.bias
+    return F.linear(torch.tanh(F.linear(hidden, layers.up.weight, bias)), layers.down.weight, layers.down.bias)
+
+
+@contextmanager
+def slice_of(unit: tuple[int, int, int]) -> Iterator[None]:
+    active = ActiveSlice(
+        start=0, stop=TOKENS, sequence_length=2 * TOKENS, part_id=unit[0], micro_batch_id=unit[1], slice_id=unit[2],
+        mode="train", store=None,
+    )  # fmt: skip
+    with push_slice(active):
+        yield
+
+
+class Run:
+    """The same slices through layers whose backward is split, and through copies of their parameters by torch."""
+
+    def __init__(
+        self, layers: nn.Module | None = None, optimizer: Any = None, expected: Callable[..., Tensor] = by_torch
+    ) -> None:
+        torch.manual_seed(0)
+        self.layers = Layers() if layers is None else layers
+        for parameter in self.layers.parameters():
+            nn.init.normal_(parameter)
+        group = dist.group.WORLD
+        self.plain, self.expected = copy.deepcopy(self.layers, {id(group): group}), expected
+        self.inputs = {unit: torch.randn(TOKENS, ROWS, IN, dtype=torch.float64) for unit in UNITS}
+        self.gradients = accumulate_in_products(self.layers, optimizer)
+        self.gradients.open_batch(UNITS)
+
+    def backward(self, forward: Callable[[Tensor], Tensor] | None = None, units: Any = UNITS) -> None:
+        """F and B of each slice, compared with torch's gradient of its inputs."""
+        for unit in units:
+            mine, theirs = (self.inputs[unit].clone().requires_grad_() for _ in range(2))
+            with slice_of(unit), self.gradients.deferred(unit):
+                outputs = (forward or self.layers)(mine)
+                outputs.square().sum().backward()
+            expected = self.expected(self.plain, theirs)
+            expected.square().sum().backward()
+            torch.testing.assert_close(outputs, expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+    def weights(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> list[int]:
+        return [self.gradients.compute(unit, around) for unit in UNITS]
+
+    def assert_same(self) -> None:
+        for (name, mine), theirs in zip(self.layers.named_parameters(), self.plain.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+    def deferred(self) -> set[str]:
+        """The parameters that have no gradient yet."""
+        return {name for name, parameter in self.layers.named_parameters() if parameter.grad is None}
+
+
+@pytest.mark.parametrize("column", [{}, {"bias": False}], ids=["bias", "no bias"])
+@pytest.mark.parametrize("optimizer", [None, DeepSpeedOptimizer()], ids=["plain", "watched"])
+def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer: Any) -> None:
+    run = Run(Layers(**column), optimizer)
+    run.backward()
+    assert run.deferred() == {"up.weight", "down.weight"}
+    assert all(run.gradients.kept_bytes(unit) == 8 * TOKENS * ROWS * 2 * (IN + OUT) for unit in UNITS)
+    assert run.weights() == [2, 2]
+    run.assert_same()
+
+
+def test_a_bias_that_is_added_later_is_none_of_the_layer_s() -> None:
+    run = Run(Layers(skip_bias_add=True))
+    run.backward()
+    assert run.deferred() == {"up.weight", "up.bias", "down.weight"}
+    assert run.weights() == [2, 2]
+    run.assert_same()
+
+
+def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.gradients.open_batch(UNITS[:1])
+    monkeypatch.setattr(linears._Linear, "apply", lambda *_: pytest.fail("not Megatron's"))
+    mine, theirs = (run.inputs[UNITS[1]].clone().requires_grad_() for _ in range(2))
+    with slice_of(UNITS[1]):
+        run.layers(mine).square().sum().backward()
+    by_torch(run.plain, theirs).square().sum().backward()
+    run.assert_same()
+    with torch.no_grad(), slice_of(UNITS[0]):
+        run.layers(mine)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "megatron"])
+def test_recomputed_layers(how: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    cpu.stand_in_for_cuda()
+    cpu.stand_in_for_transformer_engine()
+    run = Run()
+
+    def without_output(hidden: Tensor) -> Tensor:
+        """As recompute_modules=["layernorm"]: what comes before a layer loses its memory until B."""
+        recomputed = CheckpointWithoutOutput()
+        middle = recomputed.checkpoint(torch.tanh, run.layers.up(hidden)[0])
+        outputs = run.layers.down(middle)[0]
+        recomputed.discard_output_and_register_recompute(outputs)
+        return outputs
+
+    if how == "megatron":
+        run.backward(without_output)
+    else:
+        run.backward(lambda hidden: checkpoint(run.layers, hidden, use_reentrant=how == "reentrant"))
+    assert run.weights() == [2, 2]
+    run.assert_same()
+
+
+class Tied(nn.Module):
+    """Logits by the weight of an embedding, which a layer without a weight of its own is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(OUT, IN, dtype=torch.float64))
+        self.projection = Layers().up
+        self.projection.weight = self.projection.bias = None
+
+    def defer_weight_gradients(self, gradients: Any) -> None:
+        split_backwards(self.projection, gradients)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        rows = F.embedding(torch.tensor([[0, 2]] * TOKENS), self.embedding)
+        return self.projection(hidden * rows, weight=self.embedding)[0]
+
+
+@pytest.mark.parametrize("optimizer", [None, DeepSpeedOptimizer()], ids=["plain", "watched"])
+def test_a_weight_that_an_embedding_has_too(optimizer: Any) -> None:
+    run = Run(Tied(), optimizer, lambda tied, x: F.linear(x * tied.embedding[[0, 2]], tied.embedding))
+    run.backward()
+    assert not run.deferred(), "the embedding's gradient is there since B"
+    assert run.weights() == [1, 1]
+    run.assert_same()
+
+
+class TestWhoIsLeftAlone:
+    def test_a_frozen_weight(self) -> None:
+        layers = Layers(bias=False)  # megatron-core gives the bias of a frozen weight no gradient
+        layers.up.weight.requires_grad_(False)
+        run = Run(layers)
+        run.backward()
+        assert run.weights() == [1, 1]
+        run.assert_same()
+        assert layers.up.weight.grad is None
+
+    def test_a_weight_that_is_computed(self) -> None:
+        """As an adapter of low rank that is added to the weight."""
+
+        class Adapted(Layers):
+            def forward(self, hidden: Tensor) -> Tensor:
+                return self.down(torch.tanh(self.up(hidden, weight=2 * self.up.weight)[0]))[0]
+
+        def expected(layers: Layers, hidden: Tensor) -> Tensor:
+            inner = torch.tanh(F.linear(hidden, 2 * layers.up.weight, layers.up.bias))
+            return F.linear(inner, layers.down.weight, layers.down.bias)
+
+        run = Run(Adapted(), expected=expected)
+        run.backward()
+        assert run.deferred() == {"down.weight"}
+        assert run.weights() == [1, 1]
+        run.assert_same()
+
+    @pytest.mark.parametrize("how", ["class", "layer"])
+    def test_a_product_of_one_s_own(self, how: str) -> None:
+        class Doubled(ColumnParallelLinear):
+            def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                return 2 * F.linear(input, weight, kwargs["bias"])
+
+        layers = Layers()
+        if how == "class":
+            layers.up.__class__ = Doubled
+        else:
+            layers.up._forward_impl = Doubled._forward_impl.__get__(layers.up)
+
+        def expected(layers: Layers, hidden: Tensor) -> Tensor:
+            inner = torch.tanh(2 * F.linear(hidden, layers.up.weight, layers.up.bias))
+            return F.linear(inner, layers.down.weight, layers.down.bias)
+
+        run = Run(layers, expected=expected)
+        run.backward()
+        assert run.weights() == [1, 1]
+        run.assert_same()
+
+    def test_autocast(self) -> None:
+        layers = Layers(torch.float32)
+        gradients = accumulate_in_products(layers, None)
+        gradients.open_batch(UNITS)
+        hidden = torch.randn(TOKENS, ROWS, IN, requires_grad=True)
+        with slice_of(UNITS[0]), gradients.deferred(UNITS[0]), torch.autocast("cpu", dtype=torch.bfloat16):
+            layers(hidden).float().sum().backward()
+        assert layers.up.weight.grad is not None and layers.down.weight.grad is not None
+        assert gradients.compute(UNITS[0], nullcontext) == 0
+
+
+def test_a_hook_on_a_weight_is_called_in_w_and_once() -> None:
+    run, seen = Run(), []
+    run.layers.up.weight.register_hook(lambda gradient: seen.append(gradient.norm()) or 3 * gradient)
+    run.backward()
+    assert not seen
+    run.weights()
+    assert len(seen) == len(UNITS)
+    torch.testing.assert_close(run.layers.up.weight.grad, 3 * run.plain.up.weight.grad)
+
+
+def test_another_engine_takes_the_layers_over() -> None:
+    run = Run()
+    first, run.gradients = run.gradients, accumulate_in_products(run.layers, None)
+    run.gradients.open_batch(UNITS)
+    run.backward()
+    assert first.kept_bytes(UNITS[0]) == 0
+    assert run.weights() == [2, 2]
+    run.assert_same()
+
+
+def test_a_backward_apart_from_b_is_refused() -> None:
+    run = Run()
+    with slice_of(UNITS[0]), pytest.raises(InFlightError, match="but not in its B"):
+        run.layers(run.inputs[UNITS[0]].requires_grad_()).sum().backward()
+
+
+class TwoAlike:
+    """A group of two ranks, the other of which holds and computes the same as this one."""
+
+    def size(self) -> int:
+        return 2
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        monkeypatch.setattr(linears, "torch_dist", self)
+        self.kept: dict[Any, Tensor] = {}
+        monkeypatch.setattr(linears, "get_global_memory_buffer", lambda: self)
+
+    def get_tensor(self, shape: list[int], dtype: torch.dtype, name: str) -> Tensor:
+        """One buffer for all, as megatron-core's."""
+        flat = self.kept.setdefault((name, dtype), torch.empty(1000, dtype=dtype))
+        return flat[: torch.Size(shape).numel()].view(shape)
+
+    def all_gather_into_tensor(self, whole: Tensor, share: Tensor, group: Any) -> None:
+        self.calls.append("gather")
+        whole.copy_(torch.cat([share, share]))
+
+    def reduce_scatter_tensor(self, share: Tensor, whole: Tensor, group: Any, async_op: bool) -> TwoAlike:
+        self.calls.append("scatter")
+        share.copy_(2 * whole.chunk(2)[0])
+        return self
+
+    def all_reduce(self, tensor: Tensor, group: Any, async_op: bool) -> TwoAlike:
+        self.calls.append("reduce")
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+@pytest.mark.parametrize("how", ["sums", "shares"])
+def test_collectives_stand_where_they_belong(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F, B, W; what waits for W is a share of the inputs, and another gather does not spoil it."""
+    ranks, gradients = TwoAlike(monkeypatch), WeightGradients()
+    layers = Layers(bias=False)
+    split_backwards(layers, gradients)
+    gradients.open_batch(UNITS)
+    options = {"tp_group": ranks, "allreduce_dgrad": how == "sums", "sequence_parallel": how == "shares"}
+    inputs, upstream, calls = {}, {}, []
+    for unit in UNITS:
+        inputs[unit] = torch.randn(TOKENS, ROWS, IN, dtype=torch.float64, requires_grad=True)
+        with slice_of(unit), gradients.deferred(unit):
+            outputs = layers.up._forward_impl(input=inputs[unit], weight=layers.up.weight, bias=None, **options)
+            calls.append(list(ranks.calls))
+            ranks.calls.clear()
+            upstream[unit] = torch.randn_like(outputs)
+            outputs.backward(upstream[unit])
+        calls.append(list(ranks.calls))
+        ranks.calls.clear()
+    shared = 2 if how == "shares" else 1
+    assert gradients.kept_bytes(UNITS[0]) == 8 * ROWS * (TOKENS * IN + shared * TOKENS * OUT)
+    for unit in UNITS:
+        assert gradients.compute(unit, nullcontext) == 1
+    assert ranks.calls == (["gather"] * 2 if how == "shares" else [])
+    assert calls == ([["gather"], ["scatter", "wait"]] if how == "shares" else [[], ["reduce", "wait"]]) * 2
+    expected = torch.zeros_like(layers.up.weight)
+    for unit, hidden in inputs.items():
+        whole = torch.cat([hidden] * shared).detach()
+        expected += torch.einsum("tbo,tbi->oi", upstream[unit], whole)
+        input_gradient = 2 * (upstream[unit] @ layers.up.weight)[:TOKENS]
+        torch.testing.assert_close(hidden.grad, input_gradient, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layers.up.weight.grad, expected, rtol=1e-12, atol=1e-12)

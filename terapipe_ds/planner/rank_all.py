@@ -109,6 +109,7 @@ def rank_schedules(
         )  # fmt: skip
         assert len(problem.parts) == num_parts
         problem.num_stages, problem.chunks_per_stage, problem.found = num_stages, chunks, chosen
+        problem.has_starts = bool(chosen)
         mine, errors = problem.best_of_each(budget if chunks == 1 else round(_OTHER_LAYOUTS * budget))
         found += mine
         refused += [Refusal(name, chunks, error) for name, error in errors.items()]

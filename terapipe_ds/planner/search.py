@@ -117,6 +117,7 @@ class Problem:
     chunks_per_stage: int = 1
     placement: Mapping[tuple[int, int], int] | None = None
     found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules chose, over any cut
+    has_starts: bool = False  # these are starts enough: programs over another cut of the layers would add little
 
     @classmethod
     def checked(
@@ -220,10 +221,14 @@ class Problem:
         budget, so that the answer is never worse than any of them."""
         for count in candidates.slice_counts(self.max_slices):
             yield candidates.uniform(self.num_granules, count)
-        yield from (self._lengths(self.solution.plan), *self.found)
+        if not self.has_starts:
+            yield self._lengths(self.solution.plan)
+        yield from self.found
 
     def more_starts(self) -> Iterator[Lengths]:
         """Slices of equal time on the slowest part, and plans of the slice program for other weights of the bubble."""
+        if self.has_starts:
+            return
         table = self.slowest.table
         assert table is not None
         if self.num_granules <= _MANY_GRANULES:

@@ -15,18 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from terapipe_ds.cost_profile_checks import (
+    MEASURE_AGAIN,
+    ProfileError,
+    bad,
+    check_fields,
+    check_float,
+    records,
+    refuse_twice,
+)
 from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json
 from terapipe_ds.plan import show_value
 
+__all__ = ["CostSample", "LayerShare", "LinkSample", "PartProfile", "Profile", "ProfileError", "ProfileKey"]
+
 FORMAT, VERSION = "terapipe_ds.profile", 1
-MEASURE_AGAIN = "measure again and replace it"
 
 _Record = TypeVar("_Record")
-
-
-class ProfileError(ValueError):
-    """A file that is no usable profile, or a profile of something else than what is asked for."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,11 @@ class ProfileKey:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_fields(self, "key")
+        check_fields(self, "key")
         if not isinstance(self.versions, Mapping) or not all(
             isinstance(text, str) for pair in self.versions.items() for text in pair
         ):
-            raise _bad("key.versions", self.versions, "names and versions as text, such as {'torch': '2.13.0'}")
+            raise bad("key.versions", self.versions, "names and versions as text, such as {'torch': '2.13.0'}")
         object.__setattr__(self, "versions", dict(sorted(self.versions.items())))
 
     def __hash__(self) -> int:
@@ -79,9 +85,9 @@ class CostSample:
     weight_s: float | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self, f"sample ({show_value(self.tokens)}, {show_value(self.prefix)})")
+        check_fields(self, f"sample ({show_value(self.tokens)}, {show_value(self.prefix)})")
         if self.weight_s is not None and self.weight_s > self.backward_s:
-            raise _bad("weight_s", self.weight_s, f"at most the whole backward, {self.backward_s} s")
+            raise bad("weight_s", self.weight_s, f"at most the whole backward, {self.backward_s} s")
 
 
 @dataclass(frozen=True)
@@ -98,24 +104,48 @@ class LinkSample:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        _check_fields(self, f"link sample of {show_value(self.tokens)} tokens")
+        check_fields(self, f"link sample of {show_value(self.tokens)} tokens")
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """What one layer is of its part: of the seconds of its forward and its backward, and in parameters of a rank."""
+
+    forward: float
+    backward: float
+    parameters: int
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            check_float(f"layer share: {name}", getattr(self, name), zero=True)
+        if type(self.parameters) is not int or self.parameters < 0:
+            raise bad("layer share: parameters", self.parameters, "an integer >= 0")
 
 
 @dataclass(frozen=True)
 class PartProfile:
-    """What one part takes. ``step_s``: gradient reduction and optimizer step of its stage; None: not measured."""
+    """What one part takes. ``step_s``: gradient reduction and optimizer step of its stage; None: not measured.
+    ``layer_shares``: of each of its layers, so that costs of another cut can be told; None: not measured."""
 
     part_id: int
     samples: tuple[CostSample, ...]
     step_s: float | None = None
+    layer_shares: tuple[LayerShare, ...] | None = None
 
     def __post_init__(self) -> None:
         where = f"part {show_value(self.part_id)}"
-        _check_fields(self, where)
-        object.__setattr__(self, "samples", _records(CostSample, self.samples, f"{where}: samples"))
+        check_fields(self, where)
+        object.__setattr__(self, "samples", records(CostSample, self.samples, f"{where}: samples"))
         if not self.samples:
             raise ProfileError(f"{where} has no samples: {MEASURE_AGAIN}")
-        _refuse_twice([(s.tokens, s.prefix) for s in self.samples], f"{where}: (tokens, prefix) =")
+        refuse_twice([(s.tokens, s.prefix) for s in self.samples], f"{where}: (tokens, prefix) =")
+        if self.layer_shares is not None:
+            shares = records(LayerShare, self.layer_shares, f"{where}: layer_shares")
+            object.__setattr__(self, "layer_shares", shares)
+            for name in ("forward", "backward"):
+                total = sum(getattr(share, name) for share in shares)
+                if not math.isclose(total, 1.0, abs_tol=1e-6):
+                    raise bad(f"{where}: layer_shares, sum of {name}", total, "1")
 
 
 @dataclass(frozen=True)
@@ -133,17 +163,17 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, ProfileKey):
-            raise _bad("key", self.key, "a ProfileKey")
-        parts = sorted(_records(PartProfile, self.parts, "parts"), key=lambda part: part.part_id)
+            raise bad("key", self.key, "a ProfileKey")
+        parts = sorted(records(PartProfile, self.parts, "parts"), key=lambda part: part.part_id)
         object.__setattr__(self, "parts", tuple(parts))
-        object.__setattr__(self, "links", _records(LinkSample, self.links, "links"))
+        object.__setattr__(self, "links", records(LinkSample, self.links, "links"))
         if not parts:
             raise ProfileError(f"a profile without parts: {MEASURE_AGAIN}")
-        _refuse_twice([part.part_id for part in parts], "part_id")
-        _refuse_twice([(link.tokens, link.part_id) for link in self.links], "links: (tokens, part_id) =")
+        refuse_twice([part.part_id for part in parts], "part_id")
+        refuse_twice([(link.tokens, link.part_id) for link in self.links], "links: (tokens, part_id) =")
         reach = max(sample.tokens + sample.prefix for part in parts for sample in part.samples)
         if reach > self.key.sequence_length:
-            raise _bad("key.sequence_length", self.key.sequence_length, f"what was measured, {reach} tokens")
+            raise bad("key.sequence_length", self.key.sequence_length, f"what was measured, {reach} tokens")
 
     # -- what it is valid for ----------------------------------------------------------------------------------------
 
@@ -258,13 +288,21 @@ _REMEDY = "measure on this run, or give its own profile"
 def _profile(document: dict[str, Any]) -> Profile:
     key, parts, links = (document.get(name) for name in ("key", "parts", "links"))
     _check_keys(Profile, document, "the file")
-    parts = [{**part, "samples": _list_of(CostSample, part.get("samples"), f"parts[{n}].samples")}
-             if isinstance(part, dict) else part for n, part in enumerate(_as_list(parts, "parts"))]  # fmt: skip
+    parts = [_part(part, n) if isinstance(part, dict) else part for n, part in enumerate(_as_list(parts, "parts"))]
     return Profile(
         _from_dict(ProfileKey, key, "key"),
         tuple(_list_of(PartProfile, parts, "parts")),
         tuple(_list_of(LinkSample, links, "links")),
     )
+
+
+def _part(document: dict[str, Any], part_id: int) -> dict[str, Any]:
+    """With records; shares of layers came later than the format and may be missing."""
+    shares, where = document.get("layer_shares"), f"parts[{part_id}]"
+    if shares is not None:
+        shares = _list_of(LayerShare, shares, f"{where}.layer_shares")
+    samples = _list_of(CostSample, document.get("samples"), f"{where}.samples")
+    return {**document, "samples": samples, "layer_shares": shares}
 
 
 def _list_of(record: type[_Record], values: Any, where: str) -> list[_Record]:
@@ -273,7 +311,7 @@ def _list_of(record: type[_Record], values: Any, where: str) -> list[_Record]:
 
 def _as_list(values: Any, where: str) -> list[Any]:
     if not isinstance(values, list):
-        raise _bad(where, values, "a list")
+        raise bad(where, values, "a list")
     return values
 
 
@@ -287,7 +325,7 @@ def _from_dict(record: type[_Record], document: Any, where: str) -> _Record:
 
 def _check_keys(record: Any, document: Any, where: str) -> None:
     if not isinstance(document, dict):
-        raise _bad(where, document, "an object")
+        raise bad(where, document, "an object")
     known = [field.name for field in dataclasses.fields(record)]
     missing, unknown = [name for name in known if name not in document], sorted(set(document) - set(known))
     if missing or unknown:
@@ -295,49 +333,7 @@ def _check_keys(record: Any, document: Any, where: str) -> None:
         raise ProfileError(f"{where} {' and '.join(found)}: {MEASURE_AGAIN}")
 
 
-def _check_fields(record: Any, where: str) -> None:
-    """Types and ranges by the names: ``*_s`` are positive seconds, ``*spread`` >= 0, the rest what they are."""
-    for field in dataclasses.fields(record):
-        value, kind = getattr(record, field.name), str(field.type)
-        if value is None and kind.endswith("| None"):
-            continue
-        name = f"{where}: {field.name}"
-        if kind.startswith("float"):
-            _check_float(name, value, zero=not field.name.endswith("_s"))
-        elif kind.startswith("int"):
-            least = 0 if field.name in ("prefix", "part_id") else 1
-            if type(value) is not int or value < least:
-                raise _bad(name, value, f"an integer >= {least}")
-        elif kind in ("str", "bool") and type(value).__name__ != kind:
-            raise _bad(name, value, "text" if kind == "str" else "true or false")
-
-
-def _check_float(name: str, value: Any, zero: bool) -> None:
-    number = type(value) in (int, float)
-    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-        wanted = "a finite number >= 0" if zero else "a finite, positive number of seconds"
-        raise _bad(name, value, wanted)
-
-
-def _records(record: type[_Record], values: Any, where: str) -> tuple[_Record, ...]:
-    records: tuple[_Record, ...] = tuple(values)
-    for value in records:
-        if not isinstance(value, record):
-            raise _bad(where, value, f"{record.__name__} objects")
-    return records
-
-
-def _refuse_twice(items: Sequence[Any], what: str) -> None:
-    for item in items:
-        if items.count(item) > 1:
-            raise ProfileError(f"{what} {item} stands twice: {MEASURE_AGAIN}, or drop one of the two")
-
-
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
     return str(value)
-
-
-def _bad(name: str, value: Any, wanted: str) -> ProfileError:
-    return ProfileError(f"{name} = {show_value(value)}: expected {wanted}; {MEASURE_AGAIN}")

@@ -69,6 +69,11 @@ class Judge:
             self._progress(self.schedule, min(self.spent, self.budget), self.budget)
 
     @property
+    def placed_chunks(self) -> int:
+        """Parts that a stage holds under this schedule, whatever was asked for."""
+        return len(self.placement) // self.num_stages
+
+    @property
     def exhausted(self) -> bool:
         """The budget is spent."""
         return self.spent > self.budget

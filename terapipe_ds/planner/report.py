@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from terapipe_ds.planner.rank_all import Ranking
 from terapipe_ds.planner.result import PlanResult
+from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
@@ -13,10 +15,11 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
     plan, lengths = result.plan, result.plan.lengths
     slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
     equal = result.equal_plan.num_slices
+    chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
     proven = [f"proof     {proof}"] if result.lower_bound_s > 0 else []
     return [
-        f"schedule  {result.schedule}{' (chosen)' if schedule_chosen else ''}",
+        f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         f"plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
@@ -25,6 +28,27 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",
         *_memory_lines(result),
     ]
+
+
+def describe_ranking(ranking: Ranking) -> list[str]:
+    """A table of all schedules, best first, and those that do not fit."""
+    rows = [("schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory")]
+    for one in ranking.results:
+        chunks, slices = str(one.chunks_per_stage), str(one.plan.num_slices)
+        memory = "" if one.peak_bytes is None else _bytes(max(one.peak_bytes))
+        ratio = _ratio(one.predicted_s, ranking.results[0])
+        rows.append((one.schedule, chunks, slices, _time(one.predicted_s), ratio, f"{one.bubble_fraction:.1%}", memory))
+    for refused in ranking.refused:
+        chunks, need = str(refused.chunks_per_stage), f"needs {_bytes(refused.need_bytes)}"
+        rows.append((refused.schedule, chunks, "-", "-", "-", "-", need))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join((name.ljust(widths[0]), *right)).rstrip())
+    if any(one.schedule in BIDIRECTIONAL for one in ranking.results):
+        lines.append("not counted: chimera sums gradients over the two places of each part, and steps both")
+    return lines
 
 
 def _memory_lines(result: PlanResult) -> list[str]:

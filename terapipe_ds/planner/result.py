@@ -37,6 +37,7 @@ class PlanResult:
     peak_bytes: tuple[int, ...] | None  # per stage
     memory_limit_bytes: float | None
     num_candidates: int
+    chunks_per_stage: int = 1  # parts that a stage holds
 
     @property
     def gap(self) -> float:
@@ -57,9 +58,11 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
     least_s = min(result.predicted_s for result in found)
     near = [result for result in found if result.predicted_s <= least_s * (1 + _TIE)]
 
-    def rank(result: PlanResult) -> tuple[int, int]:
-        known = result.schedule in PREFERENCE
-        place = PREFERENCE.index(result.schedule) if known else len(PREFERENCE)
-        return max(result.peak_bytes or (0,)), place
+    return min(near, key=memory_and_preference)
 
-    return min(near, key=rank)
+
+def memory_and_preference(result: PlanResult) -> tuple[int, int]:
+    """What decides where times are alike: the bytes of the fullest stage, then the preferred schedule."""
+    known = result.schedule in PREFERENCE
+    place = PREFERENCE.index(result.schedule) if known else len(PREFERENCE)
+    return max(result.peak_bytes or (0,)), place

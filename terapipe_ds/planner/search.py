@@ -41,7 +41,7 @@ _AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}
 _AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
 """Instead, where stages hold several chunks: those of them that have so many chunks and parts."""
 
-_BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
+BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
 _MANY_GRANULES = 512  # above, the slice program's own plan is not looked at more closely
 _EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
@@ -52,7 +52,7 @@ _ROUNDING = 1e-9  # relative: prediction and bound are summed in different order
 def plan_slices(
     costs: Any, sequence_length: int, num_stages: int, num_micro_batches: int = 1, granularity_tokens: int = 64,
     schedule: str = "terapipe", max_slices: int | None = None, memory: Any = None,
-    memory_limit_bytes: float | None = None, *, progress: Progress | None = None, budget: int = _BUDGET,
+    memory_limit_bytes: float | None = None, *, progress: Progress | None = None, budget: int = BUDGET,
     chunks_per_stage: int = 1, placement: Mapping[tuple[int, int], int] | None = None,
     schedule_options: Mapping[str, object] | None = None,
 ) -> PlanResult:  # fmt: skip
@@ -78,7 +78,7 @@ def plan_slices(
         raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
     num_stages = check_count("num_stages", num_stages)
     _check_options(schedule, num_stages, chunks_per_stage, schedule_options or {})
-    problem = _Problem.checked(
+    problem = Problem.checked(
         costs, sequence_length, num_parts_of(schedule, num_stages, chunks_per_stage, costs), num_micro_batches,
         granularity_tokens, max_slices, memory, memory_limit_bytes, progress,
     )  # fmt: skip
@@ -90,15 +90,9 @@ def plan_slices(
                 "add it, or plan for 'seq1f1b'"
             )
         return problem.best(schedule, budget, schedule_options or {})
-    found: list[PlanResult] = []
-    refused: list[MemoryLimitError] = []
-    for name, share in problem.tried().items():
-        try:
-            found.append(problem.best(name, round(share * budget)))
-        except MemoryLimitError as error:
-            refused.append(error)
+    found, refused = problem.best_of_each(budget)
     if not found:
-        raise min(refused, key=lambda error: error.need_bytes)
+        raise min(refused.values(), key=lambda error: error.need_bytes)
     return choose(found)
 
 
@@ -128,8 +122,8 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
 
 
 @dataclass
-class _Problem:
-    """What the schedules of one call share: the costs, the slice program's plans, the bound."""
+class Problem:
+    """What the schedules over one cut of the layers share: the costs, the slice program's plans, the bound."""
 
     parts: tuple[AskedCosts, ...]
     sequence_length: int
@@ -142,13 +136,14 @@ class _Problem:
     num_stages: int = 1
     chunks_per_stage: int = 1
     placement: Mapping[tuple[int, int], int] | None = None
-    found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules of this call chose
+    found: list[Lengths] = dataclasses.field(default_factory=list)  # what other schedules chose, over any cut
+    has_starts: bool = False  # these are starts enough: programs over another cut of the layers would add little
 
     @classmethod
     def checked(
         cls, costs: Any, sequence_length: int, num_parts: int, num_micro_batches: int, granularity_tokens: int,
         max_slices: int | None, memory: Any, memory_limit_bytes: float | None, progress: Progress | None,
-    ) -> _Problem:  # fmt: skip
+    ) -> Problem:  # fmt: skip
         sequence_length = check_count("sequence_length", sequence_length)
         granularity_tokens = check_count("granularity_tokens", granularity_tokens)
         if granularity_tokens > sequence_length:
@@ -185,6 +180,17 @@ class _Problem:
     @property
     def num_granules(self) -> int:
         return -(-self.sequence_length // self.granularity_tokens)
+
+    def best_of_each(self, budget: int) -> tuple[list[PlanResult], dict[str, MemoryLimitError]]:
+        """For each schedule that "auto" tries the best plan, or why none fits."""
+        found: list[PlanResult] = []
+        refused: dict[str, MemoryLimitError] = {}
+        for name, share in self.tried().items():
+            try:
+                found.append(self.best(name, round(share * budget)))
+            except MemoryLimitError as error:
+                refused[name] = error
+        return found, refused
 
     def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
         """The best plan for one schedule."""
@@ -235,10 +241,14 @@ class _Problem:
         budget, so that the answer is never worse than any of them."""
         for count in candidates.slice_counts(self.max_slices):
             yield candidates.uniform(self.num_granules, count)
-        yield from (self._lengths(self.solution.plan), *self.found)
+        if not self.has_starts:
+            yield self._lengths(self.solution.plan)
+        yield from self.found
 
     def more_starts(self) -> Iterator[Lengths]:
         """Slices of equal time on the slowest part, and plans of the slice program for other weights of the bubble."""
+        if self.has_starts:
+            return
         table = self.slowest.table
         assert table is not None
         if self.num_granules <= _MANY_GRANULES:
@@ -287,7 +297,7 @@ class _Problem:
             judge.plan(lengths), judge.schedule, predicted_s, optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
             lower_bound_s, self.num_stages, self.num_micro_batches, judge.seconds((self.num_granules,)),
             judge.plan(equal), judge.seconds(equal), max(1.0 - busy_s / all_s, 0.0) if all_s > 0 else 0.0,
-            judge.peak_bytes(lengths), self.memory_limit_bytes, judge.num_tried,
+            judge.peak_bytes(lengths), self.memory_limit_bytes, judge.num_tried, judge.placed_chunks,
         )  # fmt: skip
 
     def _best_equal(self, judge: Judge) -> Lengths:

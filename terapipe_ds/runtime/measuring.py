@@ -21,12 +21,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
-from terapipe_ds.cost_profile import CostSample, LinkSample
+from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape
+from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.layout import Layout, Place
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.parted import activate, parameters_of_part
@@ -51,6 +52,7 @@ class PartCosts:
     warning: str | None
     seconds: float
     replica_id: int = 0
+    layer_shares: tuple[LayerShare, ...] | None = None
 
 
 class WorldPeers:
@@ -133,7 +135,7 @@ def _measured(
     samples = with_weights(measured.samples(), weight_s)
     return PartCosts(
         place.part_id, samples, (), (), memory, noise_warning(samples), measured.seconds,
-        engine.grid.get_data_parallel_rank(),
+        engine.grid.get_data_parallel_rank(), layer_shares(probe, lengths),
     )  # fmt: skip
 
 

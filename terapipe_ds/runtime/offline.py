@@ -20,9 +20,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import utils as ds_utils
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
-from terapipe_ds.cost_profile import CostSample, PartProfile, Profile
+from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.probe import StageProbe, processor_clock
 from terapipe_ds.runtime.profile_key import describe_layers, profile_key
@@ -61,7 +62,7 @@ def profile_model(
     points = grid(length, job.granularity_tokens)
     lengths = sorted({tokens for tokens, _ in points})
     specs: dict[int, MessageSpec] = {}
-    known: dict[str, tuple[CostSample, ...]] = {}
+    known: dict[str, tuple[tuple[CostSample, ...], tuple[LayerShare, ...] | None]] = {}
     parts, described, module = [], [], None
     for part_id in range(job.num_stages):
         module = _part(job, bounds[part_id], bounds[part_id + 1])
@@ -75,11 +76,12 @@ def profile_model(
                     probe, points, length, num_stages=job.num_stages, num_micro_batches=job.num_micro_batches,
                     processor_s=processor_clock(), progress=partial(progress, part_id),
                 )  # fmt: skip
-                known[same] = with_weights(measured.samples(), weights(probe, lengths))
-                warning = noise_warning(known[same])
+                samples = with_weights(measured.samples(), weights(probe, lengths))
+                known[same] = samples, layer_shares(probe, lengths)
+                warning = noise_warning(samples)
                 if warning is not None:
                     warn(f"part {part_id}: {warning}")
-        parts.append(PartProfile(part_id, known[same]))
+        parts.append(PartProfile(part_id, known[same][0], None, known[same][1]))
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
     return Profile(key, tuple(parts))

@@ -21,7 +21,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlanResult, best_schedule, plan_slices
+from terapipe_ds.planner import PlanResult, plan_slices
+from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.planner.report import describe
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
@@ -30,6 +31,7 @@ from terapipe_ds.runtime.measuring import PartCosts, measure_parts
 from terapipe_ds.runtime.parted import each_part
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
 from terapipe_ds.runtime.profile_key import describe_layers, profile_key
+from terapipe_ds.runtime.schedule_choice import best_where_layers_stand
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
@@ -183,6 +185,7 @@ class AutoPlanner:
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
             "weights": True,  # W is measured as well
+            "layers": True,  # and what each layer takes of its part
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -198,10 +201,14 @@ class AutoPlanner:
             )
         costs = CostModel.from_profile(self._measured.profile)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
-        result = self._search(costs, length, memory, limit_bytes)
-        self._write_prediction(result, costs)
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        lines = describe(result, schedule_chosen=self._config.schedule == "auto")
+        if self._config.schedule == "auto":
+            parts = MeasuredParts.of_profile(self._measured.profile, costs)
+            result, more = best_where_layers_stand(engine, parts, length, memory, limit_bytes)
+        else:
+            result, more = self._search(costs, length, memory, limit_bytes), []
+        lines = [*describe(result, schedule_chosen=self._config.schedule == "auto"), *more]
+        self._write_prediction(result, costs)
         return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
 
     def _write_prediction(self, result: PlanResult, costs: Any) -> None:
@@ -218,16 +225,13 @@ class AutoPlanner:
         simulate(schedule, result.plan, costs).save(folder / name)
 
     def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
-        """The best plan; with slices that are given, the best schedule for them."""
-        layout = self._engine._layout
-        options = {"memory": memory, "memory_limit_bytes": limit_bytes}
-        options |= {"chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement}
-        stages, micro_batches = self._engine.num_stages, self._engine.micro_batches
-        if self._config.slices == "auto":
-            granularity, schedule = self._config.granularity_tokens, self._config.schedule
-            options["schedule_options"] = self._config.schedule_options
-            return plan_slices(costs, length, stages, micro_batches, granularity, schedule, **options)
-        return best_schedule(costs, self._config.plan_for(length), stages, micro_batches, **options)
+        """The best plan for the schedule that the config names."""
+        engine, config = self._engine, self._config
+        return plan_slices(
+            costs, length, engine.num_stages, engine.micro_batches, config.granularity_tokens, config.schedule,
+            memory=memory, memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
+            placement=engine._layout.placement, schedule_options=config.schedule_options,
+        )  # fmt: skip
 
     def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
         """What rank 0 gets from ``ask``, on every rank; its ValueErrors as well."""

@@ -18,6 +18,7 @@ from torch import nn
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.buffers import Key
+from terapipe_ds.runtime.layer_times import LayerByLayer
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
 from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
@@ -178,6 +179,27 @@ class StageProbe:
             start=prefix, stop=prefix + tokens, sequence_length=self.sequence_length, part_id=self.part_id,
             mode="probe", store=self.store,
         )  # fmt: skip
+
+    def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
+        """Seconds of F and B of every layer of a slice of ``tokens`` tokens without a prefix, each layer on its own:
+        what it is given has no graph behind it. The loss counts with the last layer. With activation checkpointing a
+        layer's B has its F in it."""
+        active = self._active(tokens, 0)
+        functions: Any = self.module.forward_funcs
+        layers = LayerByLayer(functions, _now_s)
+        whole, self.layers = self.layers, layers
+        try:
+            live = LiveProbe(active, *self._forward(active))
+        finally:
+            self.layers = whole
+        begin_s = _now_s()
+        self._backward(live)
+        loss_s = _now_s() - begin_s if self.is_last else 0.0
+        with push_slice(active):
+            seconds = layers.backward()
+        again = getattr(self.module, "activation_checkpoint_interval", 0) > 0
+        found = [(f, b + f if again else b) for f, b in seconds]
+        return [*found[:-1], (found[-1][0], found[-1][1] + loss_s)] if found else []
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
         if self.inputs is not None:

@@ -44,7 +44,8 @@ def combine(key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
     parts, links = [], []
     for part_id, replicas in measured.items():
         samples = [_slowest(map(_with_messages, peers), _SAMPLE) for peers in replicas.values()]
-        parts.append(PartProfile(part_id, tuple(_usual(samples, _SAMPLE))))
+        shares = next(iter(replicas.values()))[0].layer_shares
+        parts.append(PartProfile(part_id, tuple(_usual(samples, _SAMPLE)), None, shares))
         links += _usual([_slowest((peer.links for peer in peers), _LINK) for peers in replicas.values()], _LINK)
     ranks = ([peer for peers in replicas.values() for peer in peers] for replicas in measured.values())
     memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in ranks)

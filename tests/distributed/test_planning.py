@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import terapipe_ds
 from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_profile import Profile, ProfileError
@@ -23,6 +24,8 @@ from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
 from terapipe_ds.runtime import measuring, planning
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.schedule_choice import bounds_of
+from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import (
     EXACT,
     LENGTH,
@@ -120,6 +123,45 @@ def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
     assert violations(rank_pool(2).run(_auto_against_stock, schedule=schedule), EXACT) == {}
 
 
+def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
+    """What is logged with "auto", and where the layers would be cut for other layouts, against modules cut so."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("terapipe_ds")
+    logger.addHandler(handler)
+    found: dict[str, Any] = {}
+    counts = [sum(p.numel() for p in spec.build().parameters()) for spec in gpt_layers()]
+    for method, knows_method in (("uniform", False), ("parameters", False), ("uniform", True), ("type:Decoder", True)):
+        options = {"module": {"partition_method": method}}
+        if knows_method:
+            terapipe_ds.register()
+        try:
+            with engine_of(gpt_layers(), {**_auto(), "schedule": "auto"}, **options) as engine:
+                before, numbers = dict(vars(engine.module)), torch.get_rng_state()
+                cut = bounds_of(engine.module, 4, counts)
+                same = vars(engine.module) == before and torch.equal(torch.get_rng_state(), numbers)
+                if knows_method and method == "uniform":
+                    train(engine, batches(1))
+            with engine_of(gpt_layers(), section(schedule="zbv"), **options) as engine:
+                found[f"{method} {knows_method}"] = same, cut, list(engine.module.parts)
+        finally:
+            terapipe_ds.unregister()
+    logger.removeHandler(handler)
+    return lines, found
+
+
+def test_auto_ranks_every_schedule_and_knows_other_cuts() -> None:
+    (lines, found), (_, others) = rank_pool(2).run(_ranking_and_cuts)
+    for method, (same, cut, parts) in {**found, **others}.items():
+        assert same and cut == parts and len(parts) == 5, method
+    (block,) = [line for line in lines if line.startswith("planned ")]
+    for name in SCHEDULE_NAMES:
+        assert (f" {name} " in block) == (name != "dapple"), block
+    plain = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
+    assert block.split("schedule  ")[1].split()[0] in plain
+
+
 # -- the profile, kept and given -----------------------------------------------------------------------------------
 
 
@@ -176,6 +218,9 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     profile = Profile.load(file)
     assert profile.key.num_stages == len(profile.parts) == 2 and profile.key.micro_batch == 2
     assert profile.key.sequence_length == LENGTH and profile.key.dtype == "float64"
+    shares = [part.layer_shares for part in profile.parts]
+    assert [each and len(each) for each in shares] == [4, 3]  # embedding, three decoder layers; another, norm and head
+    assert all(each and sum(layer.backward for layer in each) == pytest.approx(1) for each in shares)
     assert {link.part_id for link in profile.links} == {0, 1}
     memory = json.loads(next(tmp_path.glob("*.memory.json")).read_text())
     heads, tokens = 2 * 4 * 8, 2  # 2 key heads of dimension 4 in fp64, 2 rows

@@ -81,6 +81,7 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--activation-checkpointing": None, "--config": FILES, "--schedule": NAMES, "--granularity": NUMBERS[5:],
         "--option": SCHEDULE_OPTIONS,
         "--max-slices": NUMBERS, "--memory-limit-gb": NUMBERS, "--json": None, "--out": OUTPUTS,
+        "--chunks-per-stage": NUMBERS,
     },
     "compare": {"": FILES, " ": FILES, "--step": NUMBERS, "--json": None, "--picture": OUTPUTS},
     "timeline": {"": FILES, " ": FILES, "--out": OUTPUTS, "--step": NUMBERS},

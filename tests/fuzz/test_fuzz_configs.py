@@ -14,7 +14,7 @@ from hypothesis import given
 from terapipe_ds.bench.report import load_result, render_page
 from terapipe_ds.bench.report_data import ReportError, read_result
 from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.plan import _from_config
+from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.devices import FILE, DeviceError, read_cards
@@ -66,7 +66,7 @@ def test_config_files(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> 
     path = tmp_path_factory.getbasetemp() / "fuzzed-ds.json"
     path.write_bytes(data)
     ours = (CommandError, TeraPipeConfigError)
-    found = accepted("config file of plan", ours, lambda: _from_config(str(path)), "")
+    found = accepted("config file of plan", ours, lambda: from_config(str(path)), "")
     read = accepted("config file of profile", CommandError, lambda: read_json(str(path), "--config"), str(path))
     if found is not None:
         assert read is not None

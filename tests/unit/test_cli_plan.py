@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,9 +15,9 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_analytic import analytic_costs
-from terapipe_ds.cost_profile import CostSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import build
+from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +126,83 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     profile_of(1).save(path)
     assert as_json(capsys, "--profile", str(path), "--stages", "5")["num_stages"] == 5  # one stage stands for all
     assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
+
+
+def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    few = (*SMALL, "--max-slices", "2", "--memory-limit-gb", "14")
+    found = as_json(capsys, *few)
+    ranking = {one["schedule"]: one for one in found["ranking"]}
+    assert ranking.keys() == set(SCHEDULE_NAMES) - {"dapple"} and found["ranking"][0]["schedule"] == found["schedule"]
+    assert ranking["chimera"].keys() == {"schedule", "chunks_per_stage", "need_bytes"}  # both copies of 2 x 6 layers
+    assert ranking["chimera"]["need_bytes"] > 14e9
+    for one in found["ranking"][:4]:
+        chunks, plan = one["chunks_per_stage"], SlicePlan(tuple(one["plan"]))
+        schedule = build(one["schedule"], 4, 2, plan.num_slices, chunks_per_stage=chunks)
+        costs = analytic_costs("gpt3-1b", "v100", num_stages=schedule.num_parts)
+        assert simulate(schedule, plan, costs).makespan_s == pytest.approx(one["predicted_s"], rel=1e-9)
+    assert found["terapipe"].get("chunks_per_stage", 1) == found["chunks_per_stage"] == ranking[found["schedule"]][
+        "chunks_per_stage"
+    ]  # fmt: skip
+    text = planned(capsys, *few)
+    rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
+    assert [row for row in rows if row in ranking] == list(ranking)
+    assert f"needs {ranking['chimera']['need_bytes'] / 1e9:.2f} GB" in text
+
+
+def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = str(tmp_path / "step.svg")
+    three = as_json(capsys, *SMALL, "--max-slices", "2", "--chunks-per-stage", "3", "--picture", picture)
+    assert {one["schedule"] for one in three["ranking"]} == {"interleaved", "seq1f1b-interleaved"}
+    assert TeraPipeConfig.from_deepspeed({"terapipe": three["terapipe"]}).chunks_per_stage == 3
+    named = as_json(capsys, *SMALL, "--max-slices", "2", "--schedule", "zbv", "--picture", picture)
+    assert named["terapipe"]["chunks_per_stage"] == 2 and "ranking" not in named
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"terapipe": {"chunks_per_stage": 2}}))
+    both = as_json(capsys, *SMALL, "--max-slices", "2", "--config", str(config))
+    assert {one["chunks_per_stage"] for one in both["ranking"]} == {2}
+    assert "no schedule can have the layers so" in refused(capsys, *SMALL, "--chunks-per-stage", "7")
+    assert "cannot be cut in 28 parts" in refused(
+        capsys, *SMALL, "--chunks-per-stage", "7", "--schedule", "interleaved"
+    )  # fmt: skip
+    assert "give a number >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
+    assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
+
+
+def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """8 parts on 4 devices of one node: not the network between nodes of 8."""
+    options = ("--tensor-parallel", "2", "--max-slices", "1", "--schedule", "zbv")
+    found = as_json(capsys, *SMALL, *options)
+    parts = analytic_costs("gpt3-1b", "v100", num_stages=8, tensor_parallel=2)
+    link = analytic_costs("gpt3-1b", "v100", num_stages=4, tensor_parallel=2)[0].link
+    assert parts[0].link != link
+    costs = [dataclasses.replace(part, link=link) for part in parts]
+    timeline = simulate(build("zbv", 4, 2, 1), SlicePlan((2048,)), costs)
+    assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
+
+
+def test_layers_of_a_profile_are_recut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Parts of 3 and 1 layers: cut in 4, each layer alone takes its share."""
+    path, whole = tmp_path / "profile.json", profile_of(2)
+    shares = ((LayerShare(0.5, 0.25, 1),) + (LayerShare(0.25, 0.375, 1),) * 2, (LayerShare(1.0, 1.0, 1),))
+    parts = [dataclasses.replace(p, layer_shares=each) for p, each in zip(whole.parts, shares, strict=True)]
+    dataclasses.replace(whole, parts=tuple(parts)).save(path)
+    options = ("--micro-batches", "2", "--max-slices", "1", "--schedule", "interleaved", "--chunks-per-stage", "2")
+    found = as_json(capsys, "--profile", str(path), *options)
+    f = 1e-3 + 1e-5 * 1024
+
+    class Part:
+        def __init__(self, forward: float, backward: float) -> None:
+            self.forward, self.backward = forward * f, backward * 2 * f
+
+        def forward_s(self, tokens: int, prefix: int) -> float:
+            return self.forward
+
+        def backward_s(self, tokens: int, prefix: int) -> float:
+            return self.backward
+
+    by_hand = [Part(0.5, 0.25), Part(0.25, 0.375), Part(0.25, 0.375), Part(1, 1)]
+    timeline = simulate(build("interleaved", 2, 2, 1, chunks_per_stage=2), SlicePlan((1024,)), by_hand)
+    assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-6)
 
 
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 
 KEY = ProfileKey(
     model_fingerprint="5f2c", model="tiny, 4 layers", device="cpu", dtype="fp32", micro_batch=2, tensor_parallel=1,
@@ -64,7 +64,9 @@ def profiles(draw: st.DrawFn) -> Profile:
     )  # fmt: skip
     lists = st.lists(samples(), min_size=1, max_size=4, unique_by=lambda s: (s.tokens, s.prefix))
     ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
-    parts = tuple(PartProfile(part_id, tuple(draw(lists)), draw(st.none() | seconds)) for part_id in ids)
+    halves = (LayerShare(0.25, 0.5, 7), LayerShare(0.75, 0.5, 0))
+    shares = st.none() | st.just(halves)
+    parts = tuple(PartProfile(part_id, tuple(draw(lists)), draw(st.none() | seconds), draw(shares)) for part_id in ids)
     link = st.builds(LinkSample, counts, seconds, st.none() | st.integers(0, 99), spreads, counts)
     links = draw(st.lists(link, max_size=4, unique_by=lambda x: (x.tokens, x.part_id)))
     return Profile(key, parts, tuple(links))
@@ -82,6 +84,12 @@ def test_a_file_cut_short_is_never_read(profile: Profile, data: st.DataObject) -
     text = profile.to_json().rstrip()
     with pytest.raises(ProfileError, match="corrupt or cut short.*measure again"):
         Profile.from_json(text[: data.draw(st.integers(0, len(text) - 1))])
+
+
+def test_a_profile_without_shares_of_layers_is_still_read() -> None:
+    document = json.loads(one_part(0).to_json())
+    del document["parts"][0]["layer_shares"]
+    assert Profile.from_json(json.dumps(document)) == one_part(0)
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -142,6 +150,12 @@ def set_at(where: dict[str, Any], path: str, value: Any) -> None:
         ("key.surprise", 1, "key has unknown surprise"),
         ("parts.0.part_id", -1, "part_id = -1: expected an integer >= 0"),
         ("parts.0.samples", [], "part 0 has no samples: measure again"),
+        ("parts.0.layer_shares", 1, r"parts\[0\].layer_shares = 1: expected a list"),
+        ("parts.0.layer_shares", [{"forward": 1.0, "backward": 1.0}], r"layer_shares\[0\] lacks parameters"),
+        ("parts.0.layer_shares", [{"forward": 1, "backward": 0.5, "parameters": 1}], "sum of backward = 0.5: expec"),
+        ("parts.0.layer_shares", [{"forward": -1, "backward": 1, "parameters": 1}], "forward = -1: expected a finite"),
+        ("parts.0.layer_shares", [{"forward": 1, "backward": 1, "parameters": True}], "parameters = True: expected an"),
+        ("parts.0.layer_shares", [], "layer_shares, sum of forward = 0"),
         ("parts.0.step_s", 0.0, "step_s = 0.0: expected a finite, positive"),
         ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].*forward_s = nan: expected a finite"),
         ("parts.0.samples.0.forward_s", math.inf, "forward_s = inf"),

@@ -1,0 +1,158 @@
+"""``"schedule": "auto"``: all schedules ranked, and the best of those that run where the layers stand."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepspeed.utils import logger as deepspeed_logger
+
+from terapipe_ds.planner import PlanResult, Ranking, best_schedule, choose, plan_slices, rank_given, rank_schedules
+from terapipe_ds.planner.recut import MeasuredParts, balanced_bounds
+from terapipe_ds.planner.report import describe_ranking
+from terapipe_ds.runtime.laying_out import PARTITION_METHOD
+from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.state_order import STOCK_BOUNDS
+from terapipe_ds.schedule import placement_for
+
+WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody can measure
+
+
+def best_where_layers_stand(
+    engine: Any, parts: MeasuredParts, length: int, memory: Any, limit_bytes: float | None
+) -> tuple[PlanResult, list[str]]:
+    """The plan and schedule to run, and lines for the log: the ranking of all schedules, and what to write in the
+    config where one that wants the layers elsewhere is faster by more than 1 %.
+
+    Args:
+        parts: as measured, by the cut that ``engine.module`` has.
+        memory: the same of memory, or None.
+
+    Raises:
+        MemoryLimitError: no schedule fits that runs where the layers stand.
+    """
+    layout, config = engine._layout, engine.terapipe_config
+    cuts = _Cuts(engine.module, layout, parts, memory)
+    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes}
+    options["memory_of"] = None if memory is None else cuts.memory
+    shape = engine.num_stages, engine.micro_batches
+    if config.slices == "auto":
+        ranking = rank_schedules(cuts.costs, length, *shape, config.granularity_tokens, **options)
+    else:
+        ranking = rank_given(cuts.costs, config.plan_for(length), *shape, **options)
+    result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
+    return result, ["", *describe_ranking(ranking), *_advice(ranking, result, layout)]
+
+
+def _plain(ranking: Ranking) -> PlanResult:
+    """The best of those with one part per stage."""
+    results = [result for result in ranking.results if result.chunks_per_stage == 1]
+    refused = [refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1]
+    if not results:
+        raise min(refused, key=lambda refusal: refusal.need_bytes).error
+    return choose(results)
+
+
+def _standing(engine: Any, cuts: _Cuts, length: int, limit_bytes: float | None) -> PlanResult:
+    """The best of those on a layout of several parts per stage, searched with the whole budget."""
+    layout, config = engine._layout, engine.terapipe_config
+    options: dict[str, Any] = {
+        "memory": cuts.measured_memory, "memory_limit_bytes": limit_bytes,
+        "chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement,
+    }  # fmt: skip
+    costs, shape = list(cuts.parts.costs), (engine.num_stages, engine.micro_batches)
+    if config.slices == "auto":
+        return plan_slices(costs, length, *shape, config.granularity_tokens, "auto", **options)
+    return best_schedule(costs, config.plan_for(length), *shape, **options)
+
+
+def _advice(ranking: Ranking, standing: PlanResult, layout: Layout) -> list[str]:
+    """What to write in the config to train faster, where that is worth it."""
+    best = ranking.results[0] if ranking.results else standing
+    stands = placement_for(best.schedule, layout.num_stages, best.chunks_per_stage) == layout.placement
+    gain = 1 - best.predicted_s / standing.predicted_s if standing.predicted_s > 0 else 0.0
+    if stands or gain <= WORTH_MOVING:
+        return []
+    return [
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}, but wants the layers "
+        f'at other places: set "schedule": "{best.schedule}", "chunks_per_stage": {best.chunks_per_stage} to try it'
+    ]
+
+
+class _Cuts:
+    """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``."""
+
+    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: Any) -> None:
+        self.parts, self.measured_memory = parts, memory
+        self._module, self._layout = module, layout
+
+    def costs(self, num_parts: int) -> list[Any] | None:
+        """None where the layers cannot be cut in so many parts."""
+        if num_parts == self._layout.num_parts:
+            return list(self.parts.costs)
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.cut(num_parts, bounds)
+
+    def memory(self, num_parts: int) -> Any:
+        """The same of memory."""
+        if num_parts == self._layout.num_parts:
+            return self.measured_memory
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
+
+    def _bounds(self, num_parts: int) -> list[int] | None:
+        if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
+            return None if len(self._module._layer_specs) < num_parts else list(range(num_parts + 1))
+        return bounds_of(self._module, num_parts, [layer.parameters for part in self.parts.shares for layer in part])
+
+
+def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[int] | None:
+    """Where DeepSpeed's partition method would cut ``module`` in so many parts; None where some would be empty.
+
+    The module stays as it is: nothing is built, drawn, or printed.
+
+    Args:
+        parameters: of each layer; DeepSpeed builds every layer once more to count them.
+    """
+    if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
+        return None
+    method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module, parameters)
+    if method is None:  # what DeepSpeed's own default aims at
+        return balanced_bounds(parameters, num_parts)
+    bounds = _cut(module, method, num_parts, parameters)
+    return bounds if all(a < b for a, b in itertools.pairwise(bounds)) else None
+
+
+def _guessed_method(module: Any, parameters: Sequence[int]) -> str | None:
+    """For modules that were built before ``terapipe_ds.register()``: a method that gives the stages they were built
+    with."""
+    stock = list(getattr(module, STOCK_BOUNDS, module.parts))
+    methods = ("parameters", "uniform")
+    return next((method for method in methods if _cut(module, method, len(stock) - 1, parameters) == stock), None)
+
+
+def _cut(module: Any, method: str, num_parts: int, parameters: Sequence[int]) -> list[int]:
+    with _kept(module):
+        module.num_stages, module._count_layer_params = num_parts, lambda: list(parameters)
+        module._partition_layers(method=method)
+        return list(module.parts)
+
+
+@contextlib.contextmanager
+def _kept(module: Any) -> Iterator[None]:
+    """The module's own cut afterwards, and nothing said meanwhile."""
+    names = ("parts", "num_stages", "_local_start", "_local_stop", PARTITION_METHOD)
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed_logger.disabled = disabled
+        for name in ("_count_layer_params", *names):
+            vars(module).pop(name, None)
+        for name, value in before.items():
+            setattr(module, name, value)

@@ -1,0 +1,143 @@
+"""All schedules over all cuts of the layers: against brute force over schedules and plans."""
+
+from __future__ import annotations
+
+import pytest
+from test_chunked_schedules import best_by_hand
+from test_search import every_plan
+from test_split_schedules import split_parts
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import (
+    MemoryLimitError,
+    MemoryModel,
+    PartMemory,
+    PlannerError,
+    plan_slices,
+    rank_given,
+    rank_schedules,
+)
+from terapipe_ds.planner.report import describe, describe_ranking
+from terapipe_ds.schedule import SCHEDULE_NAMES, build
+from terapipe_ds.simulator import UnitCosts, simulate
+
+PARTS = {
+    "gpipe": (1, 2), "1f1b": (1, 2), "terapipe": (1, 2), "seq1f1b": (1, 2), "zb-h1": (1, 2), "seq1f1b-zb": (1, 2),
+    "interleaved": (2, 4), "seq1f1b-interleaved": (2, 4), "zbv": (2, 4), "chimera": (2, 2), "chimera-seq": (2, 2),
+}  # fmt: skip
+"""(chunks per stage, parts) on two stages; dapple is 1f1b."""
+
+
+def cut_in(num_parts: int) -> list[object]:
+    """Costs per part that depend on how many there are."""
+    return list(split_parts(3, num_parts))
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_each_schedule_has_its_best_plan(m: int) -> None:
+    ranking = rank_schedules(cut_in, 7, 2, m, 1)
+    found = {result.schedule: result for result in ranking.results}
+    assert found.keys() == PARTS.keys() == set(SCHEDULE_NAMES) - {"dapple"} and ranking.refused == ()
+    for name, (chunks, num_parts) in PARTS.items():
+        best_s = best_by_hand(name, 2, chunks, m, cut_in(num_parts))
+        assert found[name].predicted_s == pytest.approx(best_s, rel=1e-9), name
+        assert found[name].chunks_per_stage == chunks
+    seconds = [result.predicted_s for result in ranking.results]
+    assert seconds[0] <= min(seconds) * 1.001 and seconds[1:] == sorted(seconds[1:])
+    assert ranking.best is ranking.results[0]
+
+
+def test_slices_that_are_given() -> None:
+    plan = SlicePlan((3, 2, 2))
+    ranking = rank_given(cut_in, plan, 2, 3)
+    assert {result.schedule for result in ranking.results} == PARTS.keys()
+    for result in ranking.results:
+        chunks, num_parts = PARTS[result.schedule]
+        schedule = build(result.schedule, 2, 3, 3, chunks_per_stage=chunks)
+        timeline = simulate(schedule, plan, cut_in(num_parts))
+        assert (result.predicted_s, result.plan) == (timeline.makespan_s, plan)
+        assert result.bubble_fraction == pytest.approx(timeline.bubble_fraction)
+        assert result.chunks_per_stage == chunks
+    assert ranking.best.predicted_s == pytest.approx(min(r.predicted_s for r in ranking.results), rel=1e-3)
+
+
+def names(*arguments: object, **options: object) -> set[str]:
+    return {result.schedule for result in rank_schedules(*arguments, **options).results}  # type: ignore[arg-type]
+
+
+def test_what_can_be_had() -> None:
+    def halves(num_parts: int) -> UnitCosts:
+        return UnitCosts(4, share=2 / num_parts)
+
+    assert names(halves, 4, 2, 2, 2) == PARTS.keys()
+    looped = {"interleaved", "seq1f1b-interleaved"}
+    assert names(halves, 4, 2, 2, 2, chunks_per_stage=3) == looped
+    assert names(halves, 4, 2, 2, 2, chunks_per_stage=2) == {*looped, "zbv", "chimera", "chimera-seq"}
+    assert names(halves, 4, 3, 2, 2) == PARTS.keys() - {"chimera", "chimera-seq"}  # an odd number of stages
+    few = names(lambda n: halves(n) if n <= 2 else None, 4, 2, 2, 2)  # fewer layers than 2 K parts
+    assert few == PARTS.keys() - {*looped, "zbv"}
+    whole = {"gpipe", "1f1b", "terapipe", "seq1f1b"}
+
+    class Unsplit:
+        forward_s, backward_s = UnitCosts(4).forward_s, UnitCosts(4).backward_s
+
+    assert names(lambda n: Unsplit(), 4, 2, 2, 2) == whole | looped | {"chimera", "chimera-seq"}
+    with pytest.raises(PlannerError, match="chunks_per_stage = 3: no schedule"):
+        rank_schedules(lambda n: None, 4, 2, 2, 2, chunks_per_stage=3)
+    with pytest.raises(PlannerError, match="memory_limit_bytes needs memory"):
+        rank_schedules(halves, 4, 2, 2, 2, memory_limit_bytes=1e9)
+
+
+def memory_of(num_parts: int) -> MemoryModel:
+    """4000 bytes of parameters over all parts, and 5 per token of a live slice."""
+    return MemoryModel(tuple(PartMemory(4000 // num_parts, 10 / num_parts) for _ in range(num_parts)))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
+    def costs(num_parts: int) -> UnitCosts:
+        return UnitCosts(8, share=2 / num_parts)
+
+    def ranked(limit: float) -> object:
+        options = {"memory_of": memory_of, "memory_limit_bytes": limit}
+        if given:
+            return rank_given(costs, SlicePlan((4, 4)), 2, 4, **options)
+        return rank_schedules(costs, 8, 2, 4, 4, **options)
+
+    ranking = ranked(3000)
+    refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
+    assert refused.keys() == {"chimera", "chimera-seq"}  # both parts on each stage
+    assert len(ranking.results) == 9  # type: ignore[attr-defined]
+    for name, one in refused.items():
+        needs = [
+            max(simulate(build(name, 2, 4, plan.num_slices), plan, costs(2), memory=memory_of(2)).peak_bytes or ())
+            for plan in ([SlicePlan((4, 4))] if given else every_plan(8, 4))
+        ]
+        assert one.need_bytes == min(needs) > 4000
+    nothing = ranked(1000)
+    assert nothing.results == () and len(nothing.refused) == 11  # type: ignore[attr-defined]
+    with pytest.raises(MemoryLimitError) as caught:
+        _ = nothing.best  # type: ignore[attr-defined]
+    assert caught.value.need_bytes == min(one.need_bytes for one in nothing.refused)  # type: ignore[attr-defined]
+
+
+def test_no_worse_than_a_search_of_the_plain_ones() -> None:
+    alone = plan_slices(cut_in(2), 16, 2, 3, 1, "auto")
+    assert rank_schedules(cut_in, 16, 2, 3, 1).best.predicted_s <= alone.predicted_s * 1.001
+
+
+def test_in_words() -> None:
+    def costs(num_parts: int) -> UnitCosts:
+        return UnitCosts(8, share=2 / num_parts)
+
+    ranking = rank_schedules(costs, 8, 2, 4, 4, memory_of=memory_of, memory_limit_bytes=3000)
+    head, *lines = describe_ranking(ranking)
+    assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
+    assert [line.split()[0] for line in lines] == [
+        one.schedule for one in (*ranking.results, *ranking.refused)
+    ]  # fmt: skip
+    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11
+    free = describe_ranking(rank_schedules(costs, 8, 2, 4, 4))
+    assert "not counted: chimera" in free[-1]
+    two = next(one for one in ranking.results if one.schedule == "zbv")
+    assert describe(two)[0] == "schedule  zbv, 2 parts per stage"

@@ -1,0 +1,216 @@
+"""Costs and memory of another cut: against sums over single layers, written apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe_ds.cost_analytic import AnalyticCosts, analytic_costs
+from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
+from terapipe_ds.model_sizes import model_size
+from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
+from terapipe_ds.planner.recut import MeasuredParts, balanced_bounds, recut_costs, recut_memory
+
+SLICES = [(1, 0), (64, 0), (64, 192), (200, 56)]
+
+
+class Layers:
+    """Layers that grow alike with tokens and prefix, each with factors of its own, as one part."""
+
+    vectorized = False
+
+    def __init__(self, factors: list[tuple[float, float, float]], send: float | None = None) -> None:
+        self.factors = factors
+        if send is not None:
+            self.send_s = lambda tokens: send * tokens
+
+    def _sum(self, index: int, tokens: int, prefix: int) -> float:
+        return sum(factor[index] for factor in self.factors) * (3 + tokens + 1e-3 * tokens * prefix)
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return self._sum(0, tokens, prefix)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return self._sum(1, tokens, prefix)
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        return 0.3 * self._sum(1, tokens, prefix)
+
+    def shares(self) -> list[LayerShare]:
+        forward, backward = (sum(factor[index] for factor in self.factors) for index in range(2))
+        return [LayerShare(f / forward, b / backward, round(p)) for f, b, p in self.factors]
+
+
+def layers_of(seed: int, count: int) -> list[tuple[float, float, float]]:
+    drawn = np.random.default_rng(seed).uniform(0.1, 3.0, (count, 3))
+    return [(f, b, float(round(1000 * p))) for f, b, p in drawn.tolist()]
+
+
+cuts = st.lists(st.integers(1, 8), max_size=5, unique=True).map(lambda inner: [0, *sorted(inner), 9])
+
+
+@given(st.integers(0, 99), cuts, cuts)
+def test_any_cut_is_the_sum_of_its_layers(seed: int, measured: list[int], wanted: list[int]) -> None:
+    layers = layers_of(seed, 9)
+    parts = [Layers(layers[a:b], send=0.5) for a, b in itertools.pairwise(measured)]
+    again = recut_costs(parts, [part.shares() for part in parts], wanted)
+    assert len(again) == len(wanted) - 1
+    for (start, stop), costs in zip(itertools.pairwise(wanted), again, strict=True):
+        alone = Layers(layers[start:stop])
+        for span in SLICES:
+            for name in ("forward_s", "backward_s", "weight_s"):
+                assert getattr(costs, name)(*span) == pytest.approx(getattr(alone, name)(*span), rel=1e-9)
+        assert costs.send_s(8) == 4.0
+
+
+def analytic(num_layers: int, first: bool = False, last: bool = False) -> AnalyticCosts:
+    whole = analytic_costs("gpt3-1b", "v100", num_stages=2)
+    return dataclasses.replace(whole[0], num_layers=num_layers, has_embedding=first, has_head=last)
+
+
+def test_decoder_layers_of_counted_costs() -> None:
+    """Between embedding and head every layer is like the others: two parts of six are three of four, arrays too."""
+    parts = [analytic(6), analytic(6)]
+    shares = [[LayerShare(1 / 6, 1 / 6, 7)] * 6] * 2
+    tokens, prefix = np.array([i for i, _ in SLICES]), np.array([j for _, j in SLICES])
+    for costs in recut_costs(parts, shares, [0, 4, 8, 12]):
+        assert costs.vectorized
+        for name in ("forward_s", "backward_s", "weight_s"):
+            np.testing.assert_allclose(getattr(costs, name)(tokens, prefix), getattr(analytic(4), name)(tokens, prefix))
+        assert costs.send_s(64) == parts[0].send_s(64)
+        assert costs.step_s() == pytest.approx(analytic(4).step_s())
+
+
+def test_a_part_with_a_head_is_near() -> None:
+    """Shares of one slice for all slices: the head has none of attention's growth with the prefix."""
+    part, layer, head = analytic(11, last=True), analytic(1), analytic(0, last=True)
+    at = 1024, 0
+    shares = [LayerShare(layer.forward_s(*at) / part.forward_s(*at), layer.backward_s(*at) / part.backward_s(*at), 1)]
+    rest = 1 - 11 * shares[0].forward, 1 - 11 * shares[0].backward
+    every = [*shares * 11, LayerShare(*rest, 1)]
+    low, high = recut_costs([part], [every], [0, 6, 12])
+    for span in ((1024, 0), (256, 0), (256, 768), (512, 1536)):
+        assert low.forward_s(*span) == pytest.approx(analytic(6).forward_s(*span), rel=0.05)
+        assert high.backward_s(*span) == pytest.approx(analytic(5, last=True).backward_s(*span), rel=0.05)
+    assert head.forward_s(*at) == pytest.approx(rest[0] * part.forward_s(*at), rel=1e-9)
+
+
+def test_what_was_measured_stays_the_same_object() -> None:
+    parts = [Layers(layers_of(1, 2)), Layers(layers_of(2, 3))]
+    same = recut_costs(parts, [part.shares() for part in parts], [0, 2, 5])
+    assert same[0] is parts[0] and same[1] is parts[1]
+    one = Layers([(1.0, 1.0, 1.0)] * 4)
+    halves = recut_costs([one, one], [one.shares()] * 2, [0, 2, 4, 6, 8])
+    assert all(part is halves[0] for part in halves)  # equal parts are one kind, which the search makes use of
+
+
+def test_what_was_not_measured_is_not_there() -> None:
+    class NoWeights(Layers):
+        weight_s = None  # type: ignore[assignment]
+
+    plain = Layers(layers_of(1, 2))
+    (costs,) = recut_costs([plain, plain], [plain.shares()] * 2, [0, 4])
+    assert not hasattr(costs, "send_s") and not hasattr(costs, "step_s") and hasattr(costs, "weight_s")
+    linked = Layers(layers_of(1, 2), send=2.0)
+    first, second = recut_costs([linked, plain], [plain.shares()] * 2, [0, 1, 4])
+    assert first.send_s(3) == second.send_s(3) == 6.0  # of any link that was measured
+
+
+@pytest.mark.parametrize("bounds", [[0], [0, 3], [1, 4], [0, 2, 2, 4], [0, 5, 4], []])
+def test_bounds_that_are_no_cut(bounds: list[int]) -> None:
+    part = Layers(layers_of(1, 4))
+    with pytest.raises(PlannerError, match="rising layer numbers from 0 to 4"):
+        recut_costs([part], [part.shares()], bounds)
+    with pytest.raises(PlannerError, match="rising layer numbers from 0 to 4"):
+        recut_memory(MemoryModel((PartMemory(1, 1),)), [part.shares()], bounds)
+
+
+# -- memory
+
+
+def test_memory_by_hand() -> None:
+    memory = MemoryModel((
+        PartMemory(1000, 10.0, 4.0, 2.0, 50, 7.0, 0.5, 600, 8.0, 6.0),
+        PartMemory(3000, 20.0, 8.0, 6.0, 90, 3.0, 0.1, 900, 4.0, 2.0),
+    ))  # fmt: skip
+    shares = [
+        [LayerShare(0.25, 0.1, 300), LayerShare(0.75, 0.9, 100)],
+        [LayerShare(0.5, 0.6, 0), LayerShare(0.5, 0.4, 200)],
+    ]
+    first, middle, last = recut_memory(memory, shares, [0, 1, 3, 4]).parts
+    assert (first.static_bytes, middle.static_bytes, last.static_bytes) == (750, 250, 3000)
+    assert (first.gradient_bytes, middle.gradient_bytes, last.gradient_bytes) == (450, 150, 900)
+    assert middle.slice_bytes_per_token == 0.75 * 10 + 0.5 * 20
+    assert (middle.store_bytes_per_token, middle.store_grad_bytes_per_token) == (7.0, 4.5)
+    assert (middle.whole_bytes_per_token, middle.weight_bytes_per_token) == (8.0, 5.5)
+    assert (middle.working_bytes, middle.working_bytes_per_token, middle.working_bytes_per_prefix_token) == (90, 7, 0.5)
+    assert recut_memory(memory, shares, [0, 2, 4]) == memory
+    unknown = MemoryModel((PartMemory(1, 1.0), memory.parts[1]))
+    assert recut_memory(unknown, shares, [0, 1, 3, 4]).parts[1].whole_bytes_per_token is None
+
+
+def test_parameters_of_a_counted_model_go_with_their_layers() -> None:
+    size = model_size("gpt3-1b")
+    options: dict[str, Any] = {"dtype": "float32", "micro_batch": 1}
+    two = MemoryModel.of_model(size, num_stages=2, layers_per_part=(12, 12), **options)
+    four = MemoryModel.of_model(size, num_stages=4, layers_per_part=(6, 6, 6, 6), **options)
+    layer = LayerShare(1 / 13, 1 / 13, size.layer_parameters())
+    tied = size.vocab_size * size.hidden_size if size.tied_embedding else 0
+    ends = size.embedding_parameters(), size.head_parameters() + tied
+    first, last = (LayerShare(1 / 13, 1 / 13, count) for count in ends)
+    again = recut_memory(two, [[first, *[layer] * 12], [*[layer] * 12, last]], [0, 7, 13, 19, 26])
+    for mine, counted in zip(again.parts, four.parts, strict=True):
+        assert mine.static_bytes == pytest.approx(counted.static_bytes, rel=1e-6)
+        assert mine.gradient_bytes == pytest.approx(counted.gradient_bytes, rel=1e-6)
+
+
+# -- cuts
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 9))
+def test_the_heaviest_part_is_lightest(weights: list[int], num_parts: int) -> None:
+    bounds = balanced_bounds(weights, num_parts)
+    if num_parts > len(weights):
+        assert bounds is None
+        return
+    assert bounds is not None
+    every = [[0, *inner, len(weights)] for inner in itertools.combinations(range(1, len(weights)), num_parts - 1)]
+    heaviest = {tuple(cut): max(sum(weights[a:b]) for a, b in itertools.pairwise(cut)) for cut in every}
+    assert heaviest[tuple(bounds)] == min(heaviest.values())
+
+
+def profile(shares: list[list[LayerShare] | None]) -> Profile:
+    key = ProfileKey("f" * 16, "a model", "a device", "fp32", 1, 1, len(shares), False, 256, "math", {})
+    sample = CostSample(256, 0, 1.0, 2.0)
+    return Profile(
+        key, tuple(PartProfile(n, (sample,), None, each and tuple(each)) for n, each in enumerate(shares))
+    )  # fmt: skip
+
+
+def test_parts_of_a_profile_in_other_numbers() -> None:
+    models = [Layers(layers_of(1, 3)), Layers(layers_of(2, 2))]
+    known = MeasuredParts.of_profile(profile([part.shares() for part in models]), models)
+    assert known.cut(2) == models and known.bounds(2) == [0, 3, 5]
+    five = known.cut(5)
+    assert five is not None and len(five) == 5 and known.cut(6) is None
+    assert sum(part.forward_s(8, 0) for part in five) == pytest.approx(sum(part.forward_s(8, 0) for part in models))
+    memory = MemoryModel((PartMemory(1000, 1.0), PartMemory(2000, 1.0)))
+    recut = known.memory(memory, 3)
+    assert recut is not None and sum(part.static_bytes for part in recut.parts) == pytest.approx(3000, abs=2)
+
+
+def test_parts_without_shares_are_halved_and_joined() -> None:
+    models = [Layers(layers_of(1, 3)), Layers(layers_of(2, 2))]
+    unknown = MeasuredParts.of_profile(profile([models[0].shares(), None]), models)
+    four, one = unknown.cut(4), unknown.cut(1)
+    assert four is not None and one is not None and unknown.cut(3) is None and unknown.bounds(4) is None
+    assert [part.forward_s(8, 0) for part in four] == pytest.approx(
+        [models[p].forward_s(8, 0) / 2 for p in (0, 0, 1, 1)]
+    )  # fmt: skip
+    assert one[0].backward_s(8, 4) == pytest.approx(sum(part.backward_s(8, 4) for part in models))

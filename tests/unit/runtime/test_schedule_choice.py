@@ -1,0 +1,90 @@
+"""The best schedule where layers stand, and what to write for a better one, on an engine made of names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.cost_profile import LayerShare
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory
+from terapipe_ds.planner.recut import MeasuredParts
+from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.schedule_choice import best_where_layers_stand
+from terapipe_ds.schedule import build, placement_for
+from terapipe_ds.simulator import UnitCosts, simulate
+
+LENGTH, STAGES, LAYERS = 8, 2, 8
+
+
+class _Module:
+    """Cuts its layers evenly, as DeepSpeed's "uniform"; bounds have a dry run on a real one in test_planning."""
+
+    def __init__(self) -> None:
+        self._layer_specs = [None] * LAYERS
+        self.parts, self.num_stages, self._local_start, self._local_stop = [0, 4, 8], STAGES, 0, 4
+
+    def _partition_layers(self, method: str) -> None:
+        self.parts = [LAYERS * part // self.num_stages for part in range(self.num_stages + 1)]
+
+
+def engine_on(schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto") -> Any:
+    layout = Layout(STAGES, placement_for(schedule, STAGES, chunks))
+    config = TeraPipeConfig(enabled=True, schedule="auto", slices=slices, granularity_tokens=4)
+    module = _Module()
+    return SimpleNamespace(
+        _layout=layout, terapipe_config=config, module=module, num_stages=STAGES, micro_batches=micro_batches
+    )
+
+
+def measured(num_parts: int, with_shares: bool = True) -> MeasuredParts:
+    costs = UnitCosts(LENGTH, share=STAGES / num_parts)
+    each = LAYERS // num_parts
+    shares = [[LayerShare(1 / each, 1 / each, 10)] * each] * num_parts
+    return MeasuredParts([costs] * num_parts, shares if with_shares else None)
+
+
+@pytest.mark.parametrize("slices", ["auto", (4, 4)])
+def test_another_layout_is_recommended(slices: Any) -> None:
+    for with_shares in (True, False):
+        engine = engine_on("seq1f1b", 1, slices=slices)
+        result, lines = best_where_layers_stand(engine, measured(2, with_shares), LENGTH, None, None)
+        assert result.chunks_per_stage == 1
+        assert any(line.startswith("zbv ") for line in lines)
+        advice = lines[-1]
+        name = advice.split("'")[1]
+        assert f'set "schedule": "{name}", "chunks_per_stage": 2' in advice
+        assert name in ("zbv", "chimera-seq", "chimera")
+        gain = float(advice.split("take ")[1].split("%")[0])
+        plan = SlicePlan(result.plan.lengths)
+        here = simulate(build(result.schedule, 2, 2, plan.num_slices), plan, UnitCosts(LENGTH)).makespan_s
+        assert result.predicted_s == pytest.approx(here) and 1 < gain < 50
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "parts"), [("zbv", 2, 4), ("chimera", 2, 2), ("interleaved", 2, 4)])
+def test_what_stands_is_what_runs(schedule: str, chunks: int, parts: int) -> None:
+    engine = engine_on(schedule, chunks)
+    result, lines = best_where_layers_stand(engine, measured(parts), LENGTH, None, None)
+    assert placement_for(result.schedule, STAGES, chunks) == engine._layout.placement
+    assert sum("seq1f1b " in line for line in lines) == 1
+
+
+def test_nothing_is_recommended_where_what_stands_is_best() -> None:
+    engine = engine_on("seq1f1b", 1)
+    engine.module._layer_specs = [None] * 2  # no layers for other layouts than these, and an even number of stages
+    slow = UnitCosts(LENGTH)
+    parts = MeasuredParts([slow, slow], [[LayerShare(1.0, 1.0, 1)]] * 2)
+    memory = MemoryModel((PartMemory(100, 0.0),) * 2)
+    _, lines = best_where_layers_stand(engine, parts, LENGTH, memory, 150)  # chimera holds both parts
+    assert not any("would take" in line for line in lines)
+    assert any("chimera" in line and "needs" in line for line in lines)
+
+
+def test_a_limit_that_only_another_layout_meets() -> None:
+    engine = engine_on("chimera", 2)
+    memory = MemoryModel((PartMemory(100, 0.0),) * 2)
+    with pytest.raises(MemoryLimitError, match="stage"):
+        best_where_layers_stand(engine, measured(2), LENGTH, memory, 150)

@@ -94,7 +94,8 @@ class CostSample:
 class LinkSample:
     """Median seconds of one message that carries ``tokens`` tokens of activations to the next part.
 
-    ``part_id``: the part that sends forward over this link; None: the same for all links.
+    ``part_id``: the part that sends forward over this link; None: the same for all links. ``num_bytes``: of the
+    message; None: not noted.
     """
 
     tokens: int
@@ -102,6 +103,7 @@ class LinkSample:
     part_id: int | None = None
     spread: float = 0.0
     repeats: int = 1
+    num_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, f"link sample of {show_value(self.tokens)} tokens")
@@ -288,6 +290,8 @@ _REMEDY = "measure on this run, or give its own profile"
 def _profile(document: dict[str, Any]) -> Profile:
     key, parts, links = (document.get(name) for name in ("key", "parts", "links"))
     _check_keys(Profile, document, "the file")
+    # bytes of messages came later than the format and may be missing
+    links = [{"num_bytes": None} | link if isinstance(link, dict) else link for link in _as_list(links, "links")]
     parts = [_part(part, n) if isinstance(part, dict) else part for n, part in enumerate(_as_list(parts, "parts"))]
     return Profile(
         _from_dict(ProfileKey, key, "key"),

@@ -186,6 +186,7 @@ class AutoPlanner:
             "data_parallel": engine.dp_world_size,
             "weights": True,  # W is measured as well
             "layers": True,  # and what each layer takes of its part
+            "message_bytes": True,  # and the bytes of messages are noted
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ def best_where_layers_stand(
     """
     layout, config = engine._layout, engine.terapipe_config
     cuts = _Cuts(engine.module, layout, parts, memory)
-    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes}
+    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes, "both_ways_s_of": cuts.both_ways_s}
     options["memory_of"] = None if memory is None else cuts.memory
     shape = engine.num_stages, engine.micro_batches
     if config.slices == "auto":
@@ -65,20 +66,25 @@ def _standing(engine: Any, cuts: _Cuts, length: int, limit_bytes: float | None) 
     }  # fmt: skip
     costs, shape = list(cuts.parts.costs), (engine.num_stages, engine.micro_batches)
     if config.slices == "auto":
-        return plan_slices(costs, length, *shape, config.granularity_tokens, "auto", **options)
-    return best_schedule(costs, config.plan_for(length), *shape, **options)
+        result = plan_slices(costs, length, *shape, config.granularity_tokens, "auto", **options)
+    else:
+        result = best_schedule(costs, config.plan_for(length), *shape, **options)
+    extra_s = cuts.both_ways_s(layout.num_parts) if layout.has_copies else 0.0
+    return dataclasses.replace(result, extra_s=extra_s)
 
 
 def _advice(ranking: Ranking, standing: PlanResult, layout: Layout) -> list[str]:
     """What to write in the config to train faster, where that is worth it."""
     best = ranking.results[0] if ranking.results else standing
     stands = placement_for(best.schedule, layout.num_stages, best.chunks_per_stage) == layout.placement
-    gain = 1 - best.predicted_s / standing.predicted_s if standing.predicted_s > 0 else 0.0
+    gain = 1 - best.total_s / standing.total_s if standing.total_s > 0 else 0.0
     if stands or gain <= WORTH_MOVING:
         return []
+    besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
     return [
-        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}, but wants the layers "
-        f'at other places: set "schedule": "{best.schedule}", "chunks_per_stage": {best.chunks_per_stage} to try it'
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}{besides}, but wants "
+        f'the layers at other places: set "schedule": "{best.schedule}", "chunks_per_stage": {best.chunks_per_stage} '
+        "to try it"
     ]
 
 
@@ -102,6 +108,13 @@ class _Cuts:
             return self.measured_memory
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
+
+    def both_ways_s(self, num_parts: int) -> float | None:
+        """What a pipeline of these parts that goes both ways takes besides its makespan; None where it is not known."""
+        if num_parts == self._layout.num_parts:
+            return self.parts.both_ways_s(num_parts)
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
 
     def _bounds(self, num_parts: int) -> list[int] | None:
         if self.parts.shares is None:  # halves of what was measured, wherever a layer ends

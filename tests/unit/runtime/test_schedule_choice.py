@@ -83,6 +83,28 @@ def test_nothing_is_recommended_where_what_stands_is_best() -> None:
     assert any("chimera" in line and "needs" in line for line in lines)
 
 
+@pytest.mark.parametrize(("bytes_per_s", "advised"), [(1e9, True), (100.0, False), (None, True)])
+def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advised: bool) -> None:
+    """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
+    engine = engine_on("seq1f1b", 1, slices=(8,))
+    engine.module._layer_specs = [None] * 2
+
+    class Whole:  # no W: nothing but chimera is faster than 1f1b
+        forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
+
+    shares = [[LayerShare(1.0, 1.0, 50)]] * 2
+    parts = MeasuredParts([Whole(), Whole()], shares, bytes_per_s)
+    result, lines = best_where_layers_stand(engine, parts, LENGTH, None, None)
+    assert result.chunks_per_stage == 1 and result.extra_s == 0
+    assert ("would take" in lines[-1]) == advised
+    if advised:
+        assert ("the sum of gradients not counted" in lines[-1]) == (bytes_per_s is None)
+    row = next(line for line in lines if line.startswith("chimera "))
+    assert {1e9: "+0.00 ms", 100.0: "+4.000 s", None: "unknown"}[bytes_per_s] in row
+    standing, _ = best_where_layers_stand(engine_on("chimera", 2, slices=(8,)), parts, LENGTH, None, None)
+    assert standing.extra_s == (None if bytes_per_s is None else 400 / bytes_per_s)
+
+
 def test_a_limit_that_only_another_layout_meets() -> None:
     engine = engine_on("chimera", 2)
     memory = MemoryModel((PartMemory(100, 0.0),) * 2)

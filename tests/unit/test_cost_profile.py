@@ -95,6 +95,15 @@ def test_a_profile_without_shares_of_layers_is_still_read() -> None:
     assert Profile.from_json(json.dumps(document)) == one_part(0)
 
 
+def test_a_profile_without_a_fingerprint_of_layers_is_still_read() -> None:
+    document = json.loads(one_part(0).to_json())
+    assert document["key"].pop("layers_fingerprint") is None
+    assert Profile.from_json(json.dumps(document)) == one_part(0)
+    document["key"]["layers_fingerprint"] = 3
+    with pytest.raises(ProfileError, match="layers_fingerprint = 3: expected text"):
+        Profile.from_json(json.dumps(document))
+
+
 def test_a_profile_without_bytes_of_messages_is_still_read() -> None:
     document = json.loads(one_part(0).to_json())
     assert document["links"][0].pop("num_bytes") is None
@@ -255,7 +264,8 @@ def test_what_is_no_mismatch() -> None:
 
 
 def test_every_field_of_the_key_is_compared() -> None:
-    assert {field.name for field in dataclasses.fields(ProfileKey)} - {"model"} == set(CHANGES)
+    fields = {field.name for field in dataclasses.fields(ProfileKey)}
+    assert fields - {"model", "layers_fingerprint"} == set(CHANGES)  # the latter says less than model_fingerprint
 
 
 def test_gather() -> None:

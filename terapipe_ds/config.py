@@ -6,18 +6,18 @@ Plain pydantic, strict: DeepSpeed's own base class for config sections imports t
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import hashlib
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from terapipe_ds.config_conflicts import conflicts_in
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, build, load, placement_for
 from terapipe_ds.schedule.generate import check_option_names
@@ -154,7 +154,7 @@ class TeraPipeConfig(_StrictModel):
         except TeraPipeConfigError as error:
             problems.extend(error.problems)
         if section.get("enabled") is True:
-            problems.extend(_conflicts_in(ds_config))
+            problems.extend(conflicts_in(ds_config))
         if config is None or problems:
             raise TeraPipeConfigError.from_problems(problems)
         return config
@@ -329,91 +329,3 @@ def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
         build(name, 2, 1, 1, chunks_per_stage=chunks, **options)
     except ScheduleError as error:
         yield f"{_name(('schedule_options',))} = {show_value(options)}: {error.reason}"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Conflict:
-    """A key of DeepSpeed's own config that cannot stand beside an enabled section."""
-
-    key: str
-    is_set: Callable[[Any], bool]
-    why: str
-    fix: str
-
-
-def _is_on(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "yes", "on", "1")
-    return isinstance(value, int | float) and value == 1
-
-
-def _more_than(limit: int) -> Callable[[Any], bool]:
-    def exceeds(value: Any) -> bool:
-        try:
-            return isinstance(value, int | float | str) and float(value) > limit
-        except (ValueError, OverflowError):
-            return False  # not a number, so that DeepSpeed's own validation says what is wrong with it
-
-    return exceeds
-
-
-def _is_off(value: Any) -> bool:
-    return isinstance(value, int | float) and not value
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False
-
-
-def _offloads(value: Any) -> bool:
-    return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
-
-
-_ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
-_WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
-_CONFLICTS = (
-    _Conflict("zero_optimization.stage", _more_than(1),
-              "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
-              "set it to 0 or 1"),
-    _Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),
-    _Conflict("zero_optimization.cpu_offload_param", _is_on, _ONLY_ZERO_3, "remove it"),
-    _Conflict("zero_optimization.zenflow", _is_given,
-              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
-    _Conflict("compile.deepcompile", _is_on,
-              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
-    _Conflict("sequence_parallel_size", _more_than(1),
-              "Ulysses sequence parallelism divides the same tokens over ranks",
-              "set it to 1 and give the ranks to the pipeline or to data parallelism"),
-    _Conflict("tensor_parallel.autotp_size", _more_than(1),
-              "AutoTP replaces layers without knowing of pipeline stages",
-              "remove it; tensor parallelism comes with the model (Megatron layers)"),
-    _Conflict("expert_parallel.enabled", _is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
-              "set it to false"),
-    _Conflict("hybrid_engine.enabled", _is_on,
-              "DeepSpeed's hybrid engine is an engine of its own, without a pipeline", "set it to false"),
-    _Conflict("data_efficiency.data_routing.random_ltd.enabled", _is_on,
-              f"random layer token drop: {_WHOLE_SEQUENCE}", "set it to false"),
-    _Conflict("progressive_layer_drop.enabled", _is_on,
-              "it may drop a layer for one slice of a sequence and keep it for another",
-              "remove the section"),
-    _Conflict("sparse_attention", _is_given, f"sparse attention: {_WHOLE_SEQUENCE}", "remove the section"),
-    _Conflict("eigenvalue.enabled", _is_on,
-              "it takes a second backward pass through the graph of a whole micro-batch",
-              "remove the section"),
-    _Conflict("autotuning.enabled", _is_on,
-              "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
-              "set it to false"),
-    _Conflict("managed_gradient_accumulation", _is_off,
-              "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
-              "remove it or set it to true"),
-)  # fmt: skip
-
-
-def _conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    for conflict in _CONFLICTS:
-        value: Any = ds_config
-        for key in conflict.key.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if conflict.is_set(value):
-            given = f"{conflict.key} = {show_value(value)}"
-            yield f"{given} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"

@@ -210,6 +210,7 @@ HOOKS: tuple[Hook, ...] = (
         "says how its states are divided": "partition_count nccl_start_alignment_factor elastic_checkpoint "
         "round_robin_gradients has_moe_layers",
     }),
+    *_hooks("deepspeed.utils", "", {"says how layers are partitioned": "logger"}),
     *_hooks("deepspeed.utils.tensor_fragment", "", {
         "says where a parameter lies in a flat tensor": "fragment_address",
     }),

@@ -450,9 +450,9 @@ def test_conflicts(key: str, bad: Any, good: Any) -> None:
 
 
 def test_every_conflict_is_tested() -> None:
-    from terapipe_ds import config
+    from terapipe_ds import config_conflicts
 
-    assert {conflict.key for conflict in config._CONFLICTS} == {key for key, _, _ in CONFLICTS}
+    assert {conflict.key for conflict in config_conflicts.CONFLICTS} == {key for key, _, _ in CONFLICTS}
 
 
 def test_the_conflicts_name_keys_that_deepspeed_has() -> None:

@@ -36,7 +36,8 @@ def link_bytes_per_s(links: Iterable[LinkSample]) -> float | None:
     """Bytes per second of the slowest link that was measured; None where nobody noted how many bytes a message had.
 
     Of each link the bytes by which the largest message exceeds the smallest over the seconds by which it does, so that
-    what every message takes is not counted; where it takes no longer, all bytes of the largest over its seconds.
+    what every message takes is not counted; but no fewer than all bytes of the largest over all its seconds, since no
+    message takes less than nothing.
     """
     by_part: dict[int | None, list[LinkSample]] = {}
     for link in links:
@@ -48,9 +49,8 @@ def link_bytes_per_s(links: Iterable[LinkSample]) -> float | None:
 def _bytes_per_s(sizes: Sequence[LinkSample]) -> float:
     points = sorted((size.num_bytes or 0, size.send_s) for size in sizes)
     (low_bytes, low_s), (high_bytes, high_s) = points[0], points[-1]
-    if high_bytes > low_bytes and high_s > low_s:
-        return (high_bytes - low_bytes) / (high_s - low_s)
-    return high_bytes / high_s
+    rises = high_bytes > low_bytes and high_s > low_s
+    return max(high_bytes / high_s, (high_bytes - low_bytes) / (high_s - low_s) if rises else 0.0)
 
 
 def gradient_itemsize(dtype: str) -> int:

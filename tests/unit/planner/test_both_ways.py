@@ -30,6 +30,8 @@ def test_bytes_per_second_of_links() -> None:
     assert link_bytes_per_s([LinkSample(64, 2e-3, num_bytes=512)]) == pytest.approx(256_000)
     falling = [LinkSample(64, 3e-3, num_bytes=512), LinkSample(128, 2e-3, num_bytes=1024)]
     assert link_bytes_per_s(falling) == pytest.approx(512_000)
+    steep = [LinkSample(64, 1e-3, num_bytes=512), LinkSample(128, 4e-3, num_bytes=1024)]  # no message takes -2 ms
+    assert link_bytes_per_s(steep) == pytest.approx(256_000)
     assert link_bytes_per_s([LinkSample(64, 2e-3)]) is None and link_bytes_per_s([]) is None
 
 

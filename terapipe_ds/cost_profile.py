@@ -39,7 +39,8 @@ _Record = TypeVar("_Record")
 class ProfileKey:
     """What the numbers of a profile are valid for.
 
-    ``model_fingerprint`` is compared, ``model`` is for people. ``sequence_length`` is the longest slice plus prefix
+    ``model_fingerprint`` is compared, ``model`` is for people. ``layers_fingerprint``: of the layers, however they are
+    cut in parts; None in profiles of earlier versions. ``sequence_length`` is the longest slice plus prefix
     that was measured, in tokens; ``micro_batch`` the rows of a micro-batch on one data-parallel rank.
     """
 
@@ -54,6 +55,7 @@ class ProfileKey:
     sequence_length: int
     attention_backend: str
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layers_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "key")
@@ -94,7 +96,8 @@ class CostSample:
 class LinkSample:
     """Median seconds of one message that carries ``tokens`` tokens of activations to the next part.
 
-    ``part_id``: the part that sends forward over this link; None: the same for all links.
+    ``part_id``: the part that sends forward over this link; None: the same for all links. ``num_bytes``: of the
+    message; None: not noted.
     """
 
     tokens: int
@@ -102,6 +105,7 @@ class LinkSample:
     part_id: int | None = None
     spread: float = 0.0
     repeats: int = 1
+    num_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, f"link sample of {show_value(self.tokens)} tokens")
@@ -185,7 +189,7 @@ class Profile:
         lines = []
         for field in dataclasses.fields(ProfileKey):
             measured, wanted = getattr(self.key, field.name), getattr(expected, field.name)
-            if field.name in ignore or field.name == "model" or measured == wanted:
+            if field.name in (*ignore, "model", "layers_fingerprint") or measured == wanted:
                 continue
             if field.name == "sequence_length" and measured > wanted:
                 continue
@@ -288,6 +292,9 @@ _REMEDY = "measure on this run, or give its own profile"
 def _profile(document: dict[str, Any]) -> Profile:
     key, parts, links = (document.get(name) for name in ("key", "parts", "links"))
     _check_keys(Profile, document, "the file")
+    # these came later than the format and may be missing
+    key = {"layers_fingerprint": None} | key if isinstance(key, dict) else key
+    links = [{"num_bytes": None} | link if isinstance(link, dict) else link for link in _as_list(links, "links")]
     parts = [_part(part, n) if isinstance(part, dict) else part for n, part in enumerate(_as_list(parts, "parts"))]
     return Profile(
         _from_dict(ProfileKey, key, "key"),

@@ -31,8 +31,8 @@ def check_fields(record: Any, where: str) -> None:
             least = 0 if field.name in ("prefix", "part_id") else 1
             if type(value) is not int or value < least:
                 raise bad(name, value, f"an integer >= {least}")
-        elif kind in ("str", "bool") and type(value).__name__ != kind:
-            raise bad(name, value, "text" if kind == "str" else "true or false")
+        elif kind.startswith(("str", "bool")) and type(value).__name__ != kind.removesuffix(" | None"):
+            raise bad(name, value, "text" if kind.startswith("str") else "true or false")
 
 
 def check_float(name: str, value: Any, zero: bool) -> None:

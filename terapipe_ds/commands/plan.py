@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -103,6 +104,7 @@ def _search(
         ranking = rank_schedules(
             setup.costs_of, *shape, memory_of=setup.memory_of, memory_limit_bytes=setup.limit_bytes,
             max_slices=max_slices, chunks_per_stage=setup.chunks_per_stage, progress=progress,
+            both_ways_s_of=setup.both_ways_s_of,
         )  # fmt: skip
         return ranking.best, ranking
     chunks = setup.chunks_per_stage or 1
@@ -110,10 +112,13 @@ def _search(
     costs, memory = setup.costs_of(num_parts), None if setup.memory_of is None else setup.memory_of(num_parts)
     if costs is None:
         raise CommandError(f"--schedule {setup.schedule}: the layers cannot be cut in {num_parts} parts; ask for fewer")
-    return plan_slices(
+    result = plan_slices(
         costs, *shape, setup.schedule, max_slices, memory, setup.limit_bytes, progress=progress,
         chunks_per_stage=chunks, schedule_options=options,
-    ), None  # fmt: skip
+    )  # fmt: skip
+    if num_parts < result.chunks_per_stage * setup.stages:
+        result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
+    return result, None
 
 
 def _num_parts(setup: PlanSetup, chunks: int) -> int:

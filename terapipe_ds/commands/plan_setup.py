@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from terapipe_ds.devices import DeviceCard
     from terapipe_ds.model_sizes import ModelSize
     from terapipe_ds.planner import MemoryModel
-    from terapipe_ds.planner.rank_all import PartsOf
+    from terapipe_ds.planner.rank_all import PartsOf, SecondsOf
 
 MAX_UNITS = 100_000
 
@@ -26,6 +26,7 @@ class PlanSetup:
     title: str
     costs_of: PartsOf  # by the number of parts; None where the layers cannot be cut so
     memory_of: PartsOf | None
+    both_ways_s_of: SecondsOf  # what bidirectional schedules take besides their makespan
     limit_bytes: float | None
     sequence_length: int
     stages: int
@@ -92,8 +93,28 @@ def _counted(values: dict[str, Any]) -> PlanSetup:
     dtype = card.resolve_dtype(values["dtype"])
     devices = values["stages"] * values["tensor_parallel"] * values["data_parallel"]
     title = f"{size.name} in {dtype} on {devices} x {card.title}, costs counted"
-    _counted_parts(values, size, card)(values["stages"])  # what cannot be at all is said before anything is searched
-    return _finished(title, _counted_parts(values, size, card), _memory(values, dtype), values)
+    costs_of = _counted_parts(values, size, card)
+    costs_of(values["stages"])  # what cannot be at all is said before anything is searched
+    return _finished(title, costs_of, _memory(values, dtype), _counted_both_ways(values, costs_of), values)
+
+
+def _counted_both_ways(values: dict[str, Any], costs_of: PartsOf) -> SecondsOf:
+    """Of counted costs: the parts' parameters over the card's link, Adam, and the reduction over replicas (a ring)."""
+    from terapipe_ds.planner.both_ways import both_ways_s, gradient_itemsize
+
+    def both_ways_s_of(num_parts: int) -> float | None:
+        parts = costs_of(num_parts)
+        if parts is None:
+            return None
+        link, replicas, zero_1 = parts[0].link, values["data_parallel"], values["zero_stage"] == 1
+        itemsize = gradient_itemsize(DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype))
+        sizes = [itemsize * part.num_parameters() / values["tensor_parallel"] for part in parts]
+        reduce_s = [2 * (replicas - 1) / replicas * size / link.bandwidth_bytes_per_s for size in sizes]
+        adam_s = [part.step_s() / (replicas if zero_1 else 1) for part in parts]
+        step_s = [a + r for a, r in zip(adam_s, reduce_s, strict=True)]
+        return both_ways_s(sizes, link.bandwidth_bytes_per_s, step_s)
+
+    return both_ways_s_of
 
 
 def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) -> PartsOf:
@@ -123,7 +144,9 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     models: list[Any] = CostModel.from_profile(profile)
     parts = MeasuredParts.of_profile(profile, models)
     if len(models) == 1:
-        parts = MeasuredParts(models * values["stages"], parts.shares and [*parts.shares] * values["stages"])
+        parts = dataclasses.replace(
+            parts, costs=models * values["stages"], shares=parts.shares and [*parts.shares] * values["stages"]
+        )
     if parts.cut(values["stages"]) is None:
         raise CommandError(
             f"--stages {values['stages']}: {values['profile']} has {len(models)} parts; give --stages {len(models)}"
@@ -137,7 +160,7 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
         from terapipe_ds.devices import device_card
 
         values = {"limit_bytes": device_card(values["device"]).memory_bytes} | values
-    return _finished(title, parts.cut, memory_of, values)
+    return _finished(title, parts.cut, memory_of, parts.both_ways_s, values)
 
 
 def _memory(values: dict[str, Any], dtype: str) -> PartsOf:
@@ -160,7 +183,9 @@ def _memory(values: dict[str, Any], dtype: str) -> PartsOf:
     return memory_of
 
 
-def _finished(title: str, costs_of: PartsOf, memory_of: PartsOf | None, values: dict[str, Any]) -> PlanSetup:
+def _finished(
+    title: str, costs_of: PartsOf, memory_of: PartsOf | None, both_ways_s_of: SecondsOf, values: dict[str, Any]
+) -> PlanSetup:
     limit_gb = values.get("memory_limit_gb")
     if limit_gb is not None and memory_of is None:
         raise CommandError(f"--memory-limit-gb {limit_gb}: measured costs say nothing of memory; give --model as well")
@@ -170,8 +195,9 @@ def _finished(title: str, costs_of: PartsOf, memory_of: PartsOf | None, values: 
     count, rows, length = values["micro_batches"], values["micro_batch_size"], values["sequence_length"]
     title += f"\n{parallel}, {count} micro-batch{'es' * (count != 1)} of {rows} x {length} tokens"
     return PlanSetup(
-        title, costs_of, memory_of, limit_bytes if memory_of is not None else None, length, values["stages"], count,
-        values["tensor_parallel"], values["granularity"], values["schedule"], values.get("chunks_per_stage"),
+        title, costs_of, memory_of, both_ways_s_of, limit_bytes if memory_of is not None else None, length,
+        values["stages"], count, values["tensor_parallel"], values["granularity"], values["schedule"],
+        values.get("chunks_per_stage"),
     )  # fmt: skip
 
 

@@ -22,6 +22,9 @@ from terapipe_ds.planner.result import PlanResult, choose, memory_and_preference
 from terapipe_ds.planner.search import BUDGET, Problem
 from terapipe_ds.planner.tabulate import check_count
 
+SecondsOf = Callable[[int], float | None]
+"""By the number of parts: seconds, None where they are not known."""
+
 PartsOf = Callable[[int], Any]
 """By the number of parts: their costs, or their memory; None where the layers cannot be cut in so many."""
 
@@ -54,7 +57,7 @@ class Ranking:
     @classmethod
     def of(cls, found: list[PlanResult], refused: list[Refusal]) -> Ranking:
         """In order."""
-        results = sorted(found, key=lambda result: (result.predicted_s, *memory_and_preference(result)))
+        results = sorted(found, key=lambda result: (result.total_s, *memory_and_preference(result)))
         if results:
             best = choose(results)
             results = [best, *(result for result in results if result is not best)]
@@ -72,7 +75,7 @@ class Ranking:
         fitting = [
             {
                 "schedule": one.schedule, "chunks_per_stage": one.chunks_per_stage, "plan": list(one.plan.lengths),
-                "predicted_s": one.predicted_s, "bubble_fraction": one.bubble_fraction,
+                "predicted_s": one.predicted_s, "extra_s": one.extra_s, "bubble_fraction": one.bubble_fraction,
                 "peak_bytes": one.peak_bytes and list(one.peak_bytes),
             }
             for one in self.results
@@ -87,6 +90,7 @@ def rank_schedules(
     costs_of: PartsOf, sequence_length: int, num_stages: int, num_micro_batches: int = 1, granularity_tokens: int = 64,
     *, memory_of: PartsOf | None = None, memory_limit_bytes: float | None = None, max_slices: int | None = None,
     chunks_per_stage: int | None = None, budget: int = BUDGET, progress: Progress | None = None,
+    both_ways_s_of: SecondsOf | None = None,
 ) -> Ranking:  # fmt: skip
     """The best plan of every schedule on ``num_stages`` stages, compared.
 
@@ -95,6 +99,8 @@ def rank_schedules(
         memory_of: the same of memory.
         chunks_per_stage: only schedules whose stages hold so many parts; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
+        both_ways_s_of: what schedules whose parts stand at two places take besides their makespan (``extra_s``, see
+            `planner.both_ways`); None: not known.
 
     Raises:
         PlannerError: an argument that cannot be, or a number of chunks that no schedule can have with these layers.
@@ -111,7 +117,7 @@ def rank_schedules(
         problem.num_stages, problem.chunks_per_stage, problem.found = num_stages, chunks, chosen
         problem.has_starts = bool(chosen)
         mine, errors = problem.best_of_each(budget if chunks == 1 else round(_OTHER_LAYOUTS * budget))
-        found += mine
+        found += _with_extra(mine, chunks, num_parts, both_ways_s_of)
         refused += [Refusal(name, chunks, error) for name, error in errors.items()]
     return _complete(found, refused, num_micro_batches)
 
@@ -119,18 +125,29 @@ def rank_schedules(
 def rank_given(
     costs_of: PartsOf, plan: SlicePlan, num_stages: int, num_micro_batches: int = 1, *,
     memory_of: PartsOf | None = None, memory_limit_bytes: float | None = None, chunks_per_stage: int | None = None,
+    both_ways_s_of: SecondsOf | None = None,
 ) -> Ranking:  # fmt: skip
     """`rank_schedules` for slices that are given."""
     found: list[PlanResult] = []
     refused: list[Refusal] = []
-    for chunks, _, costs, memory in _cuts(costs_of, memory_of, num_stages, chunks_per_stage):
+    for chunks, num_parts, costs, memory in _cuts(costs_of, memory_of, num_stages, chunks_per_stage):
         mine, errors = best_of_each(
             costs, plan, num_stages, num_micro_batches, memory=memory, memory_limit_bytes=memory_limit_bytes,
             chunks_per_stage=chunks,
         )  # fmt: skip
-        found += mine
+        found += _with_extra(mine, chunks, num_parts, both_ways_s_of)
         refused += [Refusal(name, chunks, error) for name, error in errors.items()]
     return Ranking.of(found, refused)
+
+
+def _with_extra(
+    results: list[PlanResult], chunks: int, num_parts: int, both_ways_s_of: SecondsOf | None
+) -> list[PlanResult]:
+    """With what those take besides their makespan whose parts stand at two places."""
+    if not results or chunks * results[0].num_stages == num_parts:
+        return results
+    extra_s = None if both_ways_s_of is None else both_ways_s_of(num_parts)
+    return [dataclasses.replace(result, extra_s=extra_s) for result in results]
 
 
 def _cuts(

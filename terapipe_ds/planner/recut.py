@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.cost_profile import LayerShare, Profile
+from terapipe_ds.planner.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s, steps_of
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
 
@@ -151,17 +152,21 @@ class MeasuredParts:
     """Measured costs of the parts of one cut, and what of them another cut would have.
 
     ``shares``: of the layers of each part; None: not known, so that parts can only be halved and so on, or joined.
+    ``link_bytes_per_s``: of the slowest link; None: not known. ``gradient_itemsize``: bytes of one gradient.
     """
 
     costs: Sequence[Any]
     shares: PartShares | None = None
+    link_bytes_per_s: float | None = None
+    gradient_itemsize: int = 4
 
     @classmethod
     def of_profile(cls, profile: Profile, models: Sequence[Any]) -> MeasuredParts:
         """``models``: of the parts of the profile, in their order."""
         shares = [part.layer_shares for part in profile.parts]
         known = [layers for layers in shares if layers is not None]
-        return cls(list(models), known if len(known) == len(shares) else None)
+        found = known if len(known) == len(shares) else None
+        return cls(list(models), found, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
 
     def bounds(self, num_parts: int) -> list[int] | None:
         """Where to cut in so many parts: as measured, or by numbers of parameters; None where it cannot be."""
@@ -186,6 +191,17 @@ class MeasuredParts:
         """The same of what was measured of memory."""
         cut = self._cut(num_parts, bounds)
         return None if cut is None else recut_memory(memory, *cut)
+
+    def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
+        """What a bidirectional pipeline of these parts takes besides its makespan (`planner.both_ways`); None where it
+        is not known how large parts are, or how fast links."""
+        bounds = self.bounds(num_parts) if bounds is None else bounds
+        costs = None if bounds is None else self.cut(num_parts, bounds)
+        if self.shares is None or bounds is None or costs is None or self.link_bytes_per_s is None:
+            return None
+        counts = [layer.parameters for part in self.shares for layer in part]
+        sizes = [self.gradient_itemsize * sum(counts[start:stop]) for start, stop in itertools.pairwise(bounds)]
+        return both_ways_s(sizes, self.link_bytes_per_s, steps_of(costs))
 
     def _cut(self, num_parts: int, bounds: Sequence[int] | None) -> tuple[PartShares, Sequence[int]] | None:
         if self.shares is not None:

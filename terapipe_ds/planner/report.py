@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from terapipe_ds.planner.rank_all import Ranking
 from terapipe_ds.planner.result import PlanResult
-from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
@@ -22,6 +21,7 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         f"plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
+        *_extra_lines(result),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
         *proven,
@@ -32,23 +32,37 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
 
 def describe_ranking(ranking: Ranking) -> list[str]:
     """A table of all schedules, best first, and those that do not fit."""
-    rows = [("schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory")]
+    rows: list[tuple[str, ...]] = [("schedule", "chunks", "slices", "predicted", "extra", "ratio", "bubble", "memory")]
+    best_s = ranking.results[0].total_s if ranking.results else 0.0
     for one in ranking.results:
         chunks, slices = str(one.chunks_per_stage), str(one.plan.num_slices)
         memory = "" if one.peak_bytes is None else _bytes(max(one.peak_bytes))
-        ratio = _ratio(one.predicted_s, ranking.results[0])
-        rows.append((one.schedule, chunks, slices, _time(one.predicted_s), ratio, f"{one.bubble_fraction:.1%}", memory))
+        times = _time(one.predicted_s), _extra(one), f"{one.total_s / best_s:.3f}x" if best_s > 0 else "no time"
+        rows.append((one.schedule, chunks, slices, *times, f"{one.bubble_fraction:.1%}", memory))
     for refused in ranking.refused:
         chunks, need = str(refused.chunks_per_stage), f"needs {_bytes(refused.need_bytes)}"
-        rows.append((refused.schedule, chunks, "-", "-", "-", "-", need))
+        rows.append((refused.schedule, chunks, "-", "-", "-", "-", "-", need))
+    if not any(row[4] for row in rows[1:] if row[4] != "-"):  # nothing besides the makespans
+        rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *cells in rows:
         right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
         lines.append("  ".join((name.ljust(widths[0]), *right)).rstrip())
-    if any(one.schedule in BIDIRECTIONAL for one in ranking.results):
-        lines.append("not counted: chimera sums gradients over the two places of each part, and steps both")
     return lines
+
+
+def _extra(result: PlanResult) -> str:
+    """What comes on top of the makespan: nothing, seconds, or not known."""
+    if result.extra_s is None:
+        return "unknown"
+    return f"+{_time(result.extra_s)}" if result.extra_s else ""
+
+
+def _extra_lines(result: PlanResult) -> list[str]:
+    if not result.extra_s:
+        return []
+    return [f"          {_time(result.extra_s)} more to sum and step what stands at two places"]
 
 
 def _memory_lines(result: PlanResult) -> list[str]:

@@ -38,6 +38,12 @@ class PlanResult:
     memory_limit_bytes: float | None
     num_candidates: int
     chunks_per_stage: int = 1  # parts that a stage holds
+    extra_s: float | None = 0.0  # besides predicted_s, what other schedules have nothing of; None: not known
+
+    @property
+    def total_s(self) -> float:
+        """What schedules are compared by: with ``extra_s``, where it is known."""
+        return self.predicted_s + (self.extra_s or 0.0)
 
     @property
     def gap(self) -> float:
@@ -55,8 +61,8 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
     found = list(results)
     if not found:
         raise PlannerError("no results to choose from: give at least one")
-    least_s = min(result.predicted_s for result in found)
-    near = [result for result in found if result.predicted_s <= least_s * (1 + _TIE)]
+    least_s = min(result.total_s for result in found)
+    near = [result for result in found if result.total_s <= least_s * (1 + _TIE)]
 
     return min(near, key=memory_and_preference)
 

@@ -72,15 +72,18 @@ def raise_on_every_rank(problem: str | None) -> None:
     """
     everyone: list[Any] = [problem]
     if torch_dist.get_world_size() > 1:
-        everyone = _gathered(problem)
+        everyone = gathered(problem)
     found = {rank: text for rank, text in enumerate(everyone) if text is not None}
     if found:
         texts = "; ".join(sorted(set(found.values())))
         raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(found)}: {texts}")
 
 
-def _gathered(mine: Any) -> list[Any]:
-    """One object of each rank, exchanged on the CPU: DeepSpeed may not have chosen this rank's device yet."""
+def gathered(mine: Any) -> list[Any]:
+    """One object of each rank, in their order. A collective over all ranks.
+
+    Exchanged on the CPU: DeepSpeed may not have chosen this rank's device yet.
+    """
     everyone: list[Any] = [None] * torch_dist.get_world_size()
     group = torch_dist.new_group(backend="gloo")
     torch_dist.all_gather_object(everyone, mine, group=group)
@@ -100,7 +103,7 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
         return
     mine = _compared(raw)
     _meet(_timeout_s(mine))
-    everyone = _gathered(mine)
+    everyone = gathered(mine)
     if not any(_is_enabled(values) for values in everyone):
         return
     differences = list(_differences(everyone))

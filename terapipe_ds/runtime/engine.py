@@ -37,11 +37,12 @@ from terapipe_ds.runtime.checks import (
 from terapipe_ds.runtime.closing import CLOSING, ClosingOfBatches
 from terapipe_ds.runtime.copies import problem_of_copies
 from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.first_layout import first_layout
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
 from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
 from terapipe_ds.runtime.laying_out import lay_out
-from terapipe_ds.runtime.layout import Place, layout_of
+from terapipe_ds.runtime.layout import Place
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
@@ -87,9 +88,9 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         check_module(kwargs.get("model"))
         self.slice_length_multiple = slice_length_multiple(kwargs.get("model"))
         self._place: Place | None = None  # of the part that runs now
-        self._layout = layout_of(self.terapipe_config, kwargs["model"].num_stages)
-        given = kwargs.get("model_parameters"), kwargs.get("optimizer")
-        kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, *given)
+        given = kwargs["model"], kwargs.get("model_parameters"), kwargs.get("optimizer")
+        self._layout, chosen = first_layout(self.terapipe_config, kwargs["config_class"]._param_dict, *given)
+        kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, chosen, kwargs.get("optimizer"))
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing()

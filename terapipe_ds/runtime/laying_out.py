@@ -61,7 +61,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
             f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
         )
     parameters_before = _ids(module)
-    method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module)
+    method = _method_of(module)
     before = list(module.parts)
     setattr(module, STOCK_BOUNDS, before)
     _check_kind(type(module))
@@ -132,7 +132,30 @@ def _parameters_of(module: Any, given: Any, before: tuple[set[int], set[int]]) -
     )
 
 
+def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
+    """Whether :func:`lay_out` could move layers of this rank; ``parameters`` must not be an iterator.
+
+    The method that cuts ``module`` is written down where it had to be guessed.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    if parameters is not None:
+        listed = list(parameters)
+        tensors = {id(each) for each in listed if isinstance(each, Tensor)}
+        if len(tensors) < len(listed) or tensors not in _ids(module):
+            return False
+    try:
+        setattr(module, PARTITION_METHOD, _method_of(module))
+    except TeraPipeConfigError:
+        return False
+    return True
+
+
 # -- cutting -----------------------------------------------------------------------------------------------------------
+
+
+def _method_of(module: Any) -> str:
+    return getattr(module, PARTITION_METHOD, None) or _guessed_method(module)
 
 
 def _guessed_method(module: Any) -> str:

@@ -215,7 +215,10 @@ def _links(
                 costs[mine][tokens] += statistics.median(own_s for _, own_s in trips)
                 if sends:
                     sent_s = statistics.median(seconds for seconds, _ in trips)
-                    samples[mine].append(LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS))
+                    message_bytes = sum(t.num_bytes for t in spec.tensors) or None
+                    samples[mine].append(
+                        LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=message_bytes)
+                    )
     return samples, costs
 
 

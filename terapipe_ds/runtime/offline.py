@@ -26,7 +26,7 @@ from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.probe import StageProbe, processor_clock
-from terapipe_ds.runtime.profile_key import describe_layers, profile_key
+from terapipe_ds.runtime.profile_key import describe_each_layer, describe_layers, profile_key
 from terapipe_ds.runtime.profiler import grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.weight_gradients import accumulate_in_products
@@ -63,10 +63,11 @@ def profile_model(
     lengths = sorted({tokens for tokens, _ in points})
     specs: dict[int, MessageSpec] = {}
     known: dict[str, tuple[tuple[CostSample, ...], tuple[LayerShare, ...] | None]] = {}
-    parts, described, module = [], [], None
+    parts, described, single, module = [], [], [], None
     for part_id in range(job.num_stages):
         module = _part(job, bounds[part_id], bounds[part_id + 1])
         described.append(describe_layers(module))
+        single += describe_each_layer(module)
         probe = _probe(job, module, part_id)
         with untouched(module), guard_plain_attention():
             specs = _specs(probe, lengths, specs)
@@ -83,7 +84,8 @@ def profile_model(
                     warn(f"part {part_id}: {warning}")
         parts.append(PartProfile(part_id, known[same][0], None, known[same][1]))
     device = torch.device(get_accelerator().device_name())
-    key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
+    rows = int(job.inputs.shape[0])
+    key = profile_key(described, module=module, device=device, rows=rows, length=length, each_layer=single)
     return Profile(key, tuple(parts))
 
 

@@ -30,8 +30,8 @@ from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
 from terapipe_ds.runtime.measuring import PartCosts, measure_parts
 from terapipe_ds.runtime.parted import each_part
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
-from terapipe_ds.runtime.profile_key import describe_layers, profile_key
-from terapipe_ds.runtime.schedule_choice import best_where_layers_stand
+from terapipe_ds.runtime.profile_key import describe_each_layer, describe_layers, profile_key
+from terapipe_ds.runtime.schedule_choice import Cuts, best_where_layers_stand
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
@@ -156,19 +156,23 @@ class AutoPlanner:
     def _key(self, length: int, rows: int) -> ProfileKey:
         """What a profile must have been measured on. A collective over the stages, which know their own layers."""
         engine = self._engine
-        described = {self._part_id(chunk_id): describe_layers(engine.module) for chunk_id in each_part(engine.module)}
+        module = engine.module
+        described = {
+            self._part_id(chunk_id): (describe_layers(module), describe_each_layer(module))
+            for chunk_id in each_part(module)
+        }
         if self._groups.control is not None:
             everyone: list[Any] = [None] * len(self._groups.ranks)
             torch_dist.all_gather_object(everyone, described, group=self._groups.control)
             described = {part_id: layers for each in everyone for part_id, layers in each.items()}
-        layers = [described[part_id] for part_id in sorted(described)]
+        layers, each = zip(*(described[part_id] for part_id in sorted(described)), strict=True)
         device = torch.device(engine.device)
         with autocast_if_enabled(engine):
             autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         return profile_key(
-            layers, module=engine.module, device=device, rows=rows, length=length,
+            layers, module=module, device=device, rows=rows, length=length,
             tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
-            slice_length_multiple=engine.slice_length_multiple,
+            slice_length_multiple=engine.slice_length_multiple, each_layer=[layer for part in each for layer in part],
         )  # fmt: skip
 
     def _part_id(self, chunk_id: int) -> int:
@@ -186,6 +190,7 @@ class AutoPlanner:
             "data_parallel": engine.dp_world_size,
             "weights": True,  # W is measured as well
             "layers": True,  # and what each layer takes of its part
+            "message_bytes": True,  # and the bytes of messages are noted
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -199,11 +204,11 @@ class AutoPlanner:
                 f"terapipe.planner.memory_limit_gb = {limit_gb}: a profile from a file has no memory figures; set "
                 'terapipe.planner.profile to "measure", or remove the limit'
             )
-        costs = CostModel.from_profile(self._measured.profile)
+        parts = MeasuredParts.of_profile(self._measured.profile, CostModel.from_profile(self._measured.profile))
+        costs = Cuts(engine.module, engine._layout, parts, memory).costs(engine._layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         if self._config.schedule == "auto":
-            parts = MeasuredParts.of_profile(self._measured.profile, costs)
             result, more = best_where_layers_stand(engine, parts, length, memory, limit_bytes)
         else:
             result, more = self._search(costs, length, memory, limit_bytes), []
@@ -252,7 +257,11 @@ class AutoPlanner:
 def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
     """The profile that the config names."""
     profile = Profile.load(path)
-    profile.require(key)
+    # costs of layers that were cut otherwise are told from the share that each has of its part
+    layers = profile.key.layers_fingerprint
+    can_be_recut = layers is not None and layers == key.layers_fingerprint
+    can_be_recut = can_be_recut and all(part.layer_shares is not None for part in profile.parts)
+    profile.require(key, ("model_fingerprint", "num_stages") if can_be_recut else ())
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity_tokens < smallest:
         logger.warning(

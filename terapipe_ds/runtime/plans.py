@@ -9,6 +9,8 @@ from typing import Any
 from terapipe_ds import __version__
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.planner.ranked import ranked_schedules
+from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
@@ -66,11 +68,16 @@ class Plans:
         if problem is not None:
             raise PlanError(problem)
         if schedule is None:
-            looped = "seq1f1b" if self._engine._layout.is_plain else "seq1f1b-interleaved"
-            schedule = looped if self._config.schedule == "auto" else self._config.schedule
+            schedule = self._usual() if self._config.schedule == "auto" else self._config.schedule
         self._check_placement(schedule)
         self._by_hand[plan.sequence_length] = Choice(plan, schedule)
         return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
+
+    def _usual(self) -> str:
+        """The first choice among the schedules that run where the layers stand."""
+        layout = self._engine._layout
+        shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
+        return min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
 
     def _check_placement(self, schedule: str) -> None:
         """Layers stay where they are: another schedule must want its parts at the same places."""

@@ -14,7 +14,7 @@ from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.cost_profile import ProfileKey
 from terapipe_ds.runtime.machine import device_name
-from terapipe_ds.runtime.parted import parameters_of_part
+from terapipe_ds.runtime.parted import module_of, parameters_of_part
 
 
 def describe_layers(module: Any) -> list[Any]:
@@ -23,6 +23,17 @@ def describe_layers(module: Any) -> list[Any]:
     specs = module._layer_specs[module._local_start : module._local_stop]
     parameters = [[list(p.shape), str(p.dtype), p.requires_grad] for p in parameters_of_part(module)]
     return [[_describe(spec) for spec in specs], parameters, module.activation_checkpoint_interval]
+
+
+def describe_each_layer(module: Any) -> list[Any]:
+    """The same layers one by one, each with its parameters; joined over stages they do not tell how layers are cut."""
+    specs = module._layer_specs[module._local_start : module._local_stop]
+    found = []
+    for spec, function in zip(specs, module.forward_funcs, strict=True):
+        layer = module_of(function)
+        parameters = [] if layer is None else list(layer.parameters())
+        found.append([*_describe(spec), [[list(p.shape), str(p.dtype), p.requires_grad] for p in parameters]])
+    return found
 
 
 def _describe(layer: Any) -> list[Any]:
@@ -43,7 +54,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def profile_key(
     layers: Sequence[Any], *, module: Any, device: torch.device, rows: int, length: int, tensor_parallel: int = 1,
-    autocast: torch.dtype | None = None, slice_length_multiple: int = 1,
+    autocast: torch.dtype | None = None, slice_length_multiple: int = 1, each_layer: Sequence[Any] | None = None,
 ) -> ProfileKey:  # fmt: skip
     """The key of a profile of sequences of ``length`` tokens, ``rows`` of them in a micro-batch.
 
@@ -53,16 +64,18 @@ def profile_key(
         autocast: the dtype of ``torch.autocast`` where the layers run under it: other arithmetic, so another key.
         slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, and their arguments need not
             say so: with and without it the same layers move other bytes and repeat other work.
+        each_layer: ``describe_each_layer`` of all stages, joined; None: not known.
     """
     parameter = next(module.parameters(), torch.empty(0))
     names = [kind for made_of, *_ in layers for kind, *_ in made_of]
     made_of = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
-    described = list(layers)
+    described, single = list(layers), [*(each_layer or ()), module.activation_checkpoint_interval]
     if slice_length_multiple > 1:
         made_of.append(f"slices in multiples of {slice_length_multiple} tokens")
         described.append(made_of[-1])
+        single.append(made_of[-1])
     return ProfileKey(
-        model_fingerprint=hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16],
+        model_fingerprint=_hash(described),
         model=", ".join(made_of),
         device=device_name(device),
         dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
@@ -73,4 +86,9 @@ def profile_key(
         sequence_length=length,
         attention_backend=backend_name(parameter.new_empty(1, 1, 1, 8)),
         versions=installed_versions(),
+        layers_fingerprint=None if each_layer is None else _hash(single),
     )
+
+
+def _hash(described: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

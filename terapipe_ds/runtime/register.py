@@ -166,13 +166,14 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
         TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.
     """
     from terapipe_ds.json_text import parse_json
+    from terapipe_ds.runtime.first_layout import first_layout
     from terapipe_ds.runtime.laying_out import lay_out as lay_out_parts
-    from terapipe_ds.runtime.layout import layout_of
 
     raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(Path(ds_config).read_bytes())
     config = _section(raw)
     if config.enabled:
-        lay_out_parts(module, layout_of(config, module.num_stages))
+        layout, _ = first_layout(config, raw, module)
+        lay_out_parts(module, layout)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 from collections.abc import Iterator, Sequence
@@ -28,15 +29,15 @@ def best_where_layers_stand(
     config where one that wants the layers elsewhere is faster by more than 1 %.
 
     Args:
-        parts: as measured, by the cut that ``engine.module`` has.
+        parts: as measured, by the cut that ``engine.module`` has, or by any where the shares of layers are known.
         memory: the same of memory, or None.
 
     Raises:
         MemoryLimitError: no schedule fits that runs where the layers stand.
     """
     layout, config = engine._layout, engine.terapipe_config
-    cuts = _Cuts(engine.module, layout, parts, memory)
-    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes}
+    cuts = Cuts(engine.module, layout, parts, memory)
+    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes, "both_ways_s_of": cuts.both_ways_s}
     options["memory_of"] = None if memory is None else cuts.memory
     shape = engine.num_stages, engine.micro_batches
     if config.slices == "auto":
@@ -56,33 +57,38 @@ def _plain(ranking: Ranking) -> PlanResult:
     return choose(results)
 
 
-def _standing(engine: Any, cuts: _Cuts, length: int, limit_bytes: float | None) -> PlanResult:
+def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
     """The best of those on a layout of several parts per stage, searched with the whole budget."""
     layout, config = engine._layout, engine.terapipe_config
     options: dict[str, Any] = {
         "memory": cuts.measured_memory, "memory_limit_bytes": limit_bytes,
         "chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement,
     }  # fmt: skip
-    costs, shape = list(cuts.parts.costs), (engine.num_stages, engine.micro_batches)
+    costs, shape = cuts.costs(layout.num_parts), (engine.num_stages, engine.micro_batches)
     if config.slices == "auto":
-        return plan_slices(costs, length, *shape, config.granularity_tokens, "auto", **options)
-    return best_schedule(costs, config.plan_for(length), *shape, **options)
+        result = plan_slices(costs, length, *shape, config.granularity_tokens, "auto", **options)
+    else:
+        result = best_schedule(costs, config.plan_for(length), *shape, **options)
+    extra_s = cuts.both_ways_s(layout.num_parts) if layout.has_copies else 0.0
+    return dataclasses.replace(result, extra_s=extra_s)
 
 
 def _advice(ranking: Ranking, standing: PlanResult, layout: Layout) -> list[str]:
     """What to write in the config to train faster, where that is worth it."""
     best = ranking.results[0] if ranking.results else standing
     stands = placement_for(best.schedule, layout.num_stages, best.chunks_per_stage) == layout.placement
-    gain = 1 - best.predicted_s / standing.predicted_s if standing.predicted_s > 0 else 0.0
+    gain = 1 - best.total_s / standing.total_s if standing.total_s > 0 else 0.0
     if stands or gain <= WORTH_MOVING:
         return []
+    besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
     return [
-        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}, but wants the layers "
-        f'at other places: set "schedule": "{best.schedule}", "chunks_per_stage": {best.chunks_per_stage} to try it'
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}{besides}, but wants "
+        f'the layers at other places: set "schedule": "{best.schedule}", "chunks_per_stage": {best.chunks_per_stage} '
+        "to try it"
     ]
 
 
-class _Cuts:
+class Cuts:
     """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``."""
 
     def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: Any) -> None:
@@ -91,7 +97,7 @@ class _Cuts:
 
     def costs(self, num_parts: int) -> list[Any] | None:
         """None where the layers cannot be cut in so many parts."""
-        if num_parts == self._layout.num_parts:
+        if num_parts == self._layout.num_parts and self.parts.shares is None:
             return list(self.parts.costs)
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.cut(num_parts, bounds)
@@ -103,7 +109,14 @@ class _Cuts:
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
 
+    def both_ways_s(self, num_parts: int) -> float | None:
+        """What a pipeline of these parts that goes both ways takes besides its makespan; None where it is not known."""
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
+
     def _bounds(self, num_parts: int) -> list[int] | None:
+        if num_parts == self._layout.num_parts:
+            return list(self._module.parts)
         if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
             return None if len(self._module._layer_specs) < num_parts else list(range(num_parts + 1))
         return bounds_of(self._module, num_parts, [layer.parameters for part in self.parts.shares for layer in part])

@@ -16,6 +16,7 @@ from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_analytic import analytic_costs
 from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
+from terapipe_ds.devices import device_card
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import simulate
@@ -264,3 +265,21 @@ def test_without_torch() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "predicted" in done.stdout
+
+
+def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counted by hand for gpt3-1b in fp16: bytes of two parts over the link, their reduction over two replicas, which
+    is as long again, and Adam on both."""
+    options = (*SMALL, "--device", "v100-32gb", "--granularity", "512", "--data-parallel", "2")
+    found = as_json(capsys, *options)
+    card = device_card("v100-32gb")
+    counts = [part.num_parameters() for part in analytic_costs("gpt3-1b", card, num_stages=4, dtype="fp16")]
+    adam_s = [part.step_s() for part in analytic_costs("gpt3-1b", card, num_stages=4, dtype="fp16")]
+    link_s = [2 * count / card.node_link.bandwidth_bytes_per_s for count in counts]
+    pair_s = max(2 * (link_s[k] + link_s[3 - k]) + adam_s[k] + adam_s[3 - k] for k in range(4))
+    expected_s = pair_s - max(map(sum, zip(link_s, adam_s, strict=True)))
+    extras = {one["schedule"]: one["extra_s"] for one in found["ranking"] if "extra_s" in one}
+    assert extras["chimera"] == extras["chimera-seq"] == pytest.approx(expected_s, rel=1e-9)
+    assert set(extras.values()) == {0.0, extras["chimera"]}
+    alone = as_json(capsys, *options, "--schedule", "chimera")
+    assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)

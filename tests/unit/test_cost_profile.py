@@ -37,7 +37,10 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
         "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
         "backward_spread": 0.02, "repeats": 5, "weight_s": None,
     }  # fmt: skip
-    assert written["links"] == [{"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9}]
+    (link,) = written["links"]
+    assert link == {
+        "tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None
+    }  # fmt: skip
     assert written["key"]["versions"] == {"deepspeed": "0.19.8", "torch": "2.13.0"}
 
 
@@ -90,6 +93,28 @@ def test_a_profile_without_shares_of_layers_is_still_read() -> None:
     document = json.loads(one_part(0).to_json())
     del document["parts"][0]["layer_shares"]
     assert Profile.from_json(json.dumps(document)) == one_part(0)
+
+
+def test_a_profile_without_a_fingerprint_of_layers_is_still_read() -> None:
+    document = json.loads(one_part(0).to_json())
+    assert document["key"].pop("layers_fingerprint") is None
+    assert Profile.from_json(json.dumps(document)) == one_part(0)
+    document["key"]["layers_fingerprint"] = 3
+    with pytest.raises(ProfileError, match="layers_fingerprint = 3: expected text"):
+        Profile.from_json(json.dumps(document))
+
+
+def test_a_profile_without_bytes_of_messages_is_still_read() -> None:
+    document = json.loads(one_part(0).to_json())
+    assert document["links"][0].pop("num_bytes") is None
+    assert Profile.from_json(json.dumps(document)) == one_part(0)
+    document["links"][0]["num_bytes"] = 4096
+    again = Profile.from_json(json.dumps(document))
+    assert again.links[0].num_bytes == 4096 and Profile.from_json(again.to_json()) == again
+    for wrong in (0, -1, 1.5, True):
+        document["links"][0]["num_bytes"] = wrong
+        with pytest.raises(ProfileError, match="num_bytes = .*: expected an integer >= 1"):
+            Profile.from_json(json.dumps(document))
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -239,7 +264,8 @@ def test_what_is_no_mismatch() -> None:
 
 
 def test_every_field_of_the_key_is_compared() -> None:
-    assert {field.name for field in dataclasses.fields(ProfileKey)} - {"model"} == set(CHANGES)
+    fields = {field.name for field in dataclasses.fields(ProfileKey)}
+    assert fields - {"model", "layers_fingerprint"} == set(CHANGES)  # the latter says less than model_fingerprint
 
 
 def test_gather() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from test_chunked_schedules import best_by_hand
 from test_search import every_plan
@@ -13,6 +15,7 @@ from terapipe_ds.planner import (
     MemoryModel,
     PartMemory,
     PlannerError,
+    Ranking,
     plan_slices,
     rank_given,
     rank_schedules,
@@ -121,6 +124,41 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     assert caught.value.need_bytes == min(one.need_bytes for one in nothing.refused)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_what_comes_on_top_counts(given: bool) -> None:
+    """On two stages with F = 1, B = 2 per part of a micro-batch of one slice, m = 2: plain schedules take 3 m + 3 = 9,
+    chimera, whose stages start together and each hold both parts, 6 or a little more."""
+
+    class OneSlice:
+        def forward_s(self, tokens: int, prefix: int) -> float:
+            return 1.0
+
+        def backward_s(self, tokens: int, prefix: int) -> float:
+            return 2.0
+
+    def ranked(extra_s: float | None) -> Ranking:
+        options: dict[str, Any] = {"both_ways_s_of": {2: extra_s}.get}
+        whole = lambda n: OneSlice() if n == 2 else None  # noqa: E731
+        if given:
+            return rank_given(whole, SlicePlan((4,)), 2, 2, **options)
+        return rank_schedules(whole, 4, 2, 2, 4, **options)
+
+    free = ranked(0.0)
+    chimera_s = free.best.predicted_s
+    assert free.best.schedule.startswith("chimera") and 6 <= chimera_s < 9
+    for extra_s, schedules in ((8.9 - chimera_s, "chimera"), (9.1 - chimera_s, "1f1b")):
+        ranking = ranked(extra_s)
+        assert schedules in ranking.best.schedule
+        found = {one.schedule: (one.predicted_s, one.extra_s, one.total_s) for one in ranking.results}
+        assert found["chimera"] == (chimera_s, extra_s, chimera_s + extra_s) and found["1f1b"] == (9, 0, 9)
+        assert {one["schedule"]: one["extra_s"] for one in ranking.to_dicts()}["chimera"] == extra_s
+        ratios = {line.split()[0]: line.split("x ")[0].split()[-1] for line in describe_ranking(ranking)[1:]}
+        assert float(ratios["chimera"]) == pytest.approx((chimera_s + extra_s) / ranking.best.total_s, abs=1e-3)
+    text = describe(next(one for one in ranked(0.5).results if one.schedule == "chimera"))
+    assert any("500.00 ms more to sum and step" in line for line in text)
+    assert ranked(None).best.extra_s is None and ranked(None).best.total_s == chimera_s
+
+
 def test_no_worse_than_a_search_of_the_plain_ones() -> None:
     alone = plan_slices(cut_in(2), 16, 2, 3, 1, "auto")
     assert rank_schedules(cut_in, 16, 2, 3, 1).best.predicted_s <= alone.predicted_s * 1.001
@@ -138,6 +176,6 @@ def test_in_words() -> None:
     ]  # fmt: skip
     assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11
     free = describe_ranking(rank_schedules(costs, 8, 2, 4, 4))
-    assert "not counted: chimera" in free[-1]
+    assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")
     assert describe(two)[0] == "schedule  zbv, 2 parts per stage"

@@ -145,7 +145,7 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks([CONFIG, CONFIG])
     theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
     monkeypatch.setattr(agreement, "torch_dist", ranks)
-    monkeypatch.setattr(agreement, "_gathered", lambda mine: [mine, theirs])
+    monkeypatch.setattr(agreement, "gathered", lambda mine: [mine, theirs])
     with pytest.raises(TeraPipeConfigError) as caught:
         require_equal_configs(CONFIG)
     lines = str(caught.value).splitlines()[1:]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from terapipe_ds.cost_profile import CostSample, LinkSample, Profile, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.measuring import PartCosts
 from terapipe_ds.runtime.profile_cache import combine
-from terapipe_ds.runtime.profile_key import profile_key
+from terapipe_ds.runtime.profile_key import describe_each_layer, describe_layers, profile_key
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
 NO_MESSAGES = ((16, 0.0), (64, 0.0))
@@ -78,6 +82,36 @@ def _key(**changes: Any) -> ProfileKey:
     module.activation_checkpoint_interval = 0  # type: ignore[assignment]
     described = [[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], 0]
     return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
+
+
+class _Cut:
+    """What a stage knows of seven layers, from ``start`` to ``stop``; the last is the first one again, tied."""
+
+    def __init__(self, start: int, stop: int, width: int = 3, interval: int = 0) -> None:
+        self._layer_specs = [LayerSpec(nn.Linear, width, width, bias=n % 2 == 0) for n in range(6)]
+        self._layer_specs.append(TiedLayerSpec("tied", nn.Linear, width, width, forward_fn=len))
+        self._local_start, self._local_stop, self.activation_checkpoint_interval = start, stop, interval
+        built = [spec.build() for spec in self._layer_specs]
+        self.forward_funcs = [*built[:6], functools.partial(len, built[6])][start:stop]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return nn.ModuleList(f for f in self.forward_funcs if isinstance(f, nn.Module)).parameters()
+
+
+def _of_cut(bounds: list[int], **model: int) -> ProfileKey:
+    stages = [_Cut(start, stop, **model) for start, stop in itertools.pairwise(bounds)]
+    each = [layer for stage in stages for layer in describe_each_layer(stage)]
+    options: dict[str, Any] = {"module": stages[0], "device": torch.device("cpu"), "rows": 2, "length": 64}
+    return profile_key([describe_layers(stage) for stage in stages], each_layer=each, **options)
+
+
+def test_one_fingerprint_of_layers_for_every_cut() -> None:
+    keys = [_of_cut(bounds) for bounds in ([0, 3, 7], [0, 4, 7], [0, 1, 2, 6, 7], [0, 7])]
+    assert len({key.layers_fingerprint for key in keys}) == 1 and None not in {key.layers_fingerprint for key in keys}
+    assert len({key.model_fingerprint for key in keys}) == len(keys)
+    for other in ({"width": 4}, {"interval": 1}):
+        assert _of_cut([0, 3, 7], **other).layers_fingerprint != keys[0].layers_fingerprint
+    assert _key().layers_fingerprint is None
 
 
 @pytest.mark.parametrize(

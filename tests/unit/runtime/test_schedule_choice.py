@@ -23,18 +23,23 @@ LENGTH, STAGES, LAYERS = 8, 2, 8
 class _Module:
     """Cuts its layers evenly, as DeepSpeed's "uniform"; bounds have a dry run on a real one in test_planning."""
 
-    def __init__(self) -> None:
-        self._layer_specs = [None] * LAYERS
-        self.parts, self.num_stages, self._local_start, self._local_stop = [0, 4, 8], STAGES, 0, 4
+    def __init__(self, num_parts: int, layers: int) -> None:
+        self._layer_specs = [None] * layers
+        self.num_stages, self._local_start, self._local_stop = num_parts, 0, layers // num_parts
+        self._partition_layers("uniform")
+        self.num_stages = STAGES
 
     def _partition_layers(self, method: str) -> None:
-        self.parts = [LAYERS * part // self.num_stages for part in range(self.num_stages + 1)]
+        layers = len(self._layer_specs)
+        self.parts = [layers * part // self.num_stages for part in range(self.num_stages + 1)]
 
 
-def engine_on(schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto") -> Any:
+def engine_on(
+    schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto", layers: int = LAYERS
+) -> Any:
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks))
     config = TeraPipeConfig(enabled=True, schedule="auto", slices=slices, granularity_tokens=4)
-    module = _Module()
+    module = _Module(layout.num_parts, layers)
     return SimpleNamespace(
         _layout=layout, terapipe_config=config, module=module, num_stages=STAGES, micro_batches=micro_batches
     )
@@ -73,14 +78,34 @@ def test_what_stands_is_what_runs(schedule: str, chunks: int, parts: int) -> Non
 
 
 def test_nothing_is_recommended_where_what_stands_is_best() -> None:
-    engine = engine_on("seq1f1b", 1)
-    engine.module._layer_specs = [None] * 2  # no layers for other layouts than these, and an even number of stages
+    engine = engine_on("seq1f1b", 1, layers=2)  # no layers for other layouts than these, and an even number of stages
     slow = UnitCosts(LENGTH)
     parts = MeasuredParts([slow, slow], [[LayerShare(1.0, 1.0, 1)]] * 2)
     memory = MemoryModel((PartMemory(100, 0.0),) * 2)
     _, lines = best_where_layers_stand(engine, parts, LENGTH, memory, 150)  # chimera holds both parts
     assert not any("would take" in line for line in lines)
     assert any("chimera" in line and "needs" in line for line in lines)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "advised"), [(1e9, True), (100.0, False), (None, True)])
+def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advised: bool) -> None:
+    """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
+    engine = engine_on("seq1f1b", 1, slices=(8,), layers=2)
+
+    class Whole:  # no W: nothing but chimera is faster than 1f1b
+        forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
+
+    shares = [[LayerShare(1.0, 1.0, 50)]] * 2
+    parts = MeasuredParts([Whole(), Whole()], shares, bytes_per_s)
+    result, lines = best_where_layers_stand(engine, parts, LENGTH, None, None)
+    assert result.chunks_per_stage == 1 and result.extra_s == 0
+    assert ("would take" in lines[-1]) == advised
+    if advised:
+        assert ("the sum of gradients not counted" in lines[-1]) == (bytes_per_s is None)
+    row = next(line for line in lines if line.startswith("chimera "))
+    assert {1e9: "+0.00 ms", 100.0: "+4.000 s", None: "unknown"}[bytes_per_s] in row
+    standing, _ = best_where_layers_stand(engine_on("chimera", 2, slices=(8,), layers=2), parts, LENGTH, None, None)
+    assert standing.extra_s == (None if bytes_per_s is None else 400 / bytes_per_s)
 
 
 def test_a_limit_that_only_another_layout_meets() -> None:

@@ -1,0 +1,136 @@
+"""``"schedule": "auto"`` with a profile that is there before the layers move: the layout of the best schedule of all.
+
+Without one, costs are known only after the engine stands, and layers stay where they are. Rank 0 reads the profile and
+ranks the schedules; all ranks take its answer, an error too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch.distributed as torch_dist
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.cost_model import CostModel
+from terapipe_ds.cost_profile import Profile, ProfileError
+from terapipe_ds.planner import PlanResult, Ranking, choose, rank_given, rank_schedules
+from terapipe_ds.planner.recut import MeasuredParts
+from terapipe_ds.runtime.agreement import gathered
+from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.laying_out import can_move
+from terapipe_ds.runtime.layout import Layout, layout_of
+from terapipe_ds.runtime.log import show_log
+from terapipe_ds.runtime.parted import PartedModule
+from terapipe_ds.runtime.schedule_choice import WORTH_MOVING, Cuts
+from terapipe_ds.schedule import placement_for
+from terapipe_ds.schedule.placement import BIDIRECTIONAL
+
+logger = logging.getLogger("terapipe_ds")
+
+
+class _Answer(NamedTuple):
+    """What one rank knows; of rank 0 also the schedule whose layout is best, and why."""
+
+    can_move: bool
+    schedule: str | None = None
+    chunks_per_stage: int = 1
+    why: str = ""
+    error: ProfileError | None = None
+
+
+def first_layout(
+    config: TeraPipeConfig, raw: Mapping[str, Any], module: Any, parameters: Any = None, optimizer: Any = None
+) -> tuple[Layout, Any]:
+    """Where the layers of ``module`` are to stand, and ``parameters``, read once where they are an iterator.
+
+    That of the config's schedule; with "auto" and a profile from a file that of the schedule with the least predicted
+    time, if it is better by more than can be measured. A collective over all ranks then.
+
+    Args:
+        raw: DeepSpeed's config.
+        parameters, optimizer: as of ``deepspeed.initialize``; where they were made of layers that then could not move,
+            layers stay.
+
+    Raises:
+        TeraPipeConfigError: the schedule has no layout on so many stages.
+        ProfileError: on every rank: rank 0 cannot read the profile.
+    """
+    stages = module.num_stages
+    if config.schedule != "auto" or config.planner.profile == "measure" or config.chunks_per_stage > 1:
+        return layout_of(config, stages), parameters
+    if isinstance(module, PartedModule):  # terapipe_ds.lay_out() was here before
+        return module.terapipe_layout, parameters
+    if isinstance(parameters, Iterator):
+        parameters = list(parameters)
+    mine = _Answer(can_move(module, parameters, optimizer))
+    if torch_dist.get_rank() == 0:
+        mine = _answer_of_rank_0(mine.can_move, config, raw, module)
+    everyone = gathered(mine) if torch_dist.get_world_size() > 1 else [mine]
+    answer: _Answer = everyone[0]
+    if answer.error is not None:
+        raise on_every_rank(answer.error)
+    moves = answer.schedule is not None and all(each.can_move for each in everyone)
+    if torch_dist.get_rank() == 0:
+        show_log(0)
+        stay = "; but they stay, for the optimizer or its parameters are made of them"
+        kept = "" if moves or answer.schedule is None else stay
+        logger.info('schedule "auto": %s%s', answer.why, kept)
+    if not moves or answer.schedule is None:
+        return Layout.plain(stages), parameters
+    return Layout(stages, placement_for(answer.schedule, stages, answer.chunks_per_stage)), parameters
+
+
+def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> _Answer:
+    try:
+        profile = Profile.load(config.planner.profile)
+    except ProfileError as error:
+        return _Answer(movable, error=error)
+    parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
+    if parts.shares is None or profile.key.layers_fingerprint is None:
+        return _Answer(movable, why=f"layers stay; {config.planner.profile} does not tell what each layer takes")
+    if sum(map(len, parts.shares)) != len(module._layer_specs):
+        return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
+    length, count = profile.key.sequence_length, micro_batches_of(raw, module)
+    try:
+        ranking = _ranked(config, module, parts, length, count)
+    except ValueError as error:  # slices of another length, say: the first batch has its own
+        return _Answer(movable, why=f"layers stay; no schedules were compared ({error})")
+    results = [one for one in ranking.results if _can_train(one, raw)]
+    plain, best = choose([one for one in results if one.chunks_per_stage == 1]), choose(results)
+    case = f"for {length} tokens and {count} micro-batches"
+    gain = 1 - best.total_s / plain.total_s if plain.total_s > 0 else 0.0
+    if best.chunks_per_stage == 1 or gain <= WORTH_MOVING:
+        return _Answer(movable, why=f"layers stay, no other layout is better than that of {plain.schedule} {case}")
+    chunks = best.chunks_per_stage
+    why = f"layers are laid out for {best.schedule}, {chunks} parts per stage, predicted to take {gain:.1%} less time "
+    return _Answer(movable, best.schedule, chunks, f"{why}than {plain.schedule} {case}")
+
+
+def _ranked(config: TeraPipeConfig, module: Any, parts: MeasuredParts, length: int, count: int) -> Ranking:
+    cuts = Cuts(module, Layout.plain(module.num_stages), parts, None)
+    shape = module.num_stages, count
+    if config.slices == "auto":
+        return rank_schedules(
+            cuts.costs, length, *shape, config.granularity_tokens, both_ways_s_of=cuts.both_ways_s
+        )  # fmt: skip
+    return rank_given(cuts.costs, config.plan_for(length), *shape, both_ways_s_of=cuts.both_ways_s)
+
+
+def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:
+    """Without those that `copies.problem_of_copies` would refuse, and those that take more than is known."""
+    types = raw.get("data_types")
+    other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
+    return result.schedule not in BIDIRECTIONAL or (not other_dtype and result.extra_s is not None)
+
+
+def micro_batches_of(raw: Mapping[str, Any], module: Any) -> int:
+    """``gradient_accumulation_steps``, said or, as DeepSpeed does, from the other two sizes of a batch."""
+    names = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    said, batch, rows = (value if type(value := raw.get(name)) is int and value > 0 else None for name in names)
+    if said is not None:
+        return said
+    if batch is None or rows is None:
+        return 1
+    return max(1, batch // (rows * max(1, int(module._grid.data_parallel_size))))

@@ -1,0 +1,170 @@
+"""``"schedule": "auto"`` with a profile from a file: layers go where the best schedule of all wants them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import PipelineModule
+
+import terapipe_ds
+from terapipe_ds.cost_profile import ProfileError
+from terapipe_ds.models import gpt
+from terapipe_ds.runtime.parted import PartedModule
+from terapipe_ds.schedule import placement_for
+from tests.distributed.engines import (
+    LENGTH,
+    batches,
+    build,
+    config,
+    differences,
+    engine_of,
+    gpt_layers,
+    run_training,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+SHARES = [0.25] * 4, [0.25, 0.25, 0.5]
+AUTO = {"schedule": "auto", "slices": "auto", "granularity_tokens": 4}
+
+
+def job_measure(folder: str) -> None:
+    planned = section(**{**AUTO, "schedule": "seq1f1b", "planner": {"cache_dir": folder}})
+    with engine_of(gpt_layers(), planned) as engine:
+        train(engine, batches(1))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of the two stages of this very model. Copy it."""
+    folder = tmp_path_factory.mktemp("profiles")
+    rank_pool(2).run(job_measure, folder=str(folder))
+    (file,) = [f for f in folder.glob("profile-*.json") if ".memory." not in f.name]
+    return file
+
+
+def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None = None, **key: Any) -> Path:
+    """The profile with other numbers: two parts take the same, and so do four; B and W take as long as F."""
+    document = json.loads(measured.read_text())
+    document["key"].update(key)
+    for part in document["parts"]:
+        for sample in part["samples"]:
+            forward_s = 1e-3 * (100 + sample["tokens"])
+            sample.update(forward_s=forward_s, backward_s=2 * forward_s, weight_s=forward_s)
+        # seven layers, 4 and 3 of them on a stage; of four parts the last has the last one alone
+        for share, value in zip(part["layer_shares"], SHARES[part["part_id"]], strict=True):
+            share.update(forward=value, backward=value)
+    for link in document["links"]:
+        link.update(send_s=send_s, num_bytes=num_bytes)
+    path = folder / "profile.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+class _Log(logging.Handler):
+    def __enter__(self) -> list[str]:
+        self.lines: list[str] = []
+        logging.getLogger("terapipe_ds").addHandler(self)
+        return self.lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("terapipe_ds").removeHandler(self)
+
+
+def job_train(path: str, **changes: Any) -> tuple[dict[str, float], dict[tuple[int, int], int], str, list[str]]:
+    with _Log() as lines, engine_of(gpt_layers(), section(**AUTO, planner={"profile": path}), **changes) as engine:
+        ours = train(engine, batches(2))
+        found = dict(engine._layout.placement), engine._plans._planner.known(LENGTH).schedule
+    stock = run_training(gpt_layers, None, batches(2), stages=1)
+    return differences(ours, stock), *found, [line for line in lines if line.startswith('schedule "auto"')]
+
+
+@pytest.mark.parametrize(("num_bytes", "schedules"), [(None, ("zbv",)), (10**12, ("chimera-seq", "chimera"))])
+def test_the_best_schedule_of_all_runs(
+    measured: Path, tmp_path: Path, num_bytes: int | None, schedules: tuple[str, ...]
+) -> None:
+    """Two micro-batches on two stages with F = B = W: on a V the second stage waits for half as long as on a line, and
+    with one micro-batch in each direction nobody waits. But what sums of gradients take must be known, and little."""
+    first, second = rank_pool(2).run(job_train, path=str(by_hand(measured, 1e-6, tmp_path, num_bytes)))
+    assert not violations([first[0], second[0]])
+    (line,) = first[3]
+    assert first[1] == second[1] == placement_for(schedules[0], 2, 2), line
+    assert first[2] == second[2] and first[2] in schedules
+    assert f"laid out for {schedules[0]}" in line and "23 tokens and 2 micro-batches" in line
+    assert second[3] == []
+
+
+def test_layers_stay_where_links_are_slow(measured: Path, tmp_path: Path) -> None:
+    """On a V a micro-batch crosses links twice as often, on a loop three times."""
+    first, second = rank_pool(2).run(job_train, path=str(by_hand(measured, 10.0, tmp_path)))
+    assert not violations([first[0], second[0]])
+    assert first[1] == second[1] == {(0, 0): 0, (1, 0): 1} and first[2] == second[2]
+    assert "layers stay" in first[3][0]
+
+
+def test_a_profile_that_does_not_know_its_layers(measured: Path, tmp_path: Path) -> None:
+    """One of an earlier version serves the cut that it was measured with."""
+    first, _ = rank_pool(2).run(job_train, path=str(by_hand(measured, 1e-6, tmp_path, layers_fingerprint=None)))
+    assert first[1] == {(0, 0): 0, (1, 0): 1} and "does not tell what each layer takes" in first[3][0]
+
+
+def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
+    terapipe = section(slices="auto", granularity_tokens=4, planner={"profile": path})
+    with engine_of(gpt_layers(), terapipe, module={"partition_method": "type:Decoder"}) as engine:
+        train(engine, batches(1))
+        planner = engine._plans._planner
+        found: list[float] = []
+        search = planner._search
+        planner._search = lambda costs, *rest: found.extend(c.forward_s(23, 0) for c in costs) or search(costs, *rest)
+        planner._plan(LENGTH)
+        return list(engine.module.parts), found
+
+
+def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path) -> None:
+    """Measured with 4 and 3 layers on the two stages, 0.123 s each; the run has 3 and 4."""
+    path = by_hand(measured, 1e-6, tmp_path)
+    (bounds, costs), _ = rank_pool(2).run(job_cut_otherwise, path=str(path))
+    assert bounds == [0, 3, 7] and costs == pytest.approx([0.75 * 0.123, 1.25 * 0.123])
+
+
+def job_refused(path: str, **changes: Any) -> str:
+    with pytest.raises(ProfileError) as caught:
+        build(gpt_layers(), section(**AUTO, planner={"profile": path}))
+    return str(caught.value)
+
+
+def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
+    for message in rank_pool(2).run(job_refused, path=str(tmp_path / "none.json")):
+        assert "cannot read the profile" in message and "none.json" in message
+
+
+def job_early(path: str) -> tuple[bool, Any, Any]:
+    terapipe = section(**AUTO, planner={"profile": path})
+    module = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    terapipe_ds.lay_out(module, config(terapipe=terapipe))
+    own = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    ds_config = config(terapipe=terapipe)
+    del ds_config["optimizer"]
+    sgd = torch.optim.SGD(own.parameters(), lr=0.1)
+    with _Log() as lines:
+        engine = terapipe_ds.initialize(model=own, optimizer=sgd, config=ds_config)[0]
+    placement = dict(engine._layout.placement)
+    engine.destroy()
+    return isinstance(module, PartedModule), placement, lines
+
+
+def test_what_was_made_of_layers_keeps_them(measured: Path, tmp_path: Path) -> None:
+    first, second = rank_pool(2).run(job_early, path=str(by_hand(measured, 1e-6, tmp_path)))
+    assert first[0] and second[0]  # lay_out moves them, for who makes an optimizer afterwards
+    assert first[1] == second[1] == {(0, 0): 0, (1, 0): 1}
+    assert any("but they stay, for the optimizer" in line for line in first[2])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +20,18 @@ from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.probe import StageProbe
 
 LENGTH = 16
+
+
+class Named(NamedTuple):
+    x: Tensor
+    twice: Tensor
+
+
+class Output(OrderedDict[str, Tensor]):
+    """As the outputs of models in other libraries: items are attributes."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
 
 
 class Clock:
@@ -56,7 +70,9 @@ def test_each_layer_has_its_own_time() -> None:
     assert layers.backward() == prices
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 2 * x), lambda x: {"x": [x], "n": 3, "no": None}])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x, 2 * x), lambda x: {"x": [x], "n": 3, "no": None}, lambda x: Named(x, 2 * x)]
+)
 def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None:
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -64,6 +80,8 @@ def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None
     def unwrap(value: Any) -> Tensor:
         if isinstance(value, dict):
             return value["x"][0]
+        if isinstance(value, Named):
+            return value.x + value.twice
         return value if torch.is_tensor(value) else value[0] + value[1]
 
     functions: list[Callable[[Any], Any]] = [
@@ -142,6 +160,37 @@ def test_shares_of_a_part(first: bool, last: bool) -> None:
         assert sum(getattr(share, name) for share in shares) == pytest.approx(1.0)
     counts = [sum(p.numel() for p in f.parameters()) if isinstance(f, nn.Module) else 0 for f in functions]
     assert [share.parameters for share in shares] == counts
+
+
+def _through_an_output() -> list[Any]:
+    first, last = gpt()[1:3]
+    return [lambda x: Output(x=first(x)), lambda output: last(output.x)]
+
+
+def _with_a_graph_beside() -> list[Any]:
+    first, last = gpt()[1:3]
+    kept: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        kept[:] = [y := first(x)]
+        return y
+
+    return [noted, lambda x: last(x) + kept[0].square().mean()]
+
+
+@pytest.mark.parametrize("layers", [_through_an_output, _with_a_graph_beside])
+def test_layers_that_run_only_as_a_whole_have_no_shares(
+    layers: Callable[[], list[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    probe = probe_of(layers(), False, False)
+    with caplog.at_level(logging.INFO, "terapipe_ds"):
+        assert layer_shares(probe, [4, LENGTH]) is None
+    (line,) = caplog.messages
+    assert "part 0 cannot be timed one by one" in line and "\n" not in line
+    assert probe.store.live_bytes() == 0
+    _, live = probe.forward(4, 4)  # the part as a whole still runs
+    probe.backward(live)
 
 
 def test_an_expensive_layer_has_the_larger_share() -> None:

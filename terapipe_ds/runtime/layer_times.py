@@ -29,6 +29,7 @@ class LayerByLayer:
         self._functions, self._now_s = tuple(functions), now_s
         self._runs: list[tuple[list[torch.Tensor], list[torch.Tensor], float]] = []
         self._ends: list[torch.Tensor] = []
+        self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
 
     def __call__(self, inputs: Any) -> Any:
         """Outputs of the last layer, without the graph behind them.
@@ -47,7 +48,9 @@ class LayerByLayer:
             _tensors_in(inputs, outputs)
             self._runs.append((leaves, outputs, seconds))
         self._ends = []
-        return _apart(inputs, self._ends)
+        outputs_alone = _apart(inputs, self._ends)
+        self.ended_s = self._now_s()
+        return outputs_alone
 
     def backward(self) -> list[tuple[float, float]]:
         """Seconds of forward and backward by layer, after the backward of what was made of the outputs."""

@@ -189,7 +189,7 @@ class AutoPlanner:
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
             "weights": True,  # W is measured as well
-            "layers": True,  # and what each layer takes of its part
+            "layers": "with the loss",  # and what each layer takes of its part
             "message_bytes": True,  # and the bytes of messages are noted
         }
 

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import terapipe_ds.runtime.probe as probe_module
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch import SliceableTensors
@@ -205,6 +207,22 @@ def test_recomputation_is_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> No
     assert probe.layer_seconds(4) == [(1.0, 3.0), (2.0, 5.0)]
     monkeypatch.setattr(Part, "activation_checkpoint_interval", 1)
     assert probe.layer_seconds(4) == [(1.0, 4.0), (2.0, 7.0)]
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    """Layers of 1 s and a head of 2 s each way, and a loss whose forward takes 4 s and its backward 12 s."""
+    clock = Clock()
+    monkeypatch.setattr(Part, "activation_checkpoint_interval", interval)
+    linears = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 31)]
+    layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 1.0, 2.0), strict=True)]
+    probe = probe_of(layers, False, True)
+    probe.loss_fn = lambda y, labels: Slow.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0)
+    monkeypatch.setattr(probe_module, "_now_s", clock)
+    assert probe.forward(4, 0)[0] == 1 + 1 + 2 + 4
+    again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
+    backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
+    assert probe.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, strict=True))
 
 
 def test_a_slice_of_a_quarter_twice_or_the_shortest_once(monkeypatch: pytest.MonkeyPatch) -> None:

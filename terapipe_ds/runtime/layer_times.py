@@ -93,8 +93,8 @@ def layer_shares(probe: Any, lengths: Sequence[int]) -> tuple[LayerShare, ...] |
         return None
     forward_s = [min(run[n][0] for run in runs) for n in range(len(functions))]
     backward_s = [min(run[n][1] for run in runs) for n in range(len(functions))]
-    counts = [_parameters(function) for function in functions]
-    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts))
+    counts, trained = zip(*map(_parameters, functions), strict=True)
+    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:
@@ -102,9 +102,11 @@ def _shares(seconds: Sequence[float]) -> list[float]:
     return [each / total if total > 0 else 1 / len(seconds) for each in seconds]
 
 
-def _parameters(function: Any) -> int:
+def _parameters(function: Any) -> tuple[int, int]:
+    """How many a layer has, and how many of them are trained."""
     module = module_of(function)
-    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
+    parameters = [] if module is None else list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _apart(value: Any, leaves: list[torch.Tensor]) -> Any:

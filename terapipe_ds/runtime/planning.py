@@ -190,7 +190,7 @@ class AutoPlanner:
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
             "weights": True,  # W is measured as well
-            "layers": "with the loss",  # and what each layer takes of its part
+            "layers": "with the loss, trained",  # and what each layer takes of its part, and how much of it is trained
             "message_bytes": True,  # and the bytes of messages are noted
         }
 

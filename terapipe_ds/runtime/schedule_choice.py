@@ -124,7 +124,7 @@ class Cuts:
         if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
             return None if len(self._module._layer_specs) < num_parts else list(range(num_parts + 1))
         if num_parts not in self._dry_runs:  # it may take long, and what fails is logged
-            counts = [layer.parameters for part in self.parts.shares for layer in part]
+            counts = [layer.trained for part in self.parts.shares for layer in part]
             self._dry_runs[num_parts] = bounds_of(self._module, num_parts, counts)
         return self._dry_runs[num_parts]
 
@@ -136,7 +136,7 @@ def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[in
     The module stays as it is: nothing is built, drawn, or printed.
 
     Args:
-        parameters: of each layer; DeepSpeed builds every layer once more to count them.
+        parameters: of each layer, those that are trained; DeepSpeed builds every layer once more to count them.
     """
     if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
         return None

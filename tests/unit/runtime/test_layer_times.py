@@ -180,6 +180,15 @@ def _with_a_graph_beside() -> list[Any]:
     return [noted, lambda x: last(x) + kept[0].square().mean()]
 
 
+def test_frozen_parameters_are_counted_apart() -> None:
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    layers[0].requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    shares = layer_shares(probe_of([*layers, torch.relu], False, False), [4, LENGTH])
+    assert shares is not None
+    assert [(share.parameters, share.trained) for share in shares] == [(272, 0), (272, 256), (0, 0)]
+
+
 @pytest.mark.parametrize("layers", [_through_an_output, _with_a_graph_beside])
 def test_layers_that_run_only_as_a_whole_have_no_shares(
     layers: Callable[[], list[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -113,17 +113,29 @@ class LinkSample:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """What one layer is of its part: of the seconds of its forward and its backward, and in parameters of a rank."""
+    """What one layer is of its part: of the seconds of its forward and its backward, and in parameters of a rank.
+
+    ``trained_parameters``: those that have gradients; None: not noted.
+    """
 
     forward: float
     backward: float
     parameters: int
+    trained_parameters: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
             check_float(f"layer share: {name}", getattr(self, name), zero=True)
         if type(self.parameters) is not int or self.parameters < 0:
             raise bad("layer share: parameters", self.parameters, "an integer >= 0")
+        trained = self.trained_parameters
+        if trained is not None and (type(trained) is not int or not 0 <= trained <= self.parameters):
+            raise bad("layer share: trained_parameters", trained, f"an integer from 0 to {self.parameters}, or null")
+
+    @property
+    def trained(self) -> int:
+        """The parameters that DeepSpeed counts where it cuts; all of them where those that train were not noted."""
+        return self.parameters if self.trained_parameters is None else self.trained_parameters
 
 
 @dataclass(frozen=True)
@@ -304,9 +316,11 @@ def _profile(document: dict[str, Any]) -> Profile:
 
 
 def _part(document: dict[str, Any], part_id: int) -> dict[str, Any]:
-    """With records; shares of layers came later than the format and may be missing."""
+    """With records; shares of layers came later than the format and may be missing, and what of them is trained."""
     shares, where = document.get("layer_shares"), f"parts[{part_id}]"
     if shares is not None:
+        if isinstance(shares, list):
+            shares = [{"trained_parameters": None} | each if isinstance(each, dict) else each for each in shares]
         shares = _list_of(LayerShare, shares, f"{where}.layer_shares")
     samples = _list_of(CostSample, document.get("samples"), f"{where}.samples")
     return {**document, "samples": samples, "layer_shares": shares}

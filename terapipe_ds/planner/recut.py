@@ -169,13 +169,13 @@ class MeasuredParts:
         return cls(list(models), found, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
 
     def bounds(self, num_parts: int) -> list[int] | None:
-        """Where to cut in so many parts: as measured, or by numbers of parameters; None where it cannot be."""
+        """Where to cut in so many parts: as measured, or by numbers of trained parameters; None where it cannot be."""
         if self.shares is None:
             return None
         if num_parts == len(self.shares):
             return _bounds_of(self.shares)
         layers = [layer for part in self.shares for layer in part]
-        counts = [float(layer.parameters) for layer in layers]
+        counts = [float(layer.trained) for layer in layers]
         return balanced_bounds(counts if any(counts) else [layer.forward for layer in layers], num_parts)
 
     def cut(self, num_parts: int, bounds: Sequence[int] | None = None) -> list[Any] | None:
@@ -199,7 +199,7 @@ class MeasuredParts:
         costs = None if bounds is None else self.cut(num_parts, bounds)
         if self.shares is None or bounds is None or costs is None or self.link_bytes_per_s is None:
             return None
-        counts = [layer.parameters for part in self.shares for layer in part]
+        counts = [layer.trained for part in self.shares for layer in part]
         sizes = [self.gradient_itemsize * sum(counts[start:stop]) for start, stop in itertools.pairwise(bounds)]
         return both_ways_s(sizes, self.link_bytes_per_s, steps_of(costs))
 

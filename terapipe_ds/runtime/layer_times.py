@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from terapipe_ds.cost_profile import LayerShare
 from terapipe_ds.runtime.parted import module_of
+
+logger = logging.getLogger("terapipe_ds")
 
 _QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
 _RUNS = 2  # of it: forward and backward of both together take as long as one and a half unsliced forwards
@@ -26,12 +29,13 @@ class LayerByLayer:
         self._functions, self._now_s = tuple(functions), now_s
         self._runs: list[tuple[list[torch.Tensor], list[torch.Tensor], float]] = []
         self._ends: list[torch.Tensor] = []
+        self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
 
     def __call__(self, inputs: Any) -> Any:
         """Outputs of the last layer, without the graph behind them.
 
         Raises:
-            UnknownInputs: a layer hands on something else than tensors, in lists, tuples or dicts if need be.
+            UnknownInputs: a layer hands on something else than tensors, in lists, named or plain tuples, or dicts.
         """
         self._runs.clear()
         for function in self._functions:
@@ -44,7 +48,9 @@ class LayerByLayer:
             _tensors_in(inputs, outputs)
             self._runs.append((leaves, outputs, seconds))
         self._ends = []
-        return _apart(inputs, self._ends)
+        outputs_alone = _apart(inputs, self._ends)
+        self.ended_s = self._now_s()
+        return outputs_alone
 
     def backward(self) -> list[tuple[float, float]]:
         """Seconds of forward and backward by layer, after the backward of what was made of the outputs."""
@@ -62,7 +68,8 @@ class LayerByLayer:
 
 
 def layer_shares(probe: Any, lengths: Sequence[int]) -> tuple[LayerShare, ...] | None:
-    """Of the layers of the part that ``probe`` runs; None where they cannot be told apart.
+    """Of the layers of the part that ``probe`` runs; None where they cannot be told apart: shares are a hint, and what
+    trains as a whole may fail layer by layer. Whatever fails is logged and leaves the probe's store empty.
 
     Of each layer the shorter of two runs of a slice of at most a quarter of the sequence, or of the shortest there is.
 
@@ -73,15 +80,21 @@ def layer_shares(probe: Any, lengths: Sequence[int]) -> tuple[LayerShare, ...] |
     tokens = max(quarter, default=min(lengths))
     try:
         runs = [probe.layer_seconds(tokens) for _ in range(_RUNS if quarter else 1)]
-    except UnknownInputs:
+    except Exception as error:  # of the model's own code, so of any kind
+        probe.store.reset()
+        reason = " ".join([type(error).__name__ + ":", *str(error).splitlines()[:1]])
+        logger.warning(
+            "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
+            probe.part_id, reason,
+        )  # fmt: skip
         return None
     functions = probe.module.forward_funcs
     if not functions:
         return None
     forward_s = [min(run[n][0] for run in runs) for n in range(len(functions))]
     backward_s = [min(run[n][1] for run in runs) for n in range(len(functions))]
-    counts = [_parameters(function) for function in functions]
-    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts))
+    counts, trained = zip(*map(_parameters, functions), strict=True)
+    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:
@@ -89,9 +102,11 @@ def _shares(seconds: Sequence[float]) -> list[float]:
     return [each / total if total > 0 else 1 / len(seconds) for each in seconds]
 
 
-def _parameters(function: Any) -> int:
+def _parameters(function: Any) -> tuple[int, int]:
+    """How many a layer has, and how many of them are trained."""
     module = module_of(function)
-    return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
+    parameters = [] if module is None else list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def _apart(value: Any, leaves: list[torch.Tensor]) -> Any:
@@ -100,9 +115,11 @@ def _apart(value: Any, leaves: list[torch.Tensor]) -> Any:
         leaf = value.detach().requires_grad_(value.requires_grad)
         leaves.append(leaf)
         return leaf.clone()
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):
         return type(value)(_apart(each, leaves) for each in value)
-    if isinstance(value, dict):
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        return value._make(_apart(each, leaves) for each in value)
+    if type(value) is dict:  # one of another class may keep more than its items
         return {name: _apart(each, leaves) for name, each in value.items()}
     if value is None or isinstance(value, bool | int | float | str):
         return value

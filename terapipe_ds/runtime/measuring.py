@@ -135,8 +135,14 @@ def _measured(
     samples = with_weights(measured.samples(), weight_s)
     return PartCosts(
         place.part_id, samples, (), (), memory, noise_warning(samples), measured.seconds,
-        engine.grid.get_data_parallel_rank(), layer_shares(probe, lengths),
+        engine.grid.get_data_parallel_rank(), layer_shares(probe, lengths) if _wants_shares(engine) else None,
     )  # fmt: skip
+
+
+def _wants_shares(engine: Any) -> bool:
+    """Whether somebody asks for costs of another cut: the ranking of all schedules, or who reads the profile's file."""
+    config = engine.terapipe_config
+    return config.schedule == "auto" or config.planner.cache_dir is not None
 
 
 def _all_tell_peaks(probe: StageProbe, peers: Peers) -> bool:

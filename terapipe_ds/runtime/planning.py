@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +190,7 @@ class AutoPlanner:
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
             "weights": True,  # W is measured as well
-            "layers": True,  # and what each layer takes of its part
+            "layers": "with the loss, trained",  # and what each layer takes of its part, and how much of it is trained
             "message_bytes": True,  # and the bytes of messages are noted
         }
 
@@ -239,19 +240,32 @@ class AutoPlanner:
         )  # fmt: skip
 
     def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 gets from ``ask``, on every rank; its ValueErrors as well."""
+        """What rank 0 gets from ``ask``, on every rank; its errors as well, of whatever kind."""
         if self._groups.world is None:
             return ask()
         outcome: list[Any] = [None, None]
+        own: Exception | None = None
         if torch_dist.get_rank() == 0:
             try:
                 outcome[0] = ask()
-            except ValueError as error:
-                outcome[1] = error
+            except Exception as error:
+                own, outcome[1] = error, _portable(error)
         torch_dist.broadcast_object_list(outcome, src=0, group=self._groups.world)
         if outcome[1] is not None:
-            raise on_every_rank(outcome[1])
+            raise on_every_rank(outcome[1] if own is None else own)
         return outcome[0]
+
+
+def _portable(error: Exception) -> Exception:
+    """``error``, or one that says the same where other ranks could not read it: a class may not take its own args."""
+    try:
+        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else _told(error)
+    except Exception:
+        return _told(error)
+
+
+def _told(error: Exception) -> Exception:
+    return RuntimeError(f"rank 0: {type(error).__name__}: {error}")
 
 
 def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:

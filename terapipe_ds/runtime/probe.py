@@ -182,8 +182,8 @@ class StageProbe:
 
     def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
         """Seconds of F and B of every layer of a slice of ``tokens`` tokens without a prefix, each layer on its own:
-        what it is given has no graph behind it. The loss counts with the last layer. With activation checkpointing a
-        layer's B has its F in it."""
+        what it is given has no graph behind it. The loss counts with the last layer, its forward and its backward. With
+        activation checkpointing a layer's B has its F in it, but not that of the loss."""
         active = self._active(tokens, 0)
         functions: Any = self.module.forward_funcs
         layers = LayerByLayer(functions, _now_s)
@@ -194,12 +194,12 @@ class StageProbe:
             self.layers = whole
         begin_s = _now_s()
         self._backward(live)
-        loss_s = _now_s() - begin_s if self.is_last else 0.0
+        loss = (begin_s - layers.ended_s, _now_s() - begin_s) if self.is_last else (0.0, 0.0)
         with push_slice(active):
             seconds = layers.backward()
         again = getattr(self.module, "activation_checkpoint_interval", 0) > 0
         found = [(f, b + f if again else b) for f, b in seconds]
-        return [*found[:-1], (found[-1][0], found[-1][1] + loss_s)] if found else []
+        return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
         if self.inputs is not None:

@@ -44,7 +44,8 @@ def combine(key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
     parts, links = [], []
     for part_id, replicas in measured.items():
         samples = [_slowest(map(_with_messages, peers), _SAMPLE) for peers in replicas.values()]
-        shares = next(iter(replicas.values()))[0].layer_shares
+        ranks_shares = [peer.layer_shares for peers in replicas.values() for peer in peers]
+        shares = None if None in ranks_shares else ranks_shares[0]
         parts.append(PartProfile(part_id, tuple(_usual(samples, _SAMPLE)), None, shares))
         links += _usual([_slowest((peer.links for peer in peers), _LINK) for peers in replicas.values()], _LINK)
     ranks = ([peer for peers in replicas.values() for peer in peers] for replicas in measured.values())

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from terapipe_ds.runtime.laying_out import PARTITION_METHOD
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.state_order import STOCK_BOUNDS
 from terapipe_ds.schedule import placement_for
+
+logger = logging.getLogger("terapipe_ds")
 
 WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody can measure
 
@@ -94,6 +97,7 @@ class Cuts:
     def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: Any) -> None:
         self.parts, self.measured_memory = parts, memory
         self._module, self._layout = module, layout
+        self._dry_runs: dict[int, list[int] | None] = {}
 
     def costs(self, num_parts: int) -> list[Any] | None:
         """None where the layers cannot be cut in so many parts."""
@@ -119,24 +123,35 @@ class Cuts:
             return list(self._module.parts)
         if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
             return None if len(self._module._layer_specs) < num_parts else list(range(num_parts + 1))
-        return bounds_of(self._module, num_parts, [layer.parameters for part in self.parts.shares for layer in part])
+        if num_parts not in self._dry_runs:  # it may take long, and what fails is logged
+            counts = [layer.trained for part in self.parts.shares for layer in part]
+            self._dry_runs[num_parts] = bounds_of(self._module, num_parts, counts)
+        return self._dry_runs[num_parts]
 
 
 def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[int] | None:
-    """Where DeepSpeed's partition method would cut ``module`` in so many parts; None where some would be empty.
+    """Where DeepSpeed's partition method would cut ``module`` in so many parts; None where some would be empty, or
+    where the method fails (a program may have its own), which is logged.
 
     The module stays as it is: nothing is built, drawn, or printed.
 
     Args:
-        parameters: of each layer; DeepSpeed builds every layer once more to count them.
+        parameters: of each layer, those that are trained; DeepSpeed builds every layer once more to count them.
     """
     if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
         return None
-    method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module, parameters)
-    if method is None:  # what DeepSpeed's own default aims at
-        return balanced_bounds(parameters, num_parts)
-    bounds = _cut(module, method, num_parts, parameters)
-    return bounds if all(a < b for a, b in itertools.pairwise(bounds)) else None
+    try:
+        method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module, parameters)
+        if method is None:  # what DeepSpeed's own default aims at
+            return balanced_bounds(parameters, num_parts)
+        bounds = _cut(module, method, num_parts, parameters)
+        whole = (len(bounds), bounds[0], bounds[-1]) == (num_parts + 1, 0, len(parameters))
+        return bounds if whole and all(a < b for a, b in itertools.pairwise(bounds)) else None
+    except Exception as error:  # of the program's own code, so of any kind
+        reason = " ".join([type(error).__name__ + ":", *str(error).splitlines()[:1]])
+        logger.warning("the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
+                       num_parts, reason)  # fmt: skip
+        return None
 
 
 def _guessed_method(module: Any, parameters: Sequence[int]) -> str | None:

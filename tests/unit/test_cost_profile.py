@@ -67,7 +67,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     )  # fmt: skip
     lists = st.lists(samples(), min_size=1, max_size=4, unique_by=lambda s: (s.tokens, s.prefix))
     ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
-    halves = (LayerShare(0.25, 0.5, 7), LayerShare(0.75, 0.5, 0))
+    halves = (LayerShare(0.25, 0.5, 7, draw(st.none() | st.integers(0, 7))), LayerShare(0.75, 0.5, 0))
     shares = st.none() | st.just(halves)
     parts = tuple(PartProfile(part_id, tuple(draw(lists)), draw(st.none() | seconds), draw(shares)) for part_id in ids)
     link = st.builds(LinkSample, counts, seconds, st.none() | st.integers(0, 99), spreads, counts)
@@ -93,6 +93,20 @@ def test_a_profile_without_shares_of_layers_is_still_read() -> None:
     document = json.loads(one_part(0).to_json())
     del document["parts"][0]["layer_shares"]
     assert Profile.from_json(json.dumps(document)) == one_part(0)
+
+
+def test_a_profile_that_does_not_say_what_is_trained_is_still_read() -> None:
+    part = dataclasses.replace(one_part(0).parts[0], layer_shares=(LayerShare(1.0, 1.0, 7),))
+    profile = dataclasses.replace(one_part(0), parts=(part,))
+    document = json.loads(profile.to_json())
+    (share,) = document["parts"][0]["layer_shares"]
+    assert share.pop("trained_parameters") is None
+    again = Profile.from_json(json.dumps(document))
+    assert again == profile and again.parts[0].layer_shares is not None and again.parts[0].layer_shares[0].trained == 7
+    for wrong in (8, -1, True, 1.0):
+        share["trained_parameters"] = wrong
+        with pytest.raises(ProfileError, match="trained_parameters = .*: expected an integer from 0 to 7"):
+            Profile.from_json(json.dumps(document))
 
 
 def test_a_profile_without_a_fingerprint_of_layers_is_still_read() -> None:

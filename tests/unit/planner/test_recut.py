@@ -16,6 +16,7 @@ from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profil
 from terapipe_ds.model_sizes import model_size
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
 from terapipe_ds.planner.recut import MeasuredParts, balanced_bounds, recut_costs, recut_memory
+from terapipe_ds.simulator import UnitCosts
 
 SLICES = [(1, 0), (64, 0), (64, 192), (200, 56)]
 
@@ -153,6 +154,18 @@ def test_memory_by_hand() -> None:
     assert recut_memory(memory, shares, [0, 2, 4]) == memory
     unknown = MemoryModel((PartMemory(1, 1.0), memory.parts[1]))
     assert recut_memory(unknown, shares, [0, 1, 3, 4]).parts[1].whole_bytes_per_token is None
+
+
+def test_frozen_layers_weigh_nothing_in_a_cut_but_hold_memory() -> None:
+    """Four layers of 100 parameters, of which the first two are frozen, in two parts."""
+    layers = [LayerShare(0.25, 0.25, 100, trained) for trained in (0, 0, 100, 100)]
+    parts = MeasuredParts([UnitCosts(8)], [layers], 400.0)
+    assert parts.bounds(2) == [0, 3, 4]
+    assert parts.memory(MemoryModel((PartMemory(400, 1.0),)), 2) == MemoryModel((
+        PartMemory(300, 0.75), PartMemory(100, 0.25),
+    ))  # fmt: skip
+    # copies sum the gradients of the trained ones alone: both stages 2 x 100 of 4 bytes, 400 bytes a second
+    assert parts.both_ways_s(2) == 2.0
 
 
 def test_parameters_of_a_counted_model_go_with_their_layers() -> None:

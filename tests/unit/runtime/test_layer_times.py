@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+import terapipe_ds.runtime.probe as probe_module
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch import SliceableTensors
@@ -18,6 +22,18 @@ from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.probe import StageProbe
 
 LENGTH = 16
+
+
+class Named(NamedTuple):
+    x: Tensor
+    twice: Tensor
+
+
+class Output(OrderedDict[str, Tensor]):
+    """As the outputs of models in other libraries: items are attributes."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]
 
 
 class Clock:
@@ -56,7 +72,9 @@ def test_each_layer_has_its_own_time() -> None:
     assert layers.backward() == prices
 
 
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, 2 * x), lambda x: {"x": [x], "n": 3, "no": None}])
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x, 2 * x), lambda x: {"x": [x], "n": 3, "no": None}, lambda x: Named(x, 2 * x)]
+)
 def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None:
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -64,6 +82,8 @@ def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None
     def unwrap(value: Any) -> Tensor:
         if isinstance(value, dict):
             return value["x"][0]
+        if isinstance(value, Named):
+            return value.x + value.twice
         return value if torch.is_tensor(value) else value[0] + value[1]
 
     functions: list[Callable[[Any], Any]] = [
@@ -144,6 +164,46 @@ def test_shares_of_a_part(first: bool, last: bool) -> None:
     assert [share.parameters for share in shares] == counts
 
 
+def _through_an_output() -> list[Any]:
+    first, last = gpt()[1:3]
+    return [lambda x: Output(x=first(x)), lambda output: last(output.x)]
+
+
+def _with_a_graph_beside() -> list[Any]:
+    first, last = gpt()[1:3]
+    kept: list[Tensor] = []
+
+    def noted(x: Tensor) -> Tensor:
+        kept[:] = [y := first(x)]
+        return y
+
+    return [noted, lambda x: last(x) + kept[0].square().mean()]
+
+
+def test_frozen_parameters_are_counted_apart() -> None:
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    layers[0].requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    shares = layer_shares(probe_of([*layers, torch.relu], False, False), [4, LENGTH])
+    assert shares is not None
+    assert [(share.parameters, share.trained) for share in shares] == [(272, 0), (272, 256), (0, 0)]
+
+
+@pytest.mark.parametrize("layers", [_through_an_output, _with_a_graph_beside])
+def test_layers_that_run_only_as_a_whole_have_no_shares(
+    layers: Callable[[], list[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    probe = probe_of(layers(), False, False)
+    with caplog.at_level(logging.INFO, "terapipe_ds"):
+        assert layer_shares(probe, [4, LENGTH]) is None
+    (line,) = caplog.messages
+    assert "part 0 cannot be timed one by one" in line and "\n" not in line
+    assert probe.store.live_bytes() == 0
+    _, live = probe.forward(4, 4)  # the part as a whole still runs
+    probe.backward(live)
+
+
 def test_an_expensive_layer_has_the_larger_share() -> None:
     wide = nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16))
     shares = layer_shares(probe_of([nn.Linear(16, 16), wide], False, False), [4, LENGTH])
@@ -156,6 +216,22 @@ def test_recomputation_is_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> No
     assert probe.layer_seconds(4) == [(1.0, 3.0), (2.0, 5.0)]
     monkeypatch.setattr(Part, "activation_checkpoint_interval", 1)
     assert probe.layer_seconds(4) == [(1.0, 4.0), (2.0, 7.0)]
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    """Layers of 1 s and a head of 2 s each way, and a loss whose forward takes 4 s and its backward 12 s."""
+    clock = Clock()
+    monkeypatch.setattr(Part, "activation_checkpoint_interval", interval)
+    linears = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 31)]
+    layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 1.0, 2.0), strict=True)]
+    probe = probe_of(layers, False, True)
+    probe.loss_fn = lambda y, labels: Slow.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0)
+    monkeypatch.setattr(probe_module, "_now_s", clock)
+    assert probe.forward(4, 0)[0] == 1 + 1 + 2 + 4
+    again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
+    backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
+    assert probe.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, strict=True))
 
 
 def test_a_slice_of_a_quarter_twice_or_the_shortest_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from terapipe_ds.cost_profile import CostSample, LinkSample, Profile, ProfileKey
+from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, Profile, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.measuring import PartCosts
 from terapipe_ds.runtime.profile_cache import combine
@@ -66,6 +66,13 @@ def test_the_median_of_replicas_is_taken_after_that() -> None:
 def test_what_messages_cost_a_peer_is_part_of_its_time() -> None:
     costs = [rank(0, 0, (1.0, 1.0)), rank(0, 0, (0.5, 0.5), messages=((16, 2.0), (64, 4.0))), rank(1, 0, (1.0, 1.0))]
     assert times(combine(KEY, costs).profile, 0) == [(2.5, 3.0), (4.5, 5.0)]
+
+
+def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -> None:
+    shares = (LayerShare(0.25, 0.5, 1), LayerShare(0.75, 0.5, 1))
+    one, two = (dataclasses.replace(rank(part_id, 0, (1.0, 1.0)), layer_shares=shares) for part_id in (0, 1))
+    parts = combine(KEY, [one, one, two, rank(1, 0, (1.0, 1.0))]).profile.parts
+    assert [part.layer_shares for part in parts] == [shares, None]
 
 
 def test_memory_is_that_of_the_fullest_rank_of_a_stage() -> None:

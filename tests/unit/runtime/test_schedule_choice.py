@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,29 @@ def test_nothing_is_recommended_where_what_stands_is_best() -> None:
     _, lines = best_where_layers_stand(engine, parts, LENGTH, memory, 150)  # chimera holds both parts
     assert not any("would take" in line for line in lines)
     assert any("chimera" in line and "needs" in line for line in lines)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_cut_that_a_program_cannot_make_is_left_out(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
+    engine = engine_on("seq1f1b", 1)
+    before = list(engine.module.parts)
+
+    def cut(method: str) -> None:
+        """The program knows two stages and no more: it fails, or cuts in two whatever it is asked for."""
+        if fails and engine.module.num_stages != STAGES:
+            raise KeyError(engine.module.num_stages)
+        engine.module.parts = before
+
+    engine.module._partition_layers = cut
+    with caplog.at_level(logging.INFO, "terapipe_ds"):
+        result, lines = best_where_layers_stand(engine, measured(2), LENGTH, None, None)
+    assert result.chunks_per_stage == 1 and not any(line.startswith("zbv ") for line in lines)
+    assert caplog.messages == ["the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are "
+                               "left out"] * fails  # fmt: skip
+    assert engine.module.parts == before and engine.module.num_stages == STAGES
 
 
 @pytest.mark.parametrize(("bytes_per_s", "advised"), [(1e9, True), (100.0, False), (None, True)])

@@ -21,7 +21,7 @@ from terapipe_ds.planner import (
     rank_given,
     rank_schedules,
 )
-from terapipe_ds.planner.recut import MeasuredParts, balanced_bounds
+from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts, balanced_bounds
 from terapipe_ds.planner.report import describe_ranking
 from terapipe_ds.runtime.copies import can_have
 from terapipe_ds.runtime.laying_out import PARTITION_METHOD
@@ -59,7 +59,8 @@ def best_where_layers_stand(
         result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
     except MemoryLimitError as error:
         raise _with_other_layout(error, possible, layout) from None
-    return result, ["", *describe_ranking(ranking), *_advice(possible, result, layout)]
+    notes = [NOT_TIMED] if parts.shares is None else []
+    return result, ["", *describe_ranking(ranking), *notes, *_advice(possible, result, layout)]
 
 
 def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], layout: Layout) -> MemoryLimitError:

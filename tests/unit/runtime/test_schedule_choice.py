@@ -60,6 +60,7 @@ def test_another_layout_is_recommended(slices: Any) -> None:
         result, lines = best_where_layers_stand(engine, measured(2, with_shares), LENGTH, None, None)
         assert result.chunks_per_stage == 1
         assert any(line.startswith("zbv ") for line in lines)
+        assert ("layers were not timed: parts are taken as even" in lines) == (not with_shares)
         advice = lines[-1]
         name = advice.split("'")[1]
         assert f'set "schedule": "{name}", "chunks_per_stage": 2' in advice

@@ -49,10 +49,10 @@ _OWNER = "terapipe_owner"  # beside what DeepSpeed has in tied_comms: the rank t
 def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]) -> dict[str, Any]:
     for parameter in layer.parameters():
         parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
-    trained = [(name, p) for name, p in layer.named_parameters() if p.requires_grad and id(p) not in seen]
-    seen |= {id(parameter) for _, parameter in trained}
-    names = [name for name, _ in trained]
-    return {"ranks": list(ranks), "group": group, "weight_attr": names, "module": layer}
+    # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
+    new = [(name, parameter) for name, parameter in layer.named_parameters() if id(parameter) not in seen]
+    seen |= {id(parameter) for _, parameter in new}
+    return {"ranks": list(ranks), "group": group, "weight_attr": [name for name, _ in new], "module": layer}
 
 
 def _holders(module: Any, layout: Layout) -> dict[Name, tuple[tuple[int, ...], int]]:
@@ -109,13 +109,22 @@ def can_have(schedule: str, optimizer: Any = None, raw: Mapping[str, Any] = Mapp
 
 def complete_gradients(module: Any, optimizer: Any) -> None:
     """Give a gradient of zero to each parameter that has one at another of its places and none here, so that all of
-    them sum and step alike: a direction may have no micro-batch."""
+    them sum and step alike: a direction may have no micro-batch.
+
+    Raises:
+        RuntimeError: on all ranks that hold it: a parameter is trained at one of its places and not at another.
+    """
     gradients = _Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):
-        here = [gradients.is_there(weight) for weight in weights]
-        there = torch.tensor(here, dtype=torch.int32, device=weights[0].device)
+        here = [[gradients.is_there(weight), gradients.is_trained(weight)] for weight in weights]
+        there = torch.tensor([[*flags, not flags[1]] for flags in here], dtype=torch.int32, device=weights[0].device)
         torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
-        for weight, anywhere in zip(weights, there.tolist(), strict=True):
+        for weight, (anywhere, trained, frozen) in zip(weights, there.tolist(), strict=True):
+            if trained and frozen:
+                raise RuntimeError(
+                    f"a parameter of shape {list(weight.shape)} that stands at two places (chimera) is trained at one "
+                    "and not at the other: freeze it, or leave it out of the optimizer, on both stages"
+                )
             gradients.complete(weight, anywhere=bool(anywhere))
 
 
@@ -171,7 +180,7 @@ def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]
 
 class _Gradients:
     """Where the gradients of a batch are that DeepSpeed sums over stages: in ``.grad``, or in buffers of its
-    ``BF16_Optimizer``, which are there, and empty, before any backward."""
+    ``BF16_Optimizer``, which are there, and empty, before any backward, for what it was given to train."""
 
     def __init__(self, optimizer: Any) -> None:
         self._places: dict[int, tuple[int, int]] = {}
@@ -180,19 +189,29 @@ class _Gradients:
             groups = enumerate(self._optimizer.bf16_groups)
             self._places = {id(weight): (i, j) for i, group in groups for j, weight in enumerate(group)}
 
+    def is_trained(self, weight: Any) -> bool:
+        """Whether it will have gradients, as far as that can be told here."""
+        return bool(weight.requires_grad) and (self._optimizer is None or id(weight) in self._places)
+
     def is_there(self, weight: Any) -> bool:
         if self._optimizer is None:
             return weight.grad is not None
+        if id(weight) not in self._places:
+            return False
         i, j = self._places[id(weight)]
         return bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
     def of(self, weight: Any) -> Tensor | None:
         """What is summed; None where nobody has any."""
+        if self._optimizer is not None and id(weight) not in self._places:
+            return None
         gradient: Tensor | None = weight.grad if self._optimizer is None else weight._hp_grad
         return gradient
 
     def complete(self, weight: Any, anywhere: bool) -> None:
         if self._optimizer is not None:
+            if id(weight) not in self._places:
+                return
             i, j = self._places[id(weight)]
             weight._hp_grad = self._optimizer.fp32_groups_gradients[i][j]
             self._optimizer.fp32_groups_has_gradients[i][j] = anywhere

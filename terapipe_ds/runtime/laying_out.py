@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import gathered
 from terapipe_ds.runtime.layer_moves import move_layers
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.parted import HeldPart, PartedModule, layers_by_name
@@ -114,22 +116,35 @@ def _parameters_of(module: Any, given: Any, before: tuple[set[int], set[int]]) -
         before: what the module had, see :func:`_ids`.
 
     Raises:
-        TeraPipeConfigError: groups, or a choice among the parameters: nobody knows what is meant for layers that were
-            elsewhere.
+        TeraPipeConfigError: on every rank: groups, or a choice among the parameters, on some rank: nobody knows what
+            is meant for layers that were elsewhere.
     """
-    if given is None:
-        return None
-    listed = list(given)
+    listed = None if given is None else list(given)
+    meant = gathered(_meant(listed, module, before))
+    if "choice" in meant or {"all", "trained"} <= set(meant):
+        raise TeraPipeConfigError(
+            "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
+            f"parameters, or all that are trained. {_LAY_OUT_FIRST} make the groups then"
+        )
+    if meant[torch_dist.get_rank()] == "as given":
+        return listed
+    frozen_too = "all" in meant  # a stage without frozen layers gives the same list in both cases
+    return [parameter for parameter in module.parameters() if frozen_too or parameter.requires_grad]
+
+
+def _meant(listed: list[Any] | None, module: Any, before: tuple[set[int], set[int]]) -> str:
+    """What ``model_parameters`` stands for on this rank."""
+    if listed is None:
+        return "as given"
     tensors = {id(each) for each in listed if isinstance(each, Tensor)}
-    if len(tensors) == len(listed):
-        if tensors in _ids(module):
-            return listed
-        if tensors in before:
-            return [parameter for parameter in module.parameters() if parameter.requires_grad]
-    raise TeraPipeConfigError(
-        "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
-        f"parameters that are trained. {_LAY_OUT_FIRST} make the groups then"
-    )
+    if len(tensors) < len(listed):
+        return "choice"
+    if tensors in _ids(module):
+        return "as given"
+    if tensors not in before:
+        return "choice"
+    every, trained = before
+    return "either" if every == trained else "all" if tensors == every else "trained"
 
 
 def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:

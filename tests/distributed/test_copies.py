@@ -7,19 +7,26 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.pipe import PipelineModule
 from torch import Tensor
 
+import terapipe_ds
+from terapipe_ds.models import gpt
 from terapipe_ds.runtime import buckets, closing
 from tests.distributed.engines import (
     batches,
+    config,
     differences,
     engine_of,
     gpt_layers,
+    reduce_in_fp64,
     relative_error,
     section,
+    torch_attention,
     train,
     violations,
 )
@@ -70,6 +77,74 @@ def test_gradients_are_summed_in_few_messages(limit_bytes: int) -> None:
         assert messages[: len(messages) // 2] == messages[len(messages) // 2 :]
         per_step = len(messages) // 2
         assert per_step == 1 if limit_bytes > 8 * sum(sizes) else 4 < per_step < len(sizes)
+
+
+# -- frozen weights ------------------------------------------------------------------------------------------
+
+
+def freeze(model: Any, frozen: bool = True) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(not frozen)
+
+
+def module_of(stages: int, dtype: str) -> PipelineModule:
+    return PipelineModule(
+        layers=gpt_layers(dtype=dtype), num_stages=stages, loss_fn=gpt.gpt_loss, partition_method="uniform"
+    )
+
+
+def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Norms are frozen when the layers are laid out, and for a step; the optimizer has them from the start."""
+    model = module_of(2 if terapipe else 1, "float64")
+    freeze(model)
+    start, settings = deepspeed.initialize, config()
+    if terapipe:
+        start, settings = terapipe_ds.initialize, {**settings, "terapipe": terapipe}
+    with nullcontext() if terapipe else torch_attention():
+        engine, *_ = start(model=model, model_parameters=list(model.parameters()), config=settings)
+        try:
+            reduce_in_fp64(engine)
+            before = train(engine, batches(1)).parameters
+            freeze(engine.module, frozen=False)
+            after = train(engine, batches(3, first_seed=7)).parameters
+        finally:
+            engine.destroy()
+    norms = [name for name in after if "norm" in name]
+    assert norms and not any(torch.equal(before[name], after[name]) for name in norms)
+    return after
+
+
+def job_frozen_after(one_place: bool = False) -> list[float]:
+    """bf16, norms frozen once the layers have moved: by BF16_Optimizer, which knows what it trains alone."""
+    settings = config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS}
+    model = module_of(2, "float32")
+    terapipe_ds.lay_out(model, settings)
+    if not one_place or dist.get_rank() == 0:
+        freeze(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = terapipe_ds.initialize(model=model, model_parameters=trained, config=settings)
+    try:
+        return train(engine, batches(2)).returned
+    finally:
+        engine.destroy()
+
+
+class TestFrozenWeights:
+    def test_what_is_unfrozen_later_is_summed(self) -> None:
+        ranks = rank_pool(2).run(job_unfrozen_later, terapipe=BOTH_WAYS)
+        expected = rank_pool(1).run(job_unfrozen_later, terapipe=None)[0]
+        assert not copies_that_differ(ranks)
+        for name, value in ranks[0].items():
+            assert relative_error(value, expected[name]) < 1e-10, name
+
+    def test_what_an_optimizer_does_not_know_is_left_alone(self) -> None:
+        losses = rank_pool(2).run(job_frozen_after)
+        assert losses[0] == losses[1] and len(losses[0]) == 2
+
+    def test_frozen_at_one_place_alone_is_refused(self) -> None:
+        with pytest.raises(AssertionError, match="trained at one and not at the other"):
+            rank_pool(2).run(job_frozen_after, one_place=True)
 
 
 # -- the same weights ----------------------------------------------------------------------------------------

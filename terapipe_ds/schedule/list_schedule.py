@@ -111,7 +111,9 @@ def _clock(slots: Slots) -> dict[Kind, int]:
 def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> int:
     """How long orders take."""
     clock, last_part_id = _clock(slots), max(placement.values())
-    ends: dict[tuple[Kind, int, int, int], int] = {}
+    forward_ends: dict[tuple[int, int, int], int] = {}  # (part, micro-batch, slice)
+    backward_ends: dict[tuple[int, int, int], int] = {}
+    forward, backward, weight = (clock.get(kind, 0) for kind in _KINDS)
     at, free_at = [0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
@@ -120,12 +122,19 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots
             while at[stage_id] < len(order):
                 kind, m, s, chunk = order[at[stage_id]]
                 part_id = placement[stage_id, chunk]
-                peer = {Kind.FORWARD: part_id - 1, Kind.BACKWARD: part_id + 1}.get(kind, -1)
-                ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
-                if ready is None:
-                    break
-                free_at[stage_id] = max(free_at[stage_id], ready) + clock[kind]
-                ends[kind, part_id, m, s] = free_at[stage_id]
+                if kind is Kind.FORWARD:
+                    ready = forward_ends.get((part_id - 1, m, s)) if part_id else 0
+                    if ready is None:
+                        break
+                    end = forward_ends[part_id, m, s] = max(free_at[stage_id], ready) + forward
+                elif kind is Kind.BACKWARD:
+                    ready = backward_ends.get((part_id + 1, m, s)) if part_id < last_part_id else 0
+                    if ready is None:
+                        break
+                    end = backward_ends[part_id, m, s] = max(free_at[stage_id], ready) + backward
+                else:
+                    end = free_at[stage_id] + weight
+                free_at[stage_id] = end
                 at[stage_id] += 1
                 moved = True
     return max(free_at)

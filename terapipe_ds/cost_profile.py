@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,13 @@ class ProfileKey:
         ):
             raise bad("key.versions", self.versions, "names and versions as text, such as {'torch': '2.13.0'}")
         object.__setattr__(self, "versions", dict(sorted(self.versions.items())))
+
+    @property
+    def num_layers(self) -> int | None:
+        """Of all parts, from ``model`` where that is a list such as "1 Embedding, 4 DecoderLayer"; None elsewhere."""
+        texts = [text for text in self.model.split(", ") if not text.startswith("slices in multiples of ")]
+        counts = [re.fullmatch(r"([0-9]{1,9}) \S+", text) for text in texts]
+        return sum(int(count[1]) for count in counts if count) if counts and all(counts) else None
 
     def __hash__(self) -> int:
         return hash((self.model_fingerprint, self.device, self.dtype, *self.versions.items()))

@@ -53,6 +53,8 @@ def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
     }  # fmt: skip
     asked = from_config(arguments.config) | given
     if profile is not None:
+        if "stages" not in asked:
+            _refuse_unknown_stages(arguments.profile, profile)
         _refuse_other_costs(arguments.profile, _from_key(profile.key), asked)
         asked = _from_key(profile.key) | asked
     values |= asked
@@ -139,14 +141,17 @@ def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) ->
 
 def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.planner.recut import MeasuredParts
+    from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts
 
     models: list[Any] = CostModel.from_profile(profile)
-    parts = MeasuredParts.of_profile(profile, models)
+    stages, parts = values["stages"], MeasuredParts.of_profile(profile, models)
     if len(models) == 1:
         parts = dataclasses.replace(
-            parts, costs=models * values["stages"], shares=parts.shares and [*parts.shares] * values["stages"]
-        )
+            parts, costs=models * stages, shares=parts.shares and [*parts.shares] * stages,
+            most_parts=parts.most_parts and parts.most_parts * stages,
+        )  # fmt: skip
+    if parts.most_parts is None:  # who knows how many layers there are
+        parts = dataclasses.replace(parts, most_parts=2 * stages)
     if parts.cut(values["stages"]) is None:
         raise CommandError(
             f"--stages {values['stages']}: {values['profile']} has {len(models)} parts; give --stages {len(models)}"
@@ -160,7 +165,20 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
         from terapipe_ds.devices import device_card
 
         values = {"limit_bytes": device_card(values["device"]).memory_bytes} | values
-    return _finished(title, parts.cut, memory_of, parts.both_ways_s, values)
+    setup = _finished(title, parts.cut, memory_of, parts.both_ways_s, values)
+    setup.title += f"\nplanned for {stages} stages; the profile has {len(models)} part{'s' * (len(models) != 1)}"
+    setup.title += f"; {NOT_TIMED}" if parts.shares is None else ""
+    return setup
+
+
+def _refuse_unknown_stages(path: str, profile: Any) -> None:
+    """A profile counts parts. One that was measured between stages (it has links) may have several on each."""
+    num_parts = len(profile.parts)
+    if profile.links and any(num_parts % stages == 0 for stages in range(2, num_parts)):
+        raise CommandError(
+            f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
+            f"number of pipeline stages, --stages {num_parts} if each held one"
+        )
 
 
 def _memory(values: dict[str, Any], dtype: str) -> PartsOf:

@@ -159,6 +159,8 @@ def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
         name, _, value = text.partition("=")
         if name not in ("policy", "slots") or not value:
             raise CommandError(f"--option {text!r}: give policy=A or policy=B for dapple, slots=4,5,3 for zbv")
+        if name in options:
+            raise CommandError(f"--option {name} is given twice: give it once")
         numbers = value.split(",")
         options[name] = [int(n) for n in numbers] if all(n.isdecimal() and len(n) < 10 for n in numbers) else value
     return options

@@ -26,6 +26,7 @@ FILL_DRAIN = ("terapipe", "gpipe")
 
 # Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
+_BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same of orders that are played stage by stage (`list_schedule`)
 _WALK = 6  # to add up its bytes
 _CALL = 400  # of a call besides its computations
 _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand for all of them
@@ -58,6 +59,7 @@ class Judge:
         self.splits_backward = schedule in SPLIT_SCHEDULES
         one_by_one = num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
         self.is_flow_shop = schedule in FILL_DRAIN or one_by_one
+        self._build = _BUILD_LISTED.get(schedule, _BUILD)
         self._replays: dict[tuple[int, int], Replay] = {}
         self._seconds: dict[tuple[int, Lengths], float] = {}
         self._bounds: dict[Lengths, float] = {}
@@ -92,8 +94,14 @@ class Judge:
         return self._of(self.num_micro_batches, lengths)
 
     def is_exact(self, lengths: Lengths) -> bool:
-        """`estimate` counts every micro-batch."""
-        return self.is_flow_shop or self._computations(self.num_micro_batches, lengths) <= _FEW
+        """`estimate` counts every micro-batch. Of schedules with chunks up to twice as many computations: two smaller
+        orders would have 1.5 times `_FEW`, and bytes are asked of the whole one."""
+        most = 2 * _FEW if self.has_chunks else _FEW
+        return self.is_flow_shop or self._computations(self.num_micro_batches, lengths) <= most
+
+    def has_score(self, lengths: Lengths) -> bool:
+        """It was replayed, whole or in part."""
+        return any(lengths == scored for _, scored in self._seconds)
 
     def bound_s(self, lengths: Lengths) -> float:
         """What this plan takes at least, at a small part of the cost of a replay.
@@ -136,7 +144,7 @@ class Judge:
         per_slice = self._kinds * len(self.parts) * self.num_micro_batches
         walk = _WALK if self.memory_limit_bytes is not None else 0
         return sum(
-            per_slice * slices * (_BUILD + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
+            per_slice * slices * (self._build + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
         )
 
     def fastest(
@@ -228,7 +236,7 @@ class Judge:
     def _replay(self, num_micro_batches: int, num_slices: int) -> Replay:
         key = num_micro_batches, num_slices
         if key not in self._replays:
-            self.spent += _BUILD * self._kinds * len(self.parts) * num_micro_batches * num_slices
+            self.spent += self._build * self._kinds * len(self.parts) * num_micro_batches * num_slices
             schedule = build(
                 self.schedule, self.num_stages, num_micro_batches, num_slices, chunks_per_stage=self.chunks_per_stage,
                 **self.schedule_options,  # type: ignore[arg-type]

@@ -99,6 +99,8 @@ def rank_schedules(
         memory_of: the same of memory.
         chunks_per_stage: only schedules whose stages hold so many parts; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
+            Whatever it is, each of their schedules is judged with the plans that were chosen before, and with as many
+            equal slices; other numbers of slices only while its budget lasts, for each takes an order of its own.
         both_ways_s_of: what schedules whose parts stand at two places take besides their makespan (``extra_s``, see
             `planner.both_ways`); None: not known.
 

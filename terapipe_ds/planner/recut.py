@@ -147,18 +147,23 @@ def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | Non
     return bounds[::-1]
 
 
+NOT_TIMED = "layers were not timed: parts are taken as even"
+
+
 @dataclass(frozen=True)
 class MeasuredParts:
     """Measured costs of the parts of one cut, and what of them another cut would have.
 
     ``shares``: of the layers of each part; None: not known, so that parts can only be halved and so on, or joined.
     ``link_bytes_per_s``: of the slowest link; None: not known. ``gradient_itemsize``: bytes of one gradient.
+    ``most_parts``: without shares, no more parts than that, for there are as many layers; None: not known.
     """
 
     costs: Sequence[Any]
     shares: PartShares | None = None
     link_bytes_per_s: float | None = None
     gradient_itemsize: int = 4
+    most_parts: int | None = None
 
     @classmethod
     def of_profile(cls, profile: Profile, models: Sequence[Any]) -> MeasuredParts:
@@ -166,7 +171,8 @@ class MeasuredParts:
         shares = [part.layer_shares for part in profile.parts]
         known = [layers for layers in shares if layers is not None]
         found = known if len(known) == len(shares) else None
-        return cls(list(models), found, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
+        itemsize, most = gradient_itemsize(profile.key.dtype), profile.key.num_layers
+        return cls(list(models), found, link_bytes_per_s(profile.links), itemsize, most)
 
     def bounds(self, num_parts: int) -> list[int] | None:
         """Where to cut in so many parts: as measured, or by numbers of trained parameters; None where it cannot be."""
@@ -208,6 +214,8 @@ class MeasuredParts:
             bounds = self.bounds(num_parts) if bounds is None else bounds
             return None if bounds is None else (self.shares, bounds)
         measured = len(self.costs)
+        if self.most_parts is not None and num_parts > max(self.most_parts, measured):
+            return None
         if num_parts % measured == 0:
             return alike([num_parts // measured] * measured), range(num_parts + 1)
         if measured % num_parts == 0:

@@ -237,17 +237,20 @@ class Problem:
     # --- what the schedules share
 
     def sure_starts(self) -> Iterator[Lengths]:
-        """Equal slices, the slice program's plan, and what other schedules of this call chose: judged whatever the
-        budget, so that the answer is never worse than any of them."""
-        for count in candidates.slice_counts(self.max_slices):
+        """Judged whatever the budget, so that the answer is never worse than any of them: what other schedules of this
+        call chose, equal slices, as many as theirs where those are starts enough, and else the slice program's plan."""
+        counts = {len(lengths) for lengths in self.found} if self.has_starts else self._equal_counts
+        for count in sorted(counts):
             yield candidates.uniform(self.num_granules, count)
         if not self.has_starts:
             yield self._lengths(self.solution.plan)
-        yield from self.found
+        yield from list(self.found)
 
     def more_starts(self) -> Iterator[Lengths]:
-        """Slices of equal time on the slowest part, and plans of the slice program for other weights of the bubble."""
+        """Slices of equal time on the slowest part, and plans of the slice program for other weights of the bubble; or
+        the equal slices that are not sure."""
         if self.has_starts:
+            yield from (candidates.uniform(self.num_granules, count) for count in self._equal_counts)
             return
         table = self.slowest.table
         assert table is not None
@@ -301,6 +304,12 @@ class Problem:
         )  # fmt: skip
 
     def _best_equal(self, judge: Judge) -> Lengths:
-        """Among those that fit; where none does, unsliced."""
-        plans = [candidates.uniform(self.num_granules, count) for count in candidates.slice_counts(self.max_slices)]
-        return judge.fastest(plans, judge.estimate) or plans[0]
+        """Among those that fit, and, where the budget holds for equal ones too, have been judged; where none does,
+        unsliced."""
+        plans = [candidates.uniform(self.num_granules, count) for count in self._equal_counts]
+        judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
+        return judge.fastest(judged, judge.estimate) or plans[0]
+
+    @property
+    def _equal_counts(self) -> list[int]:
+        return candidates.slice_counts(self.max_slices)

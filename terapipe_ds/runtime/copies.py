@@ -8,6 +8,7 @@ all of them make the same steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from terapipe_ds.runtime import buckets
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.state_order import Name, name_of
+from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 
 def copies_of(module: Any, layout: Layout, layers: Mapping[Name, Any]) -> dict[str, dict[str, Any]]:
@@ -83,13 +85,26 @@ def _ranks_of(module: Any, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
     """Why this optimizer cannot train parts that stand at two places; None where it can."""
-    if layout.has_copies and getattr(optimizer, "use_grad_accum_attribute", False):
+    if layout.has_copies and not can_have_copies(optimizer):
         return (
             "parts that stand at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
             "the parameters: DeepSpeed keeps these where it does not sum what several stages hold. Remove "
             "data_types.grad_accum_dtype, or take another schedule"
         )
     return None
+
+
+def can_have_copies(optimizer: Any = None, raw: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether parts can stand at two places with this optimizer or, before there is one, with this DeepSpeed config,
+    of which any ``grad_accum_dtype`` counts."""
+    types = raw.get("data_types")
+    other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
+    return not other_dtype and not getattr(optimizer, "use_grad_accum_attribute", False)
+
+
+def can_have(schedule: str, optimizer: Any = None, raw: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Whether the engine would train by this schedule: what is chosen, and what is recommended."""
+    return schedule not in BIDIRECTIONAL or can_have_copies(optimizer, raw)
 
 
 def complete_gradients(module: Any, optimizer: Any) -> None:

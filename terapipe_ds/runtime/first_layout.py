@@ -18,6 +18,7 @@ from terapipe_ds.cost_profile import Profile, ProfileError
 from terapipe_ds.planner import PlanResult, Ranking, choose, rank_given, rank_schedules
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered
+from terapipe_ds.runtime.copies import can_have
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.laying_out import can_move
 from terapipe_ds.runtime.layout import Layout, layout_of
@@ -25,7 +26,6 @@ from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.parted import PartedModule
 from terapipe_ds.runtime.schedule_choice import WORTH_MOVING, Cuts
 from terapipe_ds.schedule import placement_for
-from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -119,10 +119,8 @@ def _ranked(config: TeraPipeConfig, module: Any, parts: MeasuredParts, length: i
 
 
 def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:
-    """Without those that `copies.problem_of_copies` would refuse, and those that take more than is known."""
-    types = raw.get("data_types")
-    other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
-    return result.schedule not in BIDIRECTIONAL or (not other_dtype and result.extra_s is not None)
+    """Without those that the engine would refuse, and those that take more than is known."""
+    return can_have(result.schedule, raw=raw) and result.extra_s is not None
 
 
 def micro_batches_of(raw: Mapping[str, Any], module: Any) -> int:

@@ -12,9 +12,19 @@ from typing import Any
 
 from deepspeed.utils import logger as deepspeed_logger
 
-from terapipe_ds.planner import PlanResult, Ranking, best_schedule, choose, plan_slices, rank_given, rank_schedules
-from terapipe_ds.planner.recut import MeasuredParts, balanced_bounds
+from terapipe_ds.planner import (
+    MemoryLimitError,
+    PlanResult,
+    Ranking,
+    best_schedule,
+    choose,
+    plan_slices,
+    rank_given,
+    rank_schedules,
+)
+from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts, balanced_bounds
 from terapipe_ds.planner.report import describe_ranking
+from terapipe_ds.runtime.copies import can_have
 from terapipe_ds.runtime.laying_out import PARTITION_METHOD
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.state_order import STOCK_BOUNDS
@@ -36,7 +46,7 @@ def best_where_layers_stand(
         memory: the same of memory, or None.
 
     Raises:
-        MemoryLimitError: no schedule fits that runs where the layers stand.
+        MemoryLimitError: no schedule fits that runs where the layers stand; says which one fits elsewhere.
     """
     layout, config = engine._layout, engine.terapipe_config
     cuts = Cuts(engine.module, layout, parts, memory)
@@ -47,8 +57,31 @@ def best_where_layers_stand(
         ranking = rank_schedules(cuts.costs, length, *shape, config.granularity_tokens, **options)
     else:
         ranking = rank_given(cuts.costs, config.plan_for(length), *shape, **options)
-    result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
-    return result, ["", *describe_ranking(ranking), *_advice(ranking, result, layout)]
+    possible = [one for one in ranking.results if can_have(one.schedule, getattr(engine, "optimizer", None))]
+    try:
+        result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
+    except MemoryLimitError as error:
+        raise _with_other_layout(error, possible, layout) from None
+    notes = [NOT_TIMED] if parts.shares is None else []
+    return result, ["", *describe_ranking(ranking), *notes, *_advice(possible, result, layout)]
+
+
+def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], layout: Layout) -> MemoryLimitError:
+    """The error with the best schedule that fits where the layers do not stand, if there is one."""
+    elsewhere = [one for one in possible if not _stands(one, layout)]
+    if not elsewhere:
+        return error
+    best = choose(elsewhere)
+    text = f"{error}. Schedule {best.schedule!r} fits, but wants the layers at other places: {_to_write(best)}"
+    return MemoryLimitError(text, error.need_bytes, error.stage_id)
+
+
+def _stands(result: PlanResult, layout: Layout) -> bool:
+    return placement_for(result.schedule, layout.num_stages, result.chunks_per_stage) == layout.placement
+
+
+def _to_write(result: PlanResult) -> str:
+    return f'set "schedule": "{result.schedule}", "chunks_per_stage": {result.chunks_per_stage}'
 
 
 def _plain(ranking: Ranking) -> PlanResult:
@@ -76,18 +109,16 @@ def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -
     return dataclasses.replace(result, extra_s=extra_s)
 
 
-def _advice(ranking: Ranking, standing: PlanResult, layout: Layout) -> list[str]:
+def _advice(possible: Sequence[PlanResult], standing: PlanResult, layout: Layout) -> list[str]:
     """What to write in the config to train faster, where that is worth it."""
-    best = ranking.results[0] if ranking.results else standing
-    stands = placement_for(best.schedule, layout.num_stages, best.chunks_per_stage) == layout.placement
+    best = choose(list(possible)) if possible else standing
     gain = 1 - best.total_s / standing.total_s if standing.total_s > 0 else 0.0
-    if stands or gain <= WORTH_MOVING:
+    if _stands(best, layout) or gain <= WORTH_MOVING:
         return []
     besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
     return [
         f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}{besides}, but wants "
-        f'the layers at other places: set "schedule": "{best.schedule}", "chunks_per_stage": {best.chunks_per_stage} '
-        "to try it"
+        f"the layers at other places: {_to_write(best)} to try it"
     ]
 
 

@@ -17,7 +17,7 @@ on each of those parts, hence on the last one, and there its B can run.
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,24 +52,20 @@ class _Lane:
     before: _Lane | None = None  # the place of the part before, in this direction
     after: _Lane | None = None
     live: int = 0
-    num_run: Counter[Kind] = field(default_factory=Counter)
+    num_forwards: int = 0  # that have run; plain numbers, for planning asks often
+    num_backwards: int = 0
+    num_weights: int = 0
     forward_ends: dict[_Id, int] = field(default_factory=dict)
     backward_ends: dict[_Id, int] = field(default_factory=dict)
 
-    def next_unit(self, kind: Kind) -> _Id | None:
-        units = self.ahead if kind is Kind.FORWARD else self.back
-        return units[self.num_run[kind]] if self.num_run[kind] < len(units) else None
-
     def forward_ready_at(self) -> int | None:
         """When the input of the next F was there; None where it cannot run yet."""
-        unit = self.next_unit(Kind.FORWARD)
-        if unit is None or self.live >= self.limit:
+        if self.num_forwards == len(self.ahead) or self.live >= self.limit:
             return None
-        return 0 if self.before is None else self.before.forward_ends.get(unit)
+        return 0 if self.before is None else self.before.forward_ends.get(self.ahead[self.num_forwards])
 
     def backward_ready_at(self) -> int | None:
-        unit = self.next_unit(Kind.BACKWARD)
-        if unit is None or unit not in self.forward_ends:
+        if self.num_backwards == len(self.back) or (unit := self.back[self.num_backwards]) not in self.forward_ends:
             return None
         return self.forward_ends[unit] if self.after is None else self.after.backward_ends.get(unit)
 
@@ -115,7 +111,9 @@ def _clock(slots: Slots) -> dict[Kind, int]:
 def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> int:
     """How long orders take."""
     clock, last_part_id = _clock(slots), max(placement.values())
-    ends: dict[tuple[Kind, int, int, int], int] = {}
+    forward_ends: dict[tuple[int, int, int], int] = {}  # (part, micro-batch, slice)
+    backward_ends: dict[tuple[int, int, int], int] = {}
+    forward, backward, weight = (clock.get(kind, 0) for kind in _KINDS)
     at, free_at = [0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
@@ -124,12 +122,19 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots
             while at[stage_id] < len(order):
                 kind, m, s, chunk = order[at[stage_id]]
                 part_id = placement[stage_id, chunk]
-                peer = {Kind.FORWARD: part_id - 1, Kind.BACKWARD: part_id + 1}.get(kind, -1)
-                ready = ends.get((kind, peer, m, s)) if 0 <= peer <= last_part_id else 0
-                if ready is None:
-                    break
-                free_at[stage_id] = max(free_at[stage_id], ready) + clock[kind]
-                ends[kind, part_id, m, s] = free_at[stage_id]
+                if kind is Kind.FORWARD:
+                    ready = forward_ends.get((part_id - 1, m, s)) if part_id else 0
+                    if ready is None:
+                        break
+                    end = forward_ends[part_id, m, s] = max(free_at[stage_id], ready) + forward
+                elif kind is Kind.BACKWARD:
+                    ready = backward_ends.get((part_id + 1, m, s)) if part_id < last_part_id else 0
+                    if ready is None:
+                        break
+                    end = backward_ends[part_id, m, s] = max(free_at[stage_id], ready) + backward
+                else:
+                    end = free_at[stage_id] + weight
+                free_at[stage_id] = end
                 at[stage_id] += 1
                 moved = True
     return max(free_at)
@@ -141,22 +146,23 @@ def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> l
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
     left = sum(len(lane.ahead) for mine in lanes for lane in mine) * len(slots)
-    now = 0
+    woken: dict[int, set[int]] = {0: set(range(len(lanes)))}  # stages that may find something new, by when
+    times = [0]
     while left:
-        chosen = [
-            _choose(mine, now, splits_backward, rule)
-            for mine, free in zip(lanes, free_at, strict=True)
-            if free <= now
-        ]
-        started = [choice for choice in chosen if choice is not None]
-        for kind, lane in started:
-            orders[lane.stage_id].append(_start(kind, lane, now + slots[kind], splits_backward))
-            free_at[lane.stage_id] = now + slots[kind]
-        left -= len(started)
-        later = [free for free in free_at if free > now]
-        if left and not later:
+        if not times:
             raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
-        now = min(later, default=now)
+        now = heapq.heappop(times)
+        stages = [stage_id for stage_id in sorted(woken.pop(now)) if free_at[stage_id] <= now]
+        chosen = [_choose(lanes[stage_id], now, splits_backward, rule) for stage_id in stages]
+        for kind, lane in (choice for choice in chosen if choice is not None):
+            end = free_at[lane.stage_id] = now + slots[kind]
+            orders[lane.stage_id].append(_start(kind, lane, end, splits_backward))
+            left -= 1
+            if end not in woken:
+                woken[end] = set()
+                heapq.heappush(times, end)
+            peer = lane.after if kind is Kind.FORWARD else lane.before  # W wakes one for nothing
+            woken[end] |= {lane.stage_id} if peer is None else {lane.stage_id, peer.stage_id}
     return orders
 
 
@@ -187,21 +193,25 @@ def _choose(
     ahead = [lane for lane in lanes if (at := lane.forward_ready_at()) is not None and at <= now]
     if ahead:
         return Kind.FORWARD, max(ahead, key=lambda lane: lane.part_id)
-    pending = [lane for lane in lanes if lane.num_run[Kind.WEIGHT] < lane.num_run[Kind.BACKWARD]]
+    pending = [lane for lane in lanes if lane.num_weights < lane.num_backwards]
     if splits_backward and pending:
-        return Kind.WEIGHT, min(pending, key=lambda lane: lane.back[lane.num_run[Kind.WEIGHT]])
+        return Kind.WEIGHT, min(pending, key=lambda lane: lane.back[lane.num_weights])
     return None
 
 
 def _start(kind: Kind, lane: _Lane, end: int, splits_backward: bool) -> PlacedUnit:
-    unit = lane.next_unit(kind)
-    assert unit is not None
-    lane.num_run[kind] += 1
     if kind is Kind.FORWARD:
+        unit = lane.ahead[lane.num_forwards]
+        lane.num_forwards += 1
         lane.forward_ends[unit] = end
         lane.live += 1
     elif kind is Kind.BACKWARD:
+        unit = lane.back[lane.num_backwards]
+        lane.num_backwards += 1
         lane.backward_ends[unit] = end
+    else:
+        unit = lane.back[lane.num_weights]
+        lane.num_weights += 1
     if kind is (Kind.WEIGHT if splits_backward else Kind.BACKWARD):
         lane.live -= 1
     return kind, *unit, lane.chunk_id

@@ -486,6 +486,7 @@ def test_options_of_a_schedule(capsys: pytest.CaptureFixture[str]) -> None:
         (("zbv", "--option", "slots=4,5"), "three whole numbers"),
         (("dapple", "--option", "warm_up=1"), "give policy=A"),
         (("dapple", "--option", "policy"), "give policy=A"),
+        (("dapple", "--option", "policy=A", "--option", "policy=B"), "--option policy is given twice"),
     ],
 )
 def test_options_that_a_schedule_has_not(

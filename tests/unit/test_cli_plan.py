@@ -15,7 +15,7 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_analytic import analytic_costs
-from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
+from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.devices import device_card
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
@@ -127,6 +127,38 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     profile_of(1).save(path)
     assert as_json(capsys, "--profile", str(path), "--stages", "5")["num_stages"] == 5  # one stage stands for all
     assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
+
+
+def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Layers that were not timed: never more parts than layers, nor than two per stage where nobody knows those."""
+    path, whole = tmp_path / "profile.json", profile_of(3)
+    options = ("--profile", str(path), "--max-slices", "1")
+    for model, most in (("my model", 2), ("1 Embedding, 8 Layer, slices in multiples of 2 tokens", 3)):
+        dataclasses.replace(whole, key=dataclasses.replace(whole.key, model=model)).save(path)
+        found = as_json(capsys, *options, "--chunks-per-stage", str(most))
+        assert "3 parts; layers were not timed: parts are taken as even" in found["setup"]
+        assert f"chunks_per_stage = {most + 1}" in refused(capsys, *options, "--chunks-per-stage", str(most + 1))
+    found = as_json(capsys, *options)
+    assert {one["chunks_per_stage"] for one in found["ranking"]} == {1, 2}
+    for one in (profile_of(1), profile_of(3)):
+        shares = (LayerShare(0.5, 0.5, 1),) * 2
+        dataclasses.replace(one, parts=tuple(dataclasses.replace(p, layer_shares=shares) for p in one.parts)).save(path)
+        assert "not timed" not in as_json(capsys, *options, "--stages", "3")["setup"]
+
+
+def test_parts_are_not_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Four parts with links may be two on each of two stages; without links they are those of `terapipe profile`."""
+    path, options = tmp_path / "profile.json", ("--max-slices", "1", "--schedule", "1f1b")
+    linked = dataclasses.replace(profile_of(4), links=(LinkSample(1024, 1e-6),))
+    linked.save(path)
+    text = refused(capsys, "--profile", str(path), *options)
+    assert "--stages is missing" in text and "has 4 parts" in text
+    found = as_json(capsys, "--profile", str(path), *options, "--stages", "2")
+    assert found["num_stages"] == 2 and "planned for 2 stages; the profile has 4 parts" in found["setup"]
+    profile_of(4).save(path)
+    assert as_json(capsys, "--profile", str(path), *options)["num_stages"] == 4
+    dataclasses.replace(profile_of(3), links=linked.links).save(path)
+    assert as_json(capsys, "--profile", str(path), *options)["num_stages"] == 3
 
 
 def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:

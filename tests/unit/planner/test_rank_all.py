@@ -16,10 +16,12 @@ from terapipe_ds.planner import (
     PartMemory,
     PlannerError,
     Ranking,
+    judge,
     plan_slices,
     rank_given,
     rank_schedules,
 )
+from terapipe_ds.planner.asked import ask_parts
 from terapipe_ds.planner.report import describe, describe_ranking
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
@@ -162,6 +164,37 @@ def test_what_comes_on_top_counts(given: bool) -> None:
 def test_no_worse_than_a_search_of_the_plain_ones() -> None:
     alone = plan_slices(cut_in(2), 16, 2, 3, 1, "auto")
     assert rank_schedules(cut_in, 16, 2, 3, 1).best.predicted_s <= alone.predicted_s * 1.001
+
+
+def test_without_budget_other_layouts_build_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order per number of slices is dear where it is played: what others chose, and unsliced to compare with."""
+    built: dict[str, set[int]] = {}
+
+    def counted(name: str, num_stages: int, num_micro_batches: int, num_slices: int, **options: Any) -> Any:
+        built.setdefault(name, set()).add(num_slices)
+        return build(name, num_stages, num_micro_batches, num_slices, **options)
+
+    monkeypatch.setattr(judge, "build", counted)
+    ranking = rank_schedules(cut_in, 24, 2, 3, 1, budget=1)
+    chosen = {result.plan.num_slices for result in ranking.results}
+    for name in ("zbv", "chimera-seq", "interleaved"):
+        assert built[name] <= chosen | {1}, name
+    plenty = rank_schedules(cut_in, 24, 2, 3, 1)
+    assert plenty.best.predicted_s <= ranking.best.predicted_s * 1.001
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "chimera-seq"])
+def test_played_orders_take_more_of_the_budget(schedule: str) -> None:
+    def spent(name: str) -> int:
+        num_parts = PARTS[name][1]
+        found = judge.Judge(
+            name, ask_parts(cut_in(num_parts), num_parts, 8, 1), 3, sequence_length=8, granularity_tokens=1,
+            num_stages=2, chunks_per_stage=2,
+        )  # fmt: skip
+        found.seconds((4, 4))
+        return found.spent // found._computations(3, (4, 4))
+
+    assert spent(schedule) >= 2 * spent("interleaved")
 
 
 def test_in_words() -> None:

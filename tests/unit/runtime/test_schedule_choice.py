@@ -13,6 +13,7 @@ from terapipe_ds.cost_profile import LayerShare
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory
 from terapipe_ds.planner.recut import MeasuredParts
+from terapipe_ds.runtime.copies import can_have, problem_of_copies
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.schedule_choice import best_where_layers_stand
 from terapipe_ds.schedule import build, placement_for
@@ -60,6 +61,7 @@ def test_another_layout_is_recommended(slices: Any) -> None:
         result, lines = best_where_layers_stand(engine, measured(2, with_shares), LENGTH, None, None)
         assert result.chunks_per_stage == 1
         assert any(line.startswith("zbv ") for line in lines)
+        assert ("layers were not timed: parts are taken as even" in lines) == (not with_shares)
         advice = lines[-1]
         name = advice.split("'")[1]
         assert f'set "schedule": "{name}", "chunks_per_stage": 2' in advice
@@ -135,5 +137,29 @@ def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advis
 def test_a_limit_that_only_another_layout_meets() -> None:
     engine = engine_on("chimera", 2)
     memory = MemoryModel((PartMemory(100, 0.0),) * 2)
-    with pytest.raises(MemoryLimitError, match="stage"):
+    with pytest.raises(MemoryLimitError, match="stage") as caught:
         best_where_layers_stand(engine, measured(2), LENGTH, memory, 150)
+    name = str(caught.value).split("Schedule '")[1].split("'")[0]
+    chunks = 2 if name == "zbv" or "interleaved" in name else 1
+    assert str(caught.value).endswith(f'set "schedule": "{name}", "chunks_per_stage": {chunks}')
+    assert caught.value.need_bytes == 200 and "chimera" not in name  # both parts on each stage
+    with pytest.raises(MemoryLimitError) as nothing:
+        best_where_layers_stand(engine, measured(2), LENGTH, memory, 50)
+    assert "fits, but" not in str(nothing.value)
+
+
+@pytest.mark.parametrize("keeps_apart", [False, True])
+def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> None:
+    """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
+    engine = engine_on("seq1f1b", 1, slices=(8,), layers=2)
+    engine.optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
+
+    class Whole:
+        forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
+
+    parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, 1e9)
+    _, lines = best_where_layers_stand(engine, parts, LENGTH, None, None)
+    assert any("would take" in line for line in lines) == (not keeps_apart)
+    chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))
+    assert (problem_of_copies(chimera, engine.optimizer) is not None) == keeps_apart
+    assert can_have("chimera", raw={"data_types": {"grad_accum_dtype": "fp32"}}) is False and can_have("zbv")

@@ -129,7 +129,9 @@ def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("terapipe_ds")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # the package leaves the level alone where there is a handler
     found: dict[str, Any] = {}
     counts = [sum(p.numel() for p in spec.build().parameters()) for spec in gpt_layers()]
     for method, knows_method in (("uniform", False), ("parameters", False), ("uniform", True), ("type:Decoder", True)):
@@ -148,6 +150,7 @@ def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
         finally:
             terapipe_ds.unregister()
     logger.removeHandler(handler)
+    logger.setLevel(level)
     return lines, found
 
 

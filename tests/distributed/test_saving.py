@@ -106,7 +106,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
         assert len(manifest["files"]) >= 9  # seven layers and a file of each stage
         assert (manifest["tag"], manifest["global_steps"], manifest["is_latest"]) == (tag, 1, tag != "aside")
         assert manifest["training"]["plans"] == {str(LENGTH): {"slices": [8, 8, 7], "schedule": "seq1f1b"}}
-        assert manifest["training"]["config"] == {"schedule": "seq1f1b", "slices": 3}
+        assert manifest["training"]["config"] == {"schedule": "seq1f1b", "schedule_options": {}, "slices": 3}
         assert manifest["training"]["profile"] is None
     assert len(of_last_layer(folder / "global_step1")) > len(of_last_layer(folder / "aside"))
 

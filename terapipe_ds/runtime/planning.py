@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.planner.report import describe
+from terapipe_ds.runtime.agreement import portable
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
@@ -249,23 +249,11 @@ class AutoPlanner:
             try:
                 outcome[0] = ask()
             except Exception as error:
-                own, outcome[1] = error, _portable(error)
+                own, outcome[1] = error, portable(error, 0)
         torch_dist.broadcast_object_list(outcome, src=0, group=self._groups.world)
         if outcome[1] is not None:
             raise on_every_rank(outcome[1] if own is None else own)
         return outcome[0]
-
-
-def _portable(error: Exception) -> Exception:
-    """``error``, or one that says the same where other ranks could not read it: a class may not take its own args."""
-    try:
-        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else _told(error)
-    except Exception:
-        return _told(error)
-
-
-def _told(error: Exception) -> Exception:
-    return RuntimeError(f"rank 0: {type(error).__name__}: {error}")
 
 
 def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 import terapipe_ds
 from terapipe_ds.cost_profile import ProfileError
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.parted import PartedModule
 from terapipe_ds.schedule import placement_for
 from tests.distributed.engines import (
@@ -141,6 +143,28 @@ def job_refused(path: str, **changes: Any) -> str:
     with pytest.raises(ProfileError) as caught:
         build(gpt_layers(), section(**AUTO, planner={"profile": path}))
     return str(caught.value)
+
+
+def job_fails(path: str, rank: int) -> tuple[str, bool]:
+    """An iterator over parameters that breaks on one rank."""
+
+    def parameters() -> Iterator[torch.nn.Parameter]:
+        if torch.distributed.get_rank() == rank:
+            raise LookupError("no such parameter")
+        yield from module.parameters()
+
+    module = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    given = config(terapipe=section(**AUTO, planner={"profile": path}))
+    with pytest.raises(LookupError) as caught:
+        terapipe_ds.initialize(model=module, model_parameters=parameters(), config=given)
+    return str(caught.value), raised_on_every_rank(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_one_rank_is_raised_on_all(rank: int, measured: Path, tmp_path: Path) -> None:
+    """Before there is a watch-dog: the others would wait for half an hour."""
+    path = by_hand(measured, 1e-6, tmp_path)
+    assert rank_pool(2).run(job_fails, path=str(path), rank=rank, timeout_s=30) == [("no such parameter", True)] * 2
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:

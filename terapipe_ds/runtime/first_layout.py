@@ -18,12 +18,15 @@ from terapipe_ds.cost_profile import Profile
 from terapipe_ds.planner import PlanResult, Ranking, choose, rank_given, rank_schedules
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered, portable
+from terapipe_ds.runtime.checks import slice_length_multiple
 from terapipe_ds.runtime.copies import can_have
 from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.layer_times import parameters_of_layer
 from terapipe_ds.runtime.laying_out import can_move
 from terapipe_ds.runtime.layout import Layout, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.parted import PartedModule
+from terapipe_ds.runtime.profile_key import kinds_of_layers
 from terapipe_ds.runtime.schedule_choice import WORTH_MOVING, Cuts
 from terapipe_ds.schedule import placement_for
 
@@ -93,7 +96,7 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
     parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
     if parts.shares is None or profile.key.layers_fingerprint is None:
         return _Answer(movable, why=f"layers stay; {config.planner.profile} does not tell what each layer takes")
-    if sum(map(len, parts.shares)) != len(module._layer_specs):
+    if not _may_be_of(profile, parts, module):
         return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
@@ -109,6 +112,18 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
     chunks = best.chunks_per_stage
     why = f"layers are laid out for {best.schedule}, {chunks} parts per stage, predicted to take {gain:.1%} less time "
     return _Answer(movable, best.schedule, chunks, f"{why}than {plain.schedule} {case}")
+
+
+def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
+    """Whether what is known already of the layers is what was measured: all their kinds, and the sizes of those of this
+    rank. The fingerprint is compared once the engine stands (`planning.require_profile`): DeepSpeed casts first."""
+    assert parts.shares is not None
+    layers = [layer.parameters for part in parts.shares for layer in part]
+    if len(layers) != len(module._layer_specs):
+        return False
+    mine = [parameters_of_layer(function)[0] for function in module.forward_funcs]
+    same_sizes = mine == layers[module._local_start : module._local_stop]
+    return same_sizes and profile.key.model == kinds_of_layers(module, slice_length_multiple(module))
 
 
 def _ranked(config: TeraPipeConfig, module: Any, parts: MeasuredParts, length: int, count: int) -> Ranking:

@@ -103,7 +103,7 @@ def layer_shares(
         return None
     forward_s = [min(run[n][0] for run in runs) for n in range(len(functions))]
     backward_s = [min(run[n][1] for run in runs) for n in range(len(functions))]
-    counts, trained = zip(*map(_parameters, functions), strict=True)
+    counts, trained = zip(*map(parameters_of_layer, functions), strict=True)
     return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
 
 
@@ -126,7 +126,7 @@ def _shares(seconds: Sequence[float]) -> list[float]:
     return [each / total if total > 0 else 1 / len(seconds) for each in seconds]
 
 
-def _parameters(function: Any) -> tuple[int, int]:
+def parameters_of_layer(function: Any) -> tuple[int, int]:
     """How many a layer has, and how many of them are trained."""
     module = module_of(function)
     parameters = [] if module is None else list(module.parameters())

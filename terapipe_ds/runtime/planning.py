@@ -121,6 +121,19 @@ class AutoPlanner:
 
     # -- the profile -------------------------------------------------------------------------------------------------
 
+    def require_given(self) -> None:
+        """Refuse the profile of something else that the config names, as far as is known before there is a batch.
+
+        A collective over all ranks.
+
+        Raises:
+            ProfileError: on every rank.
+        """
+        path = self._config.planner.profile
+        if path != "measure":
+            key = self._key(length=1, rows=1)
+            self._from_rank_0(lambda: _of_this_run(path, key, ignore=("sequence_length", "micro_batch")))
+
     def _measured_for(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> Measured:
@@ -256,14 +269,25 @@ class AutoPlanner:
         return outcome[0]
 
 
-def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
-    """The profile that the config names."""
+def require_profile(engine: Any, groups: PipelineGroups) -> None:
+    """:meth:`AutoPlanner.require_given`, where ``engine`` plans."""
+    if "auto" in (engine.terapipe_config.slices, engine.terapipe_config.schedule):
+        AutoPlanner(engine, groups, lambda text: None).require_given()
+
+
+def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
     profile = Profile.load(path)
     # costs of layers that were cut otherwise are told from the share that each has of its part
     layers = profile.key.layers_fingerprint
     can_be_recut = layers is not None and layers == key.layers_fingerprint
     can_be_recut = can_be_recut and all(part.layer_shares is not None for part in profile.parts)
-    profile.require(key, ("model_fingerprint", "num_stages") if can_be_recut else ())
+    profile.require(key, [*ignore, *(("model_fingerprint", "num_stages") if can_be_recut else ())])
+    return profile
+
+
+def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
+    """The profile that the config names."""
+    profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity_tokens < smallest:
         logger.warning(

@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 import terapipe_ds
 from terapipe_ds.cost_profile import ProfileError
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime import engine as engine_module
 from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.parted import PartedModule
 from terapipe_ds.schedule import placement_for
@@ -139,10 +140,15 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
     assert bounds == [0, 3, 7] and costs == pytest.approx([0.75 * 0.123, 1.25 * 0.123])
 
 
-def job_refused(path: str, **changes: Any) -> str:
-    with pytest.raises(ProfileError) as caught:
-        build(gpt_layers(), section(**AUTO, planner={"profile": path}))
-    return str(caught.value)
+def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, list[bool]]:
+    """The message, and whether layers were laid out as they stood."""
+    plain: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ProfileError) as caught:
+        original = engine_module.lay_out
+        patch.setattr(engine_module, "lay_out", lambda m, at, *a: plain.append(at.is_plain) or original(m, at, *a))
+        build(gpt_layers(**layers), section(**AUTO, planner={"profile": path}), **changes)
+    assert raised_on_every_rank(caught.value)
+    return str(caught.value), plain
 
 
 def job_fails(path: str, rank: int) -> tuple[str, bool]:
@@ -168,8 +174,25 @@ def test_what_fails_on_one_rank_is_raised_on_all(rank: int, measured: Path, tmp_
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
-    for message in rank_pool(2).run(job_refused, path=str(tmp_path / "none.json")):
-        assert "cannot read the profile" in message and "none.json" in message
+    for message, plain in rank_pool(2).run(job_refused, path=str(tmp_path / "none.json"), layers={}):
+        assert "cannot read the profile" in message and "none.json" in message and not plain
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "named", "stays"),
+    [
+        ({"ffn_size": 32}, {}, "model_fingerprint", True),  # as many layers, of other sizes
+        ({"init_std": 0.2}, {}, "model_fingerprint", False),  # of the same sizes: seen once the engine stands
+        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, "dtype: the profile has float64", False),
+    ],
+    ids=["sizes", "arguments", "dtype"],
+)
+def test_a_profile_of_another_model_with_as_many_layers_is_refused_before_there_is_a_batch(
+    measured: Path, tmp_path: Path, layers: dict[str, Any], changes: dict[str, Any], named: str, stays: bool
+) -> None:
+    path = str(by_hand(measured, 1e-6, tmp_path))
+    for message, plain in rank_pool(2).run(job_refused, path=path, layers=layers, **changes):
+        assert "the profile does not belong to this run" in message and named in message and plain == [stays]
 
 
 def job_early(path: str) -> tuple[bool, Any, Any]:

@@ -558,6 +558,19 @@ def test_dapple_with_policy_b() -> None:
     assert all(described == options for *_, described in ranks)
 
 
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, ["W1.1c0", "B1.0c0", "W1.0c0"]), ({"slots": [2, 1, 5]}, ["W1.0c1", "W1.1c0", "W1.0c0"])],
+    ids=["usual", "slots"],
+)
+def test_zbv_with_slots(options: dict[str, Any], last: list[str]) -> None:
+    """At the end of the first stage a B stands behind a W, unless a W takes five times as long as a B."""
+    ranks = rank_pool(2).run(job_options, changes={**ZBV, "schedule_options": options}, num_micro_batches=2)
+    assert not violations([errors for errors, *_ in ranks])
+    assert ranks[0][1][-3:] == last
+    assert all(described == options for *_, described in ranks)
+
+
 # -- planning ------------------------------------------------------------------------------------------------
 
 

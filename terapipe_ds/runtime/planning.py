@@ -146,7 +146,7 @@ class AutoPlanner:
         if cached is not None:
             return cached
         costs = self._measure(length, drawn, shapes)
-        return self._from_rank_0(lambda: _combined(path, key, costs))
+        return self._from_rank_0(lambda: _combined(path, key, costs, self._engine.num_stages))
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
@@ -205,6 +205,7 @@ class AutoPlanner:
             "weights": True,  # W is measured as well
             "layers": "with the loss, trained",  # and what each layer takes of its part, and how much of it is trained
             "message_bytes": True,  # and the bytes of messages are noted
+            "stages": engine.num_stages,  # which the key does not tell: it counts parts
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -298,11 +299,11 @@ def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
     return Measured(profile, None)
 
 
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Measured:
     """What all ranks measured, kept in the cache."""
     for warning in dict.fromkeys(cost.warning for cost in costs if cost.warning is not None):
         logger.warning("%s", warning)
-    measured = combine(key, costs)
+    measured = combine(key, costs, num_stages)
     if path is not None:
         try:
             write_cache(path, measured)

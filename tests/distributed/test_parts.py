@@ -574,13 +574,14 @@ def test_zbv_with_slots(options: dict[str, Any], last: list[str]) -> None:
 # -- planning ------------------------------------------------------------------------------------------------
 
 
-def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int]]:
+def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int], Any]:
     planned = section(**{"slices": "auto", "granularity_tokens": 4, **changes})
     with engine_of(gpt_layers(), planned) as engine:
         ours = train(engine, batches(2))
         planner = engine._plans._planner
-        choice, measured = planner.known(LENGTH), [part.part_id for part in planner._measured.profile.parts]
-    return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured
+        choice, profile = planner.known(LENGTH), planner._measured.profile
+        measured = [part.part_id for part in profile.parts]
+    return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured, profile.pipeline_stages
 
 
 @pytest.mark.parametrize(
@@ -604,4 +605,4 @@ def test_slices_are_planned_from_the_costs_of_all_parts(
     assert first[1:] == second[1:]
     assert sum(first[1]) == LENGTH
     assert first[2] in names
-    assert first[3] == list(range(num_parts))
+    assert first[3] == list(range(num_parts)) and first[4] == 2

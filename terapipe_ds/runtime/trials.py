@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.runtime.watchdog import is_lost_connection
 
@@ -81,6 +82,8 @@ class Trials:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             raise error
+        if own is None and not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()  # where this rank waits for a peer, the host may not know of it
         told = self._told(own, error, what, remedy)
         return own or next((failure for failure in told if failure is not None), None)
 

@@ -109,6 +109,26 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
     assert late == through == Failure("ValueError", "the layer is\nbroken", 0)
 
 
+def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_says_so(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+    device = SimpleNamespace(is_synchronized_device=lambda: False, synchronize=lambda: waited.append(current()))
+    monkeypatch.setattr(trials_module, "get_accelerator", lambda: device)
+    names: dict[int, str] = {}
+
+    def act(trials: Trials, rank: int) -> Any:
+        names[rank] = current()
+        return trials.failure(BROKEN if rank else None, "it")
+
+    on_ranks(store, (0, 1), act)
+    assert waited == [names[0]]
+
+
+def current() -> str:
+    return threading.current_thread().name
+
+
 def test_a_lost_connection_is_nobody_to_wait_for(store: Any) -> None:
     trials = Trials((0, 1), 0, 60.0, store)
     with pytest.raises(RuntimeError) as caught:

@@ -6,9 +6,12 @@ import argparse
 import dataclasses
 import json
 import os
+import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terapipe_ds.bench.cases import SCHEDULES
 from terapipe_ds.commands import CommandError, check_output, read_json
 
 if TYPE_CHECKING:
@@ -25,14 +28,15 @@ EXAMPLES = """\
   terapipe bench --json bench.json --html bench.html          with all figures, and a report for a browser
   terapipe bench cpu-2stage --full --accumulation 8           every system, eight micro-batches
   terapipe bench --accumulation 1 --slices 4,8,16,plan        step time against slices
+  terapipe bench --accumulation 1 --slices plan,plan:4,plan:8 the planner's best, and of at most 4 and 8 slices
   terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200    (lengths in tokens)
   terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
   terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
 
-Presets: cpu-2stage, cpu-8stage, gpu-attention, gpu-layer. What a system is allowed to be: deepspeed (1f1b, dualpipev),
-terapipe (gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb), torch (gpipe, 1f1b, interleaved1f1b, zbv).
-"""
+Schedules of each system:
+""" + "\n".join(textwrap.fill(f"{system}: {', '.join(names)}", 118, initial_indent="  ", subsequent_indent="    ")
+                for system, names in SCHEDULES.items())  # fmt: skip
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
@@ -50,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     narrow.add_argument("--schedules", type=_names, metavar="NAME[,...]", help="of any system; see below")
     narrow.add_argument(
         "--slices", type=_names, metavar="N[,...]",
-        help="numbers of equal slices, and 'plan'; or, where they sum to the sequence length, one plan in tokens",
+        help="numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the "
+        "numbers sum to the sequence length, one plan in tokens",
     )  # fmt: skip
     narrow.add_argument("--accumulation", type=_numbers, metavar="M[,...]", help="micro-batches per step")
     narrow.add_argument("--pairs", "--steps", type=int, metavar="N", help="timed turns (cpu-2stage: 5)")
@@ -207,17 +212,21 @@ def _numbers(text: str) -> list[int]:
 
 
 def _slices(given: list[str] | None, length: int) -> list[Any] | None:
-    """Numbers of slices and "plan"; several numbers that sum to the sequence length are one plan."""
+    """Numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
     if given is None:
         return None
     found: list[Any] = []
     for text in given:
-        if text != "plan" and not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise CommandError(f"--slices {text!r}: give numbers >= 1, 'plan', or lengths that sum to {length} tokens")
-        found.append(text if text == "plan" else int(text))
-    numbers = [n for n in found if n != "plan"]
+        known = re.fullmatch(r"(plan|plan:)?(0*[1-9][0-9]{0,8})?", text, re.ASCII)
+        if known is None or text in ("", "plan:") or (known[1] == "plan" and known[2]):
+            raise CommandError(
+                f"--slices {text!r}: give numbers >= 1, 'plan', 'plan:N' with N >= 1, or lengths that sum to {length} "
+                "tokens"
+            )
+        found.append(text if known[1] else int(text))
+    numbers = [n for n in found if isinstance(n, int)]
     if len(numbers) > 1 and sum(numbers) == length:
-        return [tuple(numbers), *(["plan"] if "plan" in found else [])]
+        return [tuple(numbers), *(n for n in found if not isinstance(n, int))]
     return found
 
 

@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
-from terapipe_ds.planner import PlanResult, Ranking, choose, rank_given, rank_schedules
+from terapipe_ds.planner import PlanResult, choose
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered, portable
 from terapipe_ds.runtime.checks import slice_length_multiple
@@ -75,7 +75,7 @@ def first_layout(
             mine = _answer_of_rank_0(mine.can_move, config, raw, module)
     except Exception as error:  # of the program's own code, so of any kind; the others wait for an answer
         own, mine = error, _Answer(False, error=portable(error, rank))
-    everyone = gathered(mine) if torch_dist.get_world_size() > 1 else [mine]
+    everyone = gathered(mine)
     answer: _Answer = everyone[0]
     failed = next((each.error for each in everyone if each.error is not None), None)
     if failed is not None:
@@ -100,7 +100,7 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
         return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
-        ranking = _ranked(config, module, parts, length, count)
+        ranking = Cuts(module, Layout.plain(module.num_stages), parts, None).ranking(config, length, count)
     except ValueError as error:  # slices of another length, say: the first batch has its own
         return _Answer(movable, why=f"layers stay; no schedules were compared ({error})")
     results = [one for one in ranking.results if _can_train(one, raw)]
@@ -124,16 +124,6 @@ def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
     mine = [parameters_of_layer(function)[0] for function in module.forward_funcs]
     same_sizes = mine == layers[module._local_start : module._local_stop]
     return same_sizes and profile.key.model == kinds_of_layers(module, slice_length_multiple(module))
-
-
-def _ranked(config: TeraPipeConfig, module: Any, parts: MeasuredParts, length: int, count: int) -> Ranking:
-    cuts = Cuts(module, Layout.plain(module.num_stages), parts, None)
-    shape = module.num_stages, count
-    if config.slices == "auto":
-        return rank_schedules(
-            cuts.costs, length, *shape, config.granularity_tokens, both_ways_s_of=cuts.both_ways_s
-        )  # fmt: skip
-    return rank_given(cuts.costs, config.plan_for(length), *shape, both_ways_s_of=cuts.both_ways_s)
 
 
 def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:

@@ -33,6 +33,7 @@ from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.parted import activate, parameters_of_part
 from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
+from terapipe_ds.runtime.trials import Trials
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
@@ -133,9 +134,10 @@ def _measured(
     weight_s = weights(probe, lengths, peers)
     memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
     samples = with_weights(measured.samples(), weight_s)
+    shares = layer_shares(probe, lengths, Trials.of(engine)) if _wants_shares(engine) else None
     return PartCosts(
         place.part_id, samples, (), (), memory, noise_warning(samples), measured.seconds,
-        engine.grid.get_data_parallel_rank(), layer_shares(probe, lengths) if _wants_shares(engine) else None,
+        engine.grid.get_data_parallel_rank(), shares,
     )  # fmt: skip
 
 

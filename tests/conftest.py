@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before anything imports torch or deepspeed: the tests are small, and many of them run several ranks at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +31,13 @@ ALONE = {
     "test_tensor_parallel_runs", "test_watchdog", "test_verify_commands", "test_offline",
 }  # fmt: skip
 """Files whose tests measure, wait for deadlines or kill ranks: `make test` runs them one after the other."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The two runs of `make test` do not even import each other's files: to import all of them takes 20 s."""
+    if not collection_path.name.startswith("test_") or config.option.markexpr not in ("alone", "not alone"):
+        return None
+    return True if (collection_path.stem in ALONE) != (config.option.markexpr == "alone") else None
 
 
 @pytest.hookimpl(tryfirst=True)

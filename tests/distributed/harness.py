@@ -35,11 +35,8 @@ JOB_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # after the first failure: time for the other ranks to say why they fail too
 LOG_TAIL_CHARS = 4000
 
-# The first engine, and the first one with ZeRO, would import torch's compiler: seconds in each rank.
-PRELOADED = [
-    "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.module_inject",
-    "terapipe_ds.models.megatron",
-]  # fmt: skip
+# What ranks would each import otherwise, for a second: see there.
+PRELOADED = ["tests.distributed.preloaded"]
 # Inherited by the server, thus by every rank. One thread each: a fork with OpenMP threads alive would hang.
 SERVER_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",

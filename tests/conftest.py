@@ -26,11 +26,10 @@ def _has_gpu() -> bool:
 
 
 ALONE = {
-    "test_bench", "test_failures", "test_hangs", "test_harness", "test_kills", "test_memory_growth",
-    "test_memory_peaks", "test_planning", "test_profilers", "test_saving", "test_tensor_parallel_planning",
-    "test_tensor_parallel_runs", "test_watchdog", "test_verify_commands", "test_offline",
+    "test_bench", "test_failures", "test_hangs", "test_harness", "test_memory_growth", "test_memory_peaks",
+    "test_tensor_parallel_runs", "test_watchdog",
 }  # fmt: skip
-"""Files whose tests measure, wait for deadlines or kill ranks: `make test` runs them one after the other."""
+"""Files whose tests look at the clock or at the memory of a process: `make test` runs them one after the other."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

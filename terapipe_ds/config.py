@@ -19,8 +19,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from terapipe_ds.config_conflicts import conflicts_in
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, build, load, placement_for
-from terapipe_ds.schedule.generate import check_option_names
+from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
+from terapipe_ds.schedule.generate import check_options
 
 SCHEDULES = SCHEDULE_NAMES
 _SECTION = "terapipe"
@@ -325,7 +325,6 @@ def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
     if not isinstance(options, dict) or not all(map(_is_option, options.items())):
         return  # nothing given, or said already
     try:
-        check_option_names(name, options)
-        build(name, 2, 1, 1, chunks_per_stage=chunks, **options)
+        check_options(name, 2, options, chunks)
     except ScheduleError as error:
         yield f"{_name(('schedule_options',))} = {show_value(options)}: {error.reason}"

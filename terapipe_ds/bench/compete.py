@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds.bench.cases import PLAN, Case, Job
+from terapipe_ds.bench.cases import Case, Job
 from terapipe_ds.bench.drivers import Driver, build_driver
 from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.ranks import gpt_config, micro_batches, progress_bar
@@ -100,7 +100,7 @@ def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SliceP
     """The slices of a case, or why there are none."""
     length = job.work.sequence_length
     try:
-        if case.slices == PLAN:
+        if case.planned:
             return planned.plan(case, accumulation), None
         if isinstance(case.slices, tuple):
             if sum(case.slices) != length:

@@ -68,7 +68,7 @@ class Planned:
         if torch_dist.get_rank() == 0:
             result = plan_slices(
                 self.costs[case.cut], self.job.work.sequence_length, self.job.work.stages, accumulation,
-                self.job.granularity, case.schedule, chunks_per_stage=case.chunks_per_stage,
+                self.job.granularity, case.schedule, case.max_slices, chunks_per_stage=case.chunks_per_stage,
             )  # fmt: skip
             plans = [result.plan]
         torch_dist.broadcast_object_list(plans, src=0)

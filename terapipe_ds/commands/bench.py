@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     narrow.add_argument("--schedules", type=_names, metavar="NAME[,...]", help="of any system; see below")
     narrow.add_argument(
         "--slices", type=_names, metavar="N[,...]",
-        help="numbers of equal slices, and 'plan'; or, where they sum to the sequence length, one plan in tokens",
+        help="numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the "
+        "numbers sum to the sequence length, one plan in tokens",
     )  # fmt: skip
     narrow.add_argument("--accumulation", type=_numbers, metavar="M[,...]", help="micro-batches per step")
     narrow.add_argument("--pairs", "--steps", type=int, metavar="N", help="timed turns (cpu-2stage: 5)")
@@ -207,17 +209,21 @@ def _numbers(text: str) -> list[int]:
 
 
 def _slices(given: list[str] | None, length: int) -> list[Any] | None:
-    """Numbers of slices and "plan"; several numbers that sum to the sequence length are one plan."""
+    """Numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
     if given is None:
         return None
     found: list[Any] = []
     for text in given:
-        if text != "plan" and not (text.isascii() and text.isdigit() and int(text) > 0):
-            raise CommandError(f"--slices {text!r}: give numbers >= 1, 'plan', or lengths that sum to {length} tokens")
-        found.append(text if text == "plan" else int(text))
-    numbers = [n for n in found if n != "plan"]
+        known = re.fullmatch(r"(plan|plan:)?(0*[1-9][0-9]{0,8})?", text, re.ASCII)
+        if known is None or text in ("", "plan:") or (known[1] == "plan" and known[2]):
+            raise CommandError(
+                f"--slices {text!r}: give numbers >= 1, 'plan', 'plan:N' with N >= 1, or lengths that sum to {length} "
+                "tokens"
+            )
+        found.append(text if known[1] else int(text))
+    numbers = [n for n in found if isinstance(n, int)]
     if len(numbers) > 1 and sum(numbers) == length:
-        return [tuple(numbers), *(["plan"] if "plan" in found else [])]
+        return [tuple(numbers), *(n for n in found if not isinstance(n, int))]
     return found
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import CommandError, check_output, read_json
+from terapipe_ds.commands import CommandError, check_output
 from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
 from terapipe_ds.commands.show import OPTION_HELP, read_options
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
     check_output(arguments.out, "--out")
     setup = plan_setup(arguments)
-    options = read_options(arguments) or _options_in_config(arguments.config, setup.schedule)
+    options = read_options(arguments) or setup.options
     granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
     result, ranking = _search(setup, granularity, arguments.max_slices, options)
     if sys.stderr.isatty():
@@ -128,17 +128,6 @@ def _num_parts(setup: PlanSetup, chunks: int) -> int:
 
     known = setup.schedule in SCHEDULE_NAMES
     return num_parts_of(setup.schedule, setup.stages, chunks, None) if known else setup.stages
-
-
-def _options_in_config(path: str | None, schedule: str) -> dict[str, Any]:
-    """Those of ``--config``, where they are for this schedule."""
-    from terapipe_ds.config import TeraPipeConfig
-
-    if path is None:
-        return {}
-    config = read_json(path, "--config")
-    section = TeraPipeConfig.from_deepspeed({"terapipe": config.get("terapipe", {}) | {"enabled": False}})
-    return section.options_of(schedule)
 
 
 def _section(result: PlanResult, granularity: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class PlanSetup:
     granularity: int
     schedule: str
     chunks_per_stage: int | None  # None: those of the schedule, of "auto" all
+    options: dict[str, Any]  # of the schedule, in the config
 
 
 def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
@@ -123,6 +125,7 @@ def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) ->
     """Counted costs by the number of parts. Several parts of a stage are on one device, and its links those of K."""
     from terapipe_ds.cost_analytic import analytic_costs
 
+    @functools.cache
     def counted(num_parts: int) -> list[Any]:
         return list(analytic_costs(
             size, card, num_stages=num_parts, dtype=values["dtype"], micro_batch=values["micro_batch_size"],
@@ -215,7 +218,7 @@ def _finished(
     return PlanSetup(
         title, costs_of, memory_of, both_ways_s_of, limit_bytes if memory_of is not None else None, length,
         values["stages"], count, values["tensor_parallel"], values["granularity"], values["schedule"],
-        values.get("chunks_per_stage"),
+        values.get("chunks_per_stage"), values.get("options_by_schedule", {}).get(values["schedule"], {}),
     )  # fmt: skip
 
 
@@ -252,6 +255,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "memory_limit_gb": section.planner.memory_limit_gb,
         "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in config.get("terapipe", {}) else None,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,
+        "options_by_schedule": {section.schedule: dict(section.schedule_options)},
         "dtype": next((name for name in ("bf16", "fp16") if _object(path, config, name).get("enabled") is True), None),
         "activation_checkpointing": _object(path, config, "pipeline").get("activation_checkpoint_interval", 0) != 0
         or None,

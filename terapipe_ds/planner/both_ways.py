@@ -62,5 +62,3 @@ def steps_of(costs: Iterable[Any]) -> list[float]:
     """``step_s`` of each part; empty where some part does not know its own."""
     parts = list(costs)
     return [part.step_s() for part in parts] if all(hasattr(part, "step_s") for part in parts) else []
-
-

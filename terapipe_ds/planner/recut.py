@@ -229,10 +229,7 @@ def alike(counts: Sequence[int]) -> list[list[LayerShare]]:
 
 
 def _bounds_of(shares: PartShares) -> list[int]:
-    bounds = [0]
-    for layers in shares:
-        bounds.append(bounds[-1] + len(layers))
-    return bounds
+    return list(itertools.accumulate(map(len, shares), initial=0))
 
 
 def _check(bounds: Sequence[int], num_layers: int) -> None:

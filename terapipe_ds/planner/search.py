@@ -30,8 +30,8 @@ from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.slice_dp import SliceSolution, equal_time, solve, solve_equal
 from terapipe_ds.planner.slice_dp import candidates as program_plans
 from terapipe_ds.planner.tabulate import check_count
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, build
-from terapipe_ds.schedule.generate import check_option_names
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError
+from terapipe_ds.schedule.generate import check_options
 
 _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 """What "auto" tries, with shares of the budget; ``gpipe`` takes the time and the memory of ``terapipe``."""
@@ -97,16 +97,13 @@ def plan_slices(
 
 
 def _check_options(schedule: str, num_stages: int, chunks_per_stage: int, options: Mapping[str, object]) -> None:
-    if not options:
-        return
-    if schedule == "auto":
+    if options and schedule == "auto":
         raise PlannerError(
             f"schedule_options = {show_value(dict(options))}: they go with the name of one schedule, not with 'auto'; "
             "leave them out"
         )
     try:
-        check_option_names(schedule, options)
-        build(schedule, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)  # type: ignore[arg-type]
+        check_options(schedule, num_stages, options, chunks_per_stage)
     except ScheduleError as error:
         raise PlannerError(error.reason) from None
 

@@ -70,9 +70,7 @@ def raise_on_every_rank(problem: str | None) -> None:
 
     A collective over all ranks.
     """
-    everyone: list[Any] = [problem]
-    if torch_dist.get_world_size() > 1:
-        everyone = gathered(problem)
+    everyone = gathered(problem)
     found = {rank: text for rank, text in enumerate(everyone) if text is not None}
     if found:
         texts = "; ".join(sorted(set(found.values())))
@@ -84,6 +82,8 @@ def gathered(mine: Any) -> list[Any]:
 
     Exchanged on the CPU: DeepSpeed may not have chosen this rank's device yet.
     """
+    if torch_dist.get_world_size() == 1:
+        return [mine]
     everyone: list[Any] = [None] * torch_dist.get_world_size()
     group = torch_dist.new_group(backend="gloo")
     torch_dist.all_gather_object(everyone, mine, group=group)

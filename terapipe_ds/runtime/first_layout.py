@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile, ProfileError
-from terapipe_ds.planner import PlanResult, Ranking, choose, rank_given, rank_schedules
+from terapipe_ds.planner import PlanResult, choose
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered
 from terapipe_ds.runtime.copies import can_have
@@ -67,7 +67,7 @@ def first_layout(
     mine = _Answer(can_move(module, parameters, optimizer))
     if torch_dist.get_rank() == 0:
         mine = _answer_of_rank_0(mine.can_move, config, raw, module)
-    everyone = gathered(mine) if torch_dist.get_world_size() > 1 else [mine]
+    everyone = gathered(mine)
     answer: _Answer = everyone[0]
     if answer.error is not None:
         raise on_every_rank(answer.error)
@@ -94,7 +94,7 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
         return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
-        ranking = _ranked(config, module, parts, length, count)
+        ranking = Cuts(module, Layout.plain(module.num_stages), parts, None).ranking(config, length, count)
     except ValueError as error:  # slices of another length, say: the first batch has its own
         return _Answer(movable, why=f"layers stay; no schedules were compared ({error})")
     results = [one for one in ranking.results if _can_train(one, raw)]
@@ -106,16 +106,6 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
     chunks = best.chunks_per_stage
     why = f"layers are laid out for {best.schedule}, {chunks} parts per stage, predicted to take {gain:.1%} less time "
     return _Answer(movable, best.schedule, chunks, f"{why}than {plain.schedule} {case}")
-
-
-def _ranked(config: TeraPipeConfig, module: Any, parts: MeasuredParts, length: int, count: int) -> Ranking:
-    cuts = Cuts(module, Layout.plain(module.num_stages), parts, None)
-    shape = module.num_stages, count
-    if config.slices == "auto":
-        return rank_schedules(
-            cuts.costs, length, *shape, config.granularity_tokens, both_ways_s_of=cuts.both_ways_s
-        )  # fmt: skip
-    return rank_given(cuts.costs, config.plan_for(length), *shape, both_ways_s_of=cuts.both_ways_s)
 
 
 def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from terapipe_ds.cost_profile import LayerShare
+from terapipe_ds.runtime.log import first_line
 from terapipe_ds.runtime.parted import module_of
 
 logger = logging.getLogger("terapipe_ds")
@@ -82,10 +83,9 @@ def layer_shares(probe: Any, lengths: Sequence[int]) -> tuple[LayerShare, ...] |
         runs = [probe.layer_seconds(tokens) for _ in range(_RUNS if quarter else 1)]
     except Exception as error:  # of the model's own code, so of any kind
         probe.store.reset()
-        reason = " ".join([type(error).__name__ + ":", *str(error).splitlines()[:1]])
         logger.warning(
             "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
-            probe.part_id, reason,
+            probe.part_id, first_line(error),
         )  # fmt: skip
         return None
     functions = probe.module.forward_funcs

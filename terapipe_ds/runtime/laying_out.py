@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import random
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
@@ -26,9 +23,9 @@ from terapipe_ds.runtime.agreement import gathered
 from terapipe_ds.runtime.layer_moves import move_layers
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.parted import HeldPart, PartedModule, layers_by_name
+from terapipe_ds.runtime.partition import PARTITION_METHOD, guessed_method, random_states_kept
 from terapipe_ds.runtime.state_order import STOCK_BOUNDS, Name, name_of
 
-PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
 
 
@@ -68,7 +65,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
     setattr(module, STOCK_BOUNDS, before)
     _check_kind(type(module))
     old = layers_by_name(module, [(module._local_start, module.forward_funcs)])
-    with _random_states_kept():
+    with random_states_kept():
         _cut(module, layout, method)
         module.__class__ = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
         module.terapipe_layout = layout
@@ -154,11 +151,9 @@ def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return False
-    if parameters is not None:
-        listed = list(parameters)
-        tensors = {id(each) for each in listed if isinstance(each, Tensor)}
-        if len(tensors) < len(listed) or tensors not in _ids(module):
-            return False
+    listed = None if parameters is None else list(parameters)
+    if _meant(listed, module, _ids(module)) != "as given":
+        return False
     try:
         setattr(module, PARTITION_METHOD, _method_of(module))
     except TeraPipeConfigError:
@@ -170,25 +165,14 @@ def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
 
 
 def _method_of(module: Any) -> str:
-    return getattr(module, PARTITION_METHOD, None) or _guessed_method(module)
-
-
-def _guessed_method(module: Any) -> str:
-    """For modules that were built before ``terapipe_ds.register()``: a method that gives the parts it has."""
-    bounds, num_stages = list(module.parts), module.num_stages
-    for method in ("parameters", "uniform"):
-        try:
-            with _random_states_kept(), contextlib.redirect_stdout(io.StringIO()):
-                module._partition_layers(method=method)
-            if list(module.parts) == bounds:
-                return method
-        finally:
-            module.parts, module.num_stages = bounds, num_stages
-            module._set_bounds(bounds[module.stage_id], bounds[module.stage_id + 1])
-    raise TeraPipeConfigError(
-        f"stages with several parts need the partition_method of the PipelineModule, and nothing tells it: {bounds} is "
-        "neither that of 'parameters' nor of 'uniform'. Call terapipe_ds.register() before the module is built"
-    )
+    method = getattr(module, PARTITION_METHOD, None) or guessed_method(module)
+    if method is None:
+        raise TeraPipeConfigError(
+            "stages with several parts need the partition_method of the PipelineModule, and nothing tells it: "
+            f"{list(module.parts)} is neither that of 'parameters' nor of 'uniform'. Call terapipe_ds.register() "
+            "before the module is built"
+        )
+    return str(method)
 
 
 def _cut(module: Any, layout: Layout, method: str) -> None:
@@ -239,15 +223,3 @@ def _build(module: Any, old: dict[Name, Any]) -> None:
         del module.tied_modules[key]
     module._active_chunk = 0
     module.activate(0)
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Layers that are built only to be overwritten draw no numbers of the user's."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

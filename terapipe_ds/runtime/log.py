@@ -5,6 +5,11 @@ from __future__ import annotations
 import logging
 
 
+def first_line(error: Exception) -> str:
+    """Kind of the error and how its text begins, for a line of the log."""
+    return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:1]])
+
+
 def show_log(rank: int) -> None:
     """Print what the package logs: information on rank 0, warnings on every rank.
 

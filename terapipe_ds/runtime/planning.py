@@ -206,11 +206,12 @@ class AutoPlanner:
                 'terapipe.planner.profile to "measure", or remove the limit'
             )
         parts = MeasuredParts.of_profile(self._measured.profile, CostModel.from_profile(self._measured.profile))
-        costs = Cuts(engine.module, engine._layout, parts, memory).costs(engine._layout.num_parts)
+        cuts = Cuts(engine.module, engine._layout, parts, memory)
+        costs = cuts.costs(engine._layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
         if self._config.schedule == "auto":
-            result, more = best_where_layers_stand(engine, parts, length, memory, limit_bytes)
+            result, more = best_where_layers_stand(engine, cuts, length, limit_bytes)
         else:
             result, more = self._search(costs, length, memory, limit_bytes), []
         lines = [*describe(result, schedule_chosen=self._config.schedule == "auto"), *more]

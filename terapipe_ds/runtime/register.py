@@ -95,7 +95,7 @@ def _partition() -> tuple[Any, Any]:
     stages hold several parts."""
     from deepspeed.pipe import PipelineModule
 
-    from terapipe_ds.runtime.laying_out import PARTITION_METHOD
+    from terapipe_ds.runtime.partition import PARTITION_METHOD
 
     stock = PipelineModule._partition_layers
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.utils import logger as deepspeed_logger
-
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.planner import (
     MemoryLimitError,
     PlanResult,
@@ -25,9 +22,9 @@ from terapipe_ds.planner import (
 from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts, balanced_bounds
 from terapipe_ds.planner.report import describe_ranking
 from terapipe_ds.runtime.copies import can_have
-from terapipe_ds.runtime.laying_out import PARTITION_METHOD
 from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.runtime.state_order import STOCK_BOUNDS
+from terapipe_ds.runtime.log import first_line
+from terapipe_ds.runtime.partition import PARTITION_METHOD, bounds_by, guessed_method
 from terapipe_ds.schedule import placement_for
 
 logger = logging.getLogger("terapipe_ds")
@@ -36,33 +33,25 @@ WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody ca
 
 
 def best_where_layers_stand(
-    engine: Any, parts: MeasuredParts, length: int, memory: Any, limit_bytes: float | None
-) -> tuple[PlanResult, list[str]]:
+    engine: Any, cuts: Cuts, length: int, limit_bytes: float | None
+) -> tuple[PlanResult, list[str]]:  # fmt: skip
     """The plan and schedule to run, and lines for the log: the ranking of all schedules, and what to write in the
     config where one that wants the layers elsewhere is faster by more than 1 %.
 
     Args:
-        parts: as measured, by the cut that ``engine.module`` has, or by any where the shares of layers are known.
-        memory: the same of memory, or None.
+        cuts: of ``engine.module``.
 
     Raises:
         MemoryLimitError: no schedule fits that runs where the layers stand; says which one fits elsewhere.
     """
-    layout, config = engine._layout, engine.terapipe_config
-    cuts = Cuts(engine.module, layout, parts, memory)
-    options: dict[str, Any] = {"memory_limit_bytes": limit_bytes, "both_ways_s_of": cuts.both_ways_s}
-    options["memory_of"] = None if memory is None else cuts.memory
-    shape = engine.num_stages, engine.micro_batches
-    if config.slices == "auto":
-        ranking = rank_schedules(cuts.costs, length, *shape, config.granularity_tokens, **options)
-    else:
-        ranking = rank_given(cuts.costs, config.plan_for(length), *shape, **options)
+    layout = engine._layout
+    ranking = cuts.ranking(engine.terapipe_config, length, engine.micro_batches, limit_bytes)
     possible = [one for one in ranking.results if can_have(one.schedule, getattr(engine, "optimizer", None))]
     try:
         result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
     except MemoryLimitError as error:
         raise _with_other_layout(error, possible, layout) from None
-    notes = [NOT_TIMED] if parts.shares is None else []
+    notes = [NOT_TIMED] if cuts.parts.shares is None else []
     return result, ["", *describe_ranking(ranking), *notes, *_advice(possible, result, layout)]
 
 
@@ -123,12 +112,35 @@ def _advice(possible: Sequence[PlanResult], standing: PlanResult, layout: Layout
 
 
 class Cuts:
-    """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``."""
+    """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``.
+
+    Args:
+        layout: where the layers of ``module`` stand.
+        parts: as measured, by the cut that ``module`` has, or by any where the shares of layers are known.
+        memory: the same of memory, or None.
+    """
 
     def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: Any) -> None:
         self.parts, self.measured_memory = parts, memory
         self._module, self._layout = module, layout
         self._dry_runs: dict[int, list[int] | None] = {}
+
+    def ranking(
+        self, config: TeraPipeConfig, length: int, num_micro_batches: int, limit_bytes: float | None = None
+    ) -> Ranking:
+        """All schedules for sequences of ``length`` tokens, with the slices that ``config`` gives, or the planner's.
+
+        Raises:
+            TeraPipeConfigError: the slices that ``config`` gives are not those of ``length`` tokens.
+        """
+        shape = self._layout.num_stages, num_micro_batches
+        options: dict[str, Any] = {
+            "both_ways_s_of": self.both_ways_s, "memory_limit_bytes": limit_bytes,
+            "memory_of": None if self.measured_memory is None else self.memory,
+        }  # fmt: skip
+        if config.slices == "auto":
+            return rank_schedules(self.costs, length, *shape, config.granularity_tokens, **options)
+        return rank_given(self.costs, config.plan_for(length), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:
         """None where the layers cannot be cut in so many parts."""
@@ -172,46 +184,13 @@ def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[in
     if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
         return None
     try:
-        method = getattr(module, PARTITION_METHOD, None) or _guessed_method(module, parameters)
+        method = getattr(module, PARTITION_METHOD, None) or guessed_method(module, parameters)
         if method is None:  # what DeepSpeed's own default aims at
             return balanced_bounds(parameters, num_parts)
-        bounds = _cut(module, method, num_parts, parameters)
+        bounds = bounds_by(module, method, num_parts, parameters)
         whole = (len(bounds), bounds[0], bounds[-1]) == (num_parts + 1, 0, len(parameters))
         return bounds if whole and all(a < b for a, b in itertools.pairwise(bounds)) else None
     except Exception as error:  # of the program's own code, so of any kind
-        reason = " ".join([type(error).__name__ + ":", *str(error).splitlines()[:1]])
         logger.warning("the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
-                       num_parts, reason)  # fmt: skip
+                       num_parts, first_line(error))  # fmt: skip
         return None
-
-
-def _guessed_method(module: Any, parameters: Sequence[int]) -> str | None:
-    """For modules that were built before ``terapipe_ds.register()``: a method that gives the stages they were built
-    with."""
-    stock = list(getattr(module, STOCK_BOUNDS, module.parts))
-    methods = ("parameters", "uniform")
-    return next((method for method in methods if _cut(module, method, len(stock) - 1, parameters) == stock), None)
-
-
-def _cut(module: Any, method: str, num_parts: int, parameters: Sequence[int]) -> list[int]:
-    with _kept(module):
-        module.num_stages, module._count_layer_params = num_parts, lambda: list(parameters)
-        module._partition_layers(method=method)
-        return list(module.parts)
-
-
-@contextlib.contextmanager
-def _kept(module: Any) -> Iterator[None]:
-    """The module's own cut afterwards, and nothing said meanwhile."""
-    names = ("parts", "num_stages", "_local_start", "_local_stop", PARTITION_METHOD)
-    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        deepspeed_logger.disabled = disabled
-        for name in ("_count_layer_params", *names):
-            vars(module).pop(name, None)
-        for name, value in before.items():
-            setattr(module, name, value)

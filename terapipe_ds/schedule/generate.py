@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .action import Action, Kind, Schedule, ScheduleError
@@ -96,7 +96,7 @@ def build(
     num_stages = _count("num_stages", num_stages)
     slices = _slice_counts(num_slices, _count("num_micro_batches", num_micro_batches))
     placement = placement_for(name, num_stages, _count("chunks_per_stage", chunks_per_stage))
-    check_option_names(name, options)
+    _check_option_names(name, options)
     chunks = len(placement) // num_stages
     if forward_only:
         units = _forward_only(name, num_stages, slices, chunks)
@@ -109,8 +109,17 @@ def build(
     return Schedule(name, num_stages, len(slices), slices, chunks, bool(forward_only), orders, placement)
 
 
-def check_option_names(name: str, options: Iterable[str]) -> None:
-    """Raises ``ScheduleError`` where the schedule takes no such option; the values are for ``build`` to check."""
+def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:
+    """Raises ``ScheduleError`` where the schedule does not take an option, or not the value that is given for it.
+
+    Nothing is built where there are none.
+    """
+    if options:
+        _check_option_names(name, options)  # one of build's own keywords is none of theirs
+        build(name, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)
+
+
+def _check_option_names(name: str, options: Iterable[str]) -> None:
     taken = OPTIONS.get(name, ())
     unknown = [repr(option) for option in sorted(options) if option not in taken]
     if unknown:

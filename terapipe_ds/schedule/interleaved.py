@@ -95,4 +95,3 @@ def _cut(units: Iterable[Unit], sizes: Iterable[int]) -> Iterator[list[Unit]]:
 def place(order: Iterable[Unit], chunk_id: int) -> list[PlacedUnit]:
     """The units of an order, all of one chunk."""
     return [(*unit, chunk_id) for unit in order]
-

@@ -7,6 +7,7 @@ ranks is data parallel; as all of them are fed the same data, it trains as if it
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,26 @@ def batches(num_batches: int, num_micro_batches: int = 2, first_seed: int = 0, *
         [micro_batch(first_seed + 100 * step + index, **shape) for index in range(num_micro_batches)]
         for step in range(num_batches)
     ]
+
+
+# -- the log ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile on this rank, from information upwards."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("terapipe_ds")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # the package leaves the level alone where there is a handler
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 # -- engines -------------------------------------------------------------------------------------------------

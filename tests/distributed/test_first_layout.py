@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.distributed.engines import (
     differences,
     engine_of,
     gpt_layers,
+    logged,
     run_training,
     section,
     train,
@@ -68,21 +68,8 @@ def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None =
     return path
 
 
-class _Log(logging.Handler):
-    def __enter__(self) -> list[str]:
-        self.lines: list[str] = []
-        logging.getLogger("terapipe_ds").addHandler(self)
-        return self.lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("terapipe_ds").removeHandler(self)
-
-
 def job_train(path: str, **changes: Any) -> tuple[dict[str, float], dict[tuple[int, int], int], str, list[str]]:
-    with _Log() as lines, engine_of(gpt_layers(), section(**AUTO, planner={"profile": path}), **changes) as engine:
+    with logged() as lines, engine_of(gpt_layers(), section(**AUTO, planner={"profile": path}), **changes) as engine:
         ours = train(engine, batches(2))
         found = dict(engine._layout.placement), engine._plans._planner.known(LENGTH).schedule
     stock = run_training(gpt_layers, None, batches(2), stages=1)
@@ -156,7 +143,7 @@ def job_early(path: str) -> tuple[bool, Any, Any]:
     ds_config = config(terapipe=terapipe)
     del ds_config["optimizer"]
     sgd = torch.optim.SGD(own.parameters(), lr=0.1)
-    with _Log() as lines:
+    with logged() as lines:
         engine = terapipe_ds.initialize(model=own, optimizer=sgd, config=ds_config)[0]
     placement = dict(engine._layout.placement)
     engine.destroy()

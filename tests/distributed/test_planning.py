@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -35,6 +34,7 @@ from tests.distributed.engines import (
     differences,
     engine_of,
     gpt_layers,
+    logged,
     run_training,
     section,
     train,
@@ -125,32 +125,26 @@ def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
 
 def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
     """What is logged with "auto", and where the layers would be cut for other layouts, against modules cut so."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("terapipe_ds")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)  # the package leaves the level alone where there is a handler
     found: dict[str, Any] = {}
     counts = [sum(p.numel() for p in spec.build().parameters()) for spec in gpt_layers()]
-    for method, knows_method in (("uniform", False), ("parameters", False), ("uniform", True), ("type:Decoder", True)):
-        options = {"module": {"partition_method": method}}
-        if knows_method:
-            terapipe_ds.register()
-        try:
-            with engine_of(gpt_layers(), {**_auto(), "schedule": "auto"}, **options) as engine:
-                before, numbers = dict(vars(engine.module)), torch.get_rng_state()
-                cut = bounds_of(engine.module, 4, counts)
-                same = vars(engine.module) == before and torch.equal(torch.get_rng_state(), numbers)
-                if knows_method and method == "uniform":
-                    train(engine, batches(1))
-            with engine_of(gpt_layers(), section(schedule="zbv"), **options) as engine:
-                found[f"{method} {knows_method}"] = same, cut, list(engine.module.parts)
-        finally:
-            terapipe_ds.unregister()
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with logged() as lines:
+        for method, knows_method in (
+            ("uniform", False), ("parameters", False), ("uniform", True), ("type:Decoder", True)
+        ):  # fmt: skip
+            options = {"module": {"partition_method": method}}
+            if knows_method:
+                terapipe_ds.register()
+            try:
+                with engine_of(gpt_layers(), {**_auto(), "schedule": "auto"}, **options) as engine:
+                    before, numbers = dict(vars(engine.module)), torch.get_rng_state()
+                    cut = bounds_of(engine.module, 4, counts)
+                    same = vars(engine.module) == before and torch.equal(torch.get_rng_state(), numbers)
+                    if knows_method and method == "uniform":
+                        train(engine, batches(1))
+                with engine_of(gpt_layers(), section(schedule="zbv"), **options) as engine:
+                    found[f"{method} {knows_method}"] = same, cut, list(engine.module.parts)
+            finally:
+                terapipe_ds.unregister()
     return lines, found
 
 
@@ -544,19 +538,8 @@ def test_the_predicted_step_lies_beside_the_measured_ones(
 
 
 def _logged() -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("terapipe_ds")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with engine_of(gpt_layers(), _auto()) as engine:
-            train(engine, batches(1))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with logged() as records, engine_of(gpt_layers(), _auto()) as engine:
+        train(engine, batches(1))
     return [text for text in records if "unsliced" in text]
 
 

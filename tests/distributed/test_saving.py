@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,33 +13,11 @@ import torch
 from torch import distributed
 
 from terapipe_ds.runtime.checkpoint_manifest import MANIFEST, CheckpointError
-from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, section, train
+from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, logged, section, train
 from tests.distributed.harness import rank_pool
 
 OURS = section(slices=3)
 OTHER = section(slices=[5, 10, 7, 1], schedule="terapipe")
-
-
-class Lines(logging.Handler):
-    """What the package logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self._logger = logging.getLogger("terapipe_ds")
-        self._level_before = self._logger.level
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.INFO)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.removeHandler(self)
-        self._logger.setLevel(self._level_before)
 
 
 def error_of_call(act: Any) -> str:
@@ -83,7 +60,7 @@ def files_end_at(size: int | None) -> Iterator[None]:
 
 
 def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
-    with Lines() as lines, engine_of(gpt_layers(), OTHER if spoilt else OURS) as engine:
+    with logged() as lines, engine_of(gpt_layers(), OTHER if spoilt else OURS) as engine:
         named = error_of_call(lambda: engine.load_checkpoint(folder, tag="aside")) if spoilt else ""
         path, state = engine.load_checkpoint(folder)
         returned = train(engine, batches(1, first_seed=900)).returned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.distributed.engines import (
     differences,
     engine_of,
     gpt_layers,
+    logged,
     run_training,
     section,
     train,
@@ -146,14 +146,8 @@ class Scale(torch.nn.Module):
 
 
 def job_nothing_deferred() -> tuple[dict[str, float], list[str]]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("terapipe_ds").addHandler(handler)
-    try:
+    with logged() as said:
         stock, ours = both(lambda engine: train(engine, batches(2)), layers, section(schedule="zb-h1"))
-    finally:
-        logging.getLogger("terapipe_ds").removeHandler(handler)
     return differences(ours, stock), [message for message in said if "leaves weight gradients" in message]
 
 

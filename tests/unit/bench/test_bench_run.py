@@ -12,12 +12,14 @@ from pydantic import BaseModel, ConfigDict
 
 from terapipe_ds.bench.cases import PLAN, PRESETS, BenchError, Case, Job, all_cases, choose
 from terapipe_ds.bench.orders import to_json
+from terapipe_ds.bench.planned import Planned
 from terapipe_ds.bench.ranks import Workload
 from terapipe_ds.bench.run import result_of
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
 from terapipe_ds.commands import bench as command
 from terapipe_ds.schedule import build
+from terapipe_ds.simulator import UnitCosts
 from terapipe_ds.timeline import Timeline
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=8, micro_batch=2, hidden=4, layers=2, heads=1)
@@ -136,8 +138,8 @@ def cases_of(**options: Any) -> list[str]:
 
 def test_the_usual_competitors() -> None:
     labels = cases_of()
-    assert labels[:4] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", "terapipe seq1f1b, 8 slices",
-                          "terapipe seq1f1b, planned"]  # fmt: skip
+    assert labels[:5] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", "terapipe seq1f1b, 8 slices",
+                          "terapipe seq1f1b, planned, <= 8", "terapipe seq1f1b, planned"]  # fmt: skip
     assert any(label.startswith("torch") for label in labels)
     assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 4
 
@@ -186,6 +188,23 @@ def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case.slices for case in given.cases if case.system == "terapipe"] == [(60, 40)]
 
 
+def test_plans_with_a_limit() -> None:
+    given = command.job_of(arguments("--schedules", "seq1f1b", "--slices", "plan:3,2,plan")).cases
+    ours = {case.slices: (case.planned, case.max_slices) for case in given if case.system == "terapipe"}
+    assert ours == {"plan:3": (True, 3), 2: (False, None), "plan": (True, None)}
+    given = command.job_of(arguments("--sequence-length", "100", "--schedules", "seq1f1b", "--slices", "60,40,plan:8"))
+    assert [case.slices for case in given.cases if case.system == "terapipe"] == [(60, 40), "plan:8"]
+
+
+def test_the_limit_of_a_plan_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: None)
+    costs: list[Any] = [UnitCosts(2048)] * 2
+    planned = Planned(command.job_of(arguments()), costs={"whole stages": costs})
+    counts = [planned.plan(Case("terapipe", "seq1f1b", slices), 1).num_slices for slices in (PLAN, "plan:8", "plan:5")]
+    assert counts[0] > 8 and counts[1:] == [8, 5]  # slices cost nothing but their tokens: the more, the better
+
+
 def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24]}
@@ -218,6 +237,9 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     (["gpu-layer"], "needs a CUDA device"),
     (["cpu-3stage"], "known are cpu-2stage"),
     (["--slices", "many"], "--slices 'many'"),
+    (["--slices", "plan8"], "--slices 'plan8'"),
+    (["--slices", "plan:0"], "--slices 'plan:0'"),
+    (["--slices", "8,"], "--slices ''"),
     (["--layers", "0"], "--layers 0: give a number >= 1"),
     (["--json", "/no/such/folder/x.json"], "no such folder"),
     (["--config", "ds.json"], "ds.json"),

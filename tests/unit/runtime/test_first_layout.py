@@ -11,7 +11,8 @@ from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.first_layout import first_layout, micro_batches_of
-from terapipe_ds.runtime.laying_out import PARTITION_METHOD, can_move
+from terapipe_ds.runtime.laying_out import can_move
+from terapipe_ds.runtime.partition import PARTITION_METHOD
 from terapipe_ds.schedule import placement_for
 
 

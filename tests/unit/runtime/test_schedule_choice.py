@@ -11,11 +11,11 @@ import pytest
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_profile import LayerShare
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory
+from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlanResult
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.runtime.copies import can_have, problem_of_copies
 from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.runtime.schedule_choice import best_where_layers_stand
+from terapipe_ds.runtime.schedule_choice import Cuts, best_where_layers_stand
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -54,11 +54,18 @@ def measured(num_parts: int, with_shares: bool = True) -> MeasuredParts:
     return MeasuredParts([costs] * num_parts, shares if with_shares else None)
 
 
+def best_of(
+    engine: Any, parts: MeasuredParts, memory: Any = None, limit_bytes: float | None = None
+) -> tuple[PlanResult, list[str]]:  # fmt: skip
+    cuts = Cuts(engine.module, engine._layout, parts, memory)
+    return best_where_layers_stand(engine, cuts, LENGTH, limit_bytes)
+
+
 @pytest.mark.parametrize("slices", ["auto", (4, 4)])
 def test_another_layout_is_recommended(slices: Any) -> None:
     for with_shares in (True, False):
         engine = engine_on("seq1f1b", 1, slices=slices)
-        result, lines = best_where_layers_stand(engine, measured(2, with_shares), LENGTH, None, None)
+        result, lines = best_of(engine, measured(2, with_shares))
         assert result.chunks_per_stage == 1
         assert any(line.startswith("zbv ") for line in lines)
         assert ("layers were not timed: parts are taken as even" in lines) == (not with_shares)
@@ -75,7 +82,7 @@ def test_another_layout_is_recommended(slices: Any) -> None:
 @pytest.mark.parametrize(("schedule", "chunks", "parts"), [("zbv", 2, 4), ("chimera", 2, 2), ("interleaved", 2, 4)])
 def test_what_stands_is_what_runs(schedule: str, chunks: int, parts: int) -> None:
     engine = engine_on(schedule, chunks)
-    result, lines = best_where_layers_stand(engine, measured(parts), LENGTH, None, None)
+    result, lines = best_of(engine, measured(parts))
     assert placement_for(result.schedule, STAGES, chunks) == engine._layout.placement
     assert sum("seq1f1b " in line for line in lines) == 1
 
@@ -85,7 +92,7 @@ def test_nothing_is_recommended_where_what_stands_is_best() -> None:
     slow = UnitCosts(LENGTH)
     parts = MeasuredParts([slow, slow], [[LayerShare(1.0, 1.0, 1)]] * 2)
     memory = MemoryModel((PartMemory(100, 0.0),) * 2)
-    _, lines = best_where_layers_stand(engine, parts, LENGTH, memory, 150)  # chimera holds both parts
+    _, lines = best_of(engine, parts, memory, 150)  # chimera holds both parts
     assert not any("would take" in line for line in lines)
     assert any("chimera" in line and "needs" in line for line in lines)
 
@@ -106,7 +113,7 @@ def test_a_cut_that_a_program_cannot_make_is_left_out(
 
     engine.module._partition_layers = cut
     with caplog.at_level(logging.INFO, "terapipe_ds"):
-        result, lines = best_where_layers_stand(engine, measured(2), LENGTH, None, None)
+        result, lines = best_of(engine, measured(2))
     assert result.chunks_per_stage == 1 and not any(line.startswith("zbv ") for line in lines)
     assert caplog.messages == ["the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are "
                                "left out"] * fails  # fmt: skip
@@ -123,14 +130,14 @@ def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advis
 
     shares = [[LayerShare(1.0, 1.0, 50)]] * 2
     parts = MeasuredParts([Whole(), Whole()], shares, bytes_per_s)
-    result, lines = best_where_layers_stand(engine, parts, LENGTH, None, None)
+    result, lines = best_of(engine, parts)
     assert result.chunks_per_stage == 1 and result.extra_s == 0
     assert ("would take" in lines[-1]) == advised
     if advised:
         assert ("the sum of gradients not counted" in lines[-1]) == (bytes_per_s is None)
     row = next(line for line in lines if line.startswith("chimera "))
     assert {1e9: "+0.00 ms", 100.0: "+4.000 s", None: "unknown"}[bytes_per_s] in row
-    standing, _ = best_where_layers_stand(engine_on("chimera", 2, slices=(8,), layers=2), parts, LENGTH, None, None)
+    standing, _ = best_of(engine_on("chimera", 2, slices=(8,), layers=2), parts)
     assert standing.extra_s == (None if bytes_per_s is None else 400 / bytes_per_s)
 
 
@@ -138,13 +145,13 @@ def test_a_limit_that_only_another_layout_meets() -> None:
     engine = engine_on("chimera", 2)
     memory = MemoryModel((PartMemory(100, 0.0),) * 2)
     with pytest.raises(MemoryLimitError, match="stage") as caught:
-        best_where_layers_stand(engine, measured(2), LENGTH, memory, 150)
+        best_of(engine, measured(2), memory, 150)
     name = str(caught.value).split("Schedule '")[1].split("'")[0]
     chunks = 2 if name == "zbv" or "interleaved" in name else 1
     assert str(caught.value).endswith(f'set "schedule": "{name}", "chunks_per_stage": {chunks}')
     assert caught.value.need_bytes == 200 and "chimera" not in name  # both parts on each stage
     with pytest.raises(MemoryLimitError) as nothing:
-        best_where_layers_stand(engine, measured(2), LENGTH, memory, 50)
+        best_of(engine, measured(2), memory, 50)
     assert "fits, but" not in str(nothing.value)
 
 
@@ -158,7 +165,7 @@ def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> No
         forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
 
     parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, 1e9)
-    _, lines = best_where_layers_stand(engine, parts, LENGTH, None, None)
+    _, lines = best_of(engine, parts)
     assert any("would take" in line for line in lines) == (not keeps_apart)
     chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))
     assert (problem_of_copies(chimera, engine.optimizer) is not None) == keeps_apart

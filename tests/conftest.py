@@ -39,6 +39,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if (collection_path.stem in ALONE) != (config.option.markexpr == "alone") else None
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """The tests that run alone leave a core to the server of their ranks, which imports torch meanwhile."""
+    if session.config.option.markexpr == "alone":
+        from tests.distributed.harness import ensure_server
+
+        ensure_server()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs alone, and skip what the markers `full` and `gpu` ask for and this run or machine does not

@@ -109,7 +109,7 @@ class RankPool:
         """Start the ranks and wait until they have met; nothing to do where they run already."""
         if self.is_running:
             return
-        _ensure_server()
+        ensure_server()
         context = multiprocessing.get_context("forkserver")
         self._folder = Path(tempfile.mkdtemp(prefix="terapipe-ranks-"))
         for rank in range(self.world_size):
@@ -251,7 +251,7 @@ def rank_pool(world_size: int) -> RankPool:
     return _pools.get(world_size)
 
 
-def _ensure_server() -> None:
+def ensure_server() -> None:
     """Start the fork server, with torch and DeepSpeed imported. A second call does nothing."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with _environment(SERVER_ENVIRONMENT):

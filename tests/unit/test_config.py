@@ -492,6 +492,10 @@ def test_a_usual_deepspeed_config_has_no_conflicts() -> None:
     assert config.enabled
 
 
+def test_what_is_no_number_is_left_to_deepspeed() -> None:
+    assert read({"enabled": True, "slices": 8}, zero_optimization={"stage": "two"}).enabled
+
+
 # --- plans, fingerprint, description
 
 

@@ -7,10 +7,12 @@ import dataclasses
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import CommandError, check_output, read_json
+from terapipe_ds.schedule import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from terapipe_ds.bench.cases import Job
@@ -26,14 +28,19 @@ EXAMPLES = """\
   terapipe bench --json bench.json --html bench.html          with all figures, and a report for a browser
   terapipe bench cpu-2stage --full --accumulation 8           every system, eight micro-batches
   terapipe bench --accumulation 1 --slices 4,8,16,plan        step time against slices
+  terapipe bench --accumulation 1 --slices plan,plan:4,plan:8 the planner's best, and of at most 4 and 8 slices
   terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200    (lengths in tokens)
   terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
   terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
 
-Presets: cpu-2stage, cpu-8stage, gpu-attention, gpu-layer. What a system is allowed to be: deepspeed (1f1b, dualpipev),
-terapipe (gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb), torch (gpipe, 1f1b, interleaved1f1b, zbv).
-"""
+Schedules of each system:
+  deepspeed: 1f1b, dualpipev
+  torch: gpipe, 1f1b, interleaved1f1b, zbv
+""" + textwrap.fill(
+    f"terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, initial_indent="  ",
+    subsequent_indent="    ",
+)  # fmt: skip
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05

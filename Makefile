@@ -29,17 +29,15 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Two files at a time, but for those that look at the clock. In the order of the folders, which has the files with
-# ranks first: xdist's own order begins with those of many tests, and one long file of few tests is left at the end.
+# Two files at a time, but for those that look at the clock.
 PYTEST := $(BIN)/pytest
-TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint
-	$(PYTEST) $(TWO_AT_A_TIME) -m "not alone"
+	$(PYTEST) -n 2 --dist loadfile -m "not alone"
 	$(PYTEST) -m alone
 
 test-full: lint
-	TERAPIPE_TEST_FULL=1 $(PYTEST) $(TWO_AT_A_TIME) -m "not alone"
+	TERAPIPE_TEST_FULL=1 $(PYTEST) -n 2 --dist loadfile -m "not alone"
 	TERAPIPE_TEST_FULL=1 $(PYTEST) -m alone
 
 mutations: venv

@@ -91,13 +91,13 @@ def run(arguments: argparse.Namespace) -> None:
         result = run_on_gpu(arguments.preset, full=arguments.full)
     else:
         result = _train(arguments)
-    from terapipe_ds.bench.table import render
-
-    print(render(result))
-    if arguments.json:
+    if arguments.json:  # first: whatever the table and the report come to, the figures are kept
         from terapipe_ds.files import write_text
 
         write_text(arguments.json, json.dumps(result, indent=1, allow_nan=False))
+    from terapipe_ds.bench.table import render
+
+    print(render(result))
     if arguments.html:
         from terapipe_ds.bench.report import write_report
 

@@ -23,7 +23,7 @@ from terapipe_ds.runtime.link import (
     Unit,
     Wire,
 )
-from terapipe_ds.runtime.staging import needs_staging
+from terapipe_ds.runtime.staging import host_buffer, needs_staging
 
 SPEC = MessageSpec((TensorSpec((2, 3), torch.float32, True),), is_tuple=False)
 
@@ -266,3 +266,12 @@ def test_only_devices_beside_the_host_are_staged() -> None:
     assert not needs_staging(Group(cpu="gloo"), torch.device("cpu"))
     assert needs_staging(Group(cpu="gloo", cuda="gloo"), torch.device("cuda", 0))
     assert not needs_staging(Group(cpu="gloo", cuda="nccl"), torch.device("cuda", 0))
+
+
+def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device of the message, whatever accelerator DeepSpeed was told to use."""
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: asked.append(options))
+    for device in ("cpu", "cuda"):
+        host_buffer((4, 8), torch.bfloat16, torch.device(device))
+    assert [(options["device"], options["pin_memory"]) for options in asked] == [("cpu", False), ("cpu", True)]

@@ -108,8 +108,8 @@ def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu") -
         OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(stages), LOCAL_SIZE=str(stages),
         LOCAL_WORLD_SIZE=str(stages), DEEPSPEED_LOG_LEVEL="error", TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
+    os.environ["DS_ACCELERATOR"] = device
     if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     logging.getLogger("terapipe_ds").setLevel(logging.WARNING)  # plans are in the table

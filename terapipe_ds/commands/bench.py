@@ -149,6 +149,8 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     from terapipe_ds.bench.run import run_benchmark
 
     job = job_of(arguments)
+    if arguments.check_replay and job.device != "cpu":
+        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
     if arguments.check_replay and job.replayed:
         cores = len(os.sched_getaffinity(0))
         raise CommandError(

@@ -113,6 +113,16 @@ def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
     assert "deepspeed 1f1b (replayed)" in text and "fewer cores than stages" in text
 
 
+def test_on_a_device_nothing_is_replayed() -> None:
+    """What the process's CPU time was says nothing of the work that it queued."""
+    given = [{**found, "device": "a pretended device"} for found in ranks()]
+    result = result_of(Job(WORK, CASES, (1,), 2, device="cuda"), "cpu-2stage", MACHINE, given)
+    stock = result["runs"][0]
+    assert stock["replayed_s"] is None and stock["off_core_s"] is None
+    assert stock["step_s_all"] == [16.0, 13.0] and stock["bubble"] > 0
+    assert render(result).splitlines()[0].endswith("; a pretended device, made up, 2 cores, 2000-01-01")
+
+
 def test_a_system_that_learned_something_else_is_an_error() -> None:
     sliced = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks(loss=5.001))["runs"][1]
     assert "its loss in step 1 is 5.101000, that of deepspeed 1f1b 5.100000" in sliced["error"]
@@ -245,6 +255,7 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     (["--config", "ds.json"], "ds.json"),
     (["--device", "cuda"], "need 2 CUDA devices"),
     (["--check-replay", "--stages", "8"], "no measured times"),
+    (["--check-replay", "--device", "cuda"], "replays take the CPU time"),
 ])  # fmt: skip
 def test_refusals_are_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

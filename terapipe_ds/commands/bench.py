@@ -40,8 +40,10 @@ Schedules of each system:
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
+_GRANULARITY = 64
 
 
+_NOT_ON_GPU = ("systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay")
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 
 
@@ -64,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--model", metavar="NAME_OR_JSON", help="as `terapipe profile` takes it")
     for name in _SIZES:
         sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in the place of the preset's")
-    sizes.add_argument("--granularity", type=int, default=64, metavar="N", help="plans cut at multiples (default 64)")
+    sizes.add_argument(
+        "--granularity", type=int, default=_GRANULARITY, metavar="N",
+        help="plans cut at multiples (default: %(default)s)",
+    )  # fmt: skip
     sizes.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
@@ -86,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--{option} {path}: there is no such folder; give a path in one that exists")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if arguments.preset.startswith("gpu-"):
+        _check_gpu_options(arguments)
         from terapipe_ds.bench.gpu import run_on_gpu
 
         result = run_on_gpu(arguments.preset, full=arguments.full)
@@ -104,6 +110,18 @@ def run(arguments: argparse.Namespace) -> None:
         write_report(result, arguments.html)
     if arguments.check_replay:
         _check_replay(result)
+
+
+def _check_gpu_options(arguments: argparse.Namespace) -> None:
+    """Refuse what the presets for one device would not use."""
+    values = {name: getattr(arguments, name) for name in (*_NOT_ON_GPU, *_SIZES)}
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    given += ["granularity"] if arguments.granularity != _GRANULARITY else []
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CommandError(
+            f"preset {arguments.preset} does not use {options}: its sizes are fixed, it takes --full, --json, --html"
+        )
 
 
 def job_of(arguments: argparse.Namespace) -> Job:

@@ -244,6 +244,8 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
 
 @pytest.mark.parametrize(("words", "told"), [
     (["gpu-attention"], "needs a CUDA device"),
+    (["gpu-attention", "--slices", "8", "--check-replay"], "does not use --slices, --check-replay"),
+    (["gpu-layer", "--pairs", "2", "--hidden", "64", "--granularity", "8"], "use --pairs, --hidden, --granularity"),
     (["gpu-layer"], "needs a CUDA device"),
     (["cpu-3stage"], "known are cpu-2stage"),
     (["--slices", "many"], "--slices 'many'"),

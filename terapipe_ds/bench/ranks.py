@@ -31,6 +31,12 @@ USUAL_SETTINGS: dict[str, Any] = {
     # DeepSpeed clips at 1.0 by default, and its stock norm counts the first stage only: the losses would differ
     "gradient_clipping": 0.0,
 }
+BF16_SETTINGS: dict[str, Any] = {
+    **USUAL_SETTINGS, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
+    "zero_optimization": {"stage": 1},
+}  # fmt: skip
+"""The usual ones of accelerators, whose fused attention takes no fp32. DeepSpeed sums the gradients of bf16 weights in
+fp32 under ZeRO 1 only; of one replica, as here, that parts nothing."""
 
 
 @dataclass(frozen=True)

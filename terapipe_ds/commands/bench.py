@@ -70,7 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--granularity", type=int, default=_GRANULARITY, metavar="N",
         help="plans cut at multiples (default: %(default)s)",
     )  # fmt: skip
-    sizes.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    sizes.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="default: %(default)s. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
     output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
@@ -132,6 +135,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     """
     from terapipe_ds.bench.cases import PRESETS as ALL
     from terapipe_ds.bench.cases import Job, choose
+    from terapipe_ds.bench.ranks import BF16_SETTINGS
 
     preset = ALL[arguments.preset]
     given = {name: getattr(arguments, name) for name in _SIZES}
@@ -139,6 +143,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
     ds_config, gpt = None, None
     if arguments.config or arguments.model:
         ds_config, gpt, work = _own_model(arguments, work, given)
+    elif arguments.device == "cuda":
+        ds_config, gpt = BF16_SETTINGS, {"dtype": "bfloat16"}
     for name, value in [*dataclasses.asdict(work).items(), ("pairs", _pairs(arguments, preset))]:
         if value < 1:
             raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
@@ -183,12 +189,17 @@ def _own_model(
     arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
 ) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
     """The config, the fields of the model, and the workload with its sizes."""
+    from terapipe_ds.bench.ranks import BF16_SETTINGS
     from terapipe_ds.commands.user_model import dtype_of, model_of, number_of
 
     ds_config = read_json(arguments.config, "--config") if arguments.config else None
+    if ds_config is None and arguments.device == "cuda":
+        ds_config = BF16_SETTINGS
     if arguments.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     config, _, _ = model_of(arguments.model, dtype_of(ds_config or {}))
+    if arguments.config is None and config.dtype != "bfloat16":  # by its own file
+        ds_config = None
     length = given["sequence_length"] or config.max_sequence_length
     gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
     work = dataclasses.replace(

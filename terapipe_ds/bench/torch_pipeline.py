@@ -76,9 +76,9 @@ class Masters:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], sums: torch.dtype) -> None:
-        self._parameters = list(parameters)
+        self._parameters: list[Tensor] = list(parameters)
         self.sums_in_fp32 = sums == torch.float32
-        self.weights = [nn.Parameter(p.detach().float()) for p in self._parameters]
+        self.weights: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._parameters]
 
     def take_gradients(self) -> None:
         """Add in fp32 what the backwards have given since; torch's own gradients are gone then. After each backward
@@ -127,7 +127,7 @@ class TorchDriver(Driver):
         self.recorder = Recorder()
         ds_config = job.ds_config or USUAL_SETTINGS
         self._masters = Masters(self.parameters(), sums_dtype(ds_config)) if _is_bf16(ds_config) else None
-        trained = self.parameters() if self._masters is None else self._masters.weights
+        trained: Sequence[Tensor] = self.parameters() if self._masters is None else self._masters.weights
         self.optimizer = torch.optim.AdamW(trained, **adam_options(ds_config))
         self._accumulation = 0
         self._pipeline: Any = None

@@ -154,7 +154,7 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
 
 
 def _timed_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
-    """A step by the wall clock, and its events. To record, an accelerator is synchronised at every action, which is
+    """A step by the wall clock, and its events. To record, an accelerator is waited for at every action, which is
     another step than the one that users have: there the timed step goes unrecorded, and one more is recorded."""
     recorder, apart = driver.recorder, _on_accelerator()
     recorder.clear()

@@ -23,6 +23,7 @@ from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
 from terapipe_ds.runtime import measuring, planning
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.schedule_choice import bounds_of
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import (
@@ -304,11 +305,17 @@ def test_a_cache_that_cannot_be_used_is_measured_again(cache: Path, text: str) -
         assert measured == [1, 0]  # and mended
 
 
-def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
-    with engine_of(gpt_layers(**layers), _auto(profile=path), **options) as engine, pytest.raises(ValueError) as caught:
+def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> tuple[str, bool]:
+    """The refusal, and whether it came before there was an engine."""
+    engines = []
+    with (
+        pytest.raises(ProfileError) as caught,
+        engine_of(gpt_layers(**layers), _auto(profile=path), **options) as engine,
+    ):
+        engines.append(engine)
         train(engine, batches(1))
-    assert isinstance(caught.value, ProfileError)
-    return str(caught.value)
+    assert raised_on_every_rank(caught.value)
+    return str(caught.value), not engines
 
 
 @pytest.mark.parametrize(
@@ -322,8 +329,32 @@ def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
 def test_the_profile_of_something_else_is_refused_on_every_rank(
     profile_file: Path, layers: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
-    for message in rank_pool(2).run(_with_profile, path=str(profile_file), layers=layers, **options):
-        assert named in message and "measure" in message
+    for message, early in rank_pool(2).run(_with_profile, path=str(profile_file), layers=layers, **options):
+        assert named in message and "measure" in message and early
+
+
+def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
+    """Measured by one engine, given to the next one of the same model and config."""
+    with engine_of(gpt_layers(dtype=dtype), _auto(cache_dir=folder), **options) as engine:
+        train(engine, batches(1))
+    torch.distributed.barrier()
+    (file,) = [f for f in Path(folder).glob("profile-*.json") if ".memory." not in f.name]
+    with engine_of(gpt_layers(dtype=dtype), _auto(profile=str(file)), **options) as engine:
+        return bool(train(engine, batches(1)).returned)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        ("float32", _HALF),
+        ("float64", {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}),
+    ],
+    ids=["bf16", "autocast", "recompute"],
+)
+def test_a_run_takes_its_own_profile(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
+    """What DeepSpeed changes while it builds an engine has been changed when profiles are compared."""
+    assert rank_pool(2).run(_own_profile, folder=str(tmp_path), dtype=dtype, options=options) == [True, True]
 
 
 def _edited(file: Path, **key: Any) -> Path:
@@ -335,13 +366,14 @@ def _edited(file: Path, **key: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("key", "named"), [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")]
+    ("key", "named"),
+    [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")],  # which the first batch tells
 )
 def test_a_profile_of_another_device_or_micro_batch_is_refused(
     profile_file: Path, key: dict[str, Any], named: str
 ) -> None:
-    for message in rank_pool(2).run(_with_profile, path=str(_edited(profile_file, **key)), layers={}):
-        assert named in message
+    for message, early in rank_pool(2).run(_with_profile, path=str(_edited(profile_file, **key)), layers={}):
+        assert named in message and early == ("device" in key)
 
 
 def _planned_from(path: str) -> tuple[int, ...]:
@@ -368,8 +400,8 @@ def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for message in rank_pool(2).run(_with_profile, path=str(tmp_path / "none.json"), layers={}):
-        assert "none.json" in message
+    for message, early in rank_pool(2).run(_with_profile, path=str(tmp_path / "none.json"), layers={}):
+        assert "none.json" in message and early
 
 
 # -- limits and lengths --------------------------------------------------------------------------------------------

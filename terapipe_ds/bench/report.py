@@ -164,7 +164,8 @@ def _prediction(result: Result) -> Iterator[str]:
         yield '<h2>Predicted against measured</h2>\n<div class="side">\n'
         yield _figure("predicted", "Both axes are logarithmic. The band is 5 % to either side.", against, "small")
         yield _figure(
-            "errors", "Above 0: predicted slower than measured. Lines span the single steps; the band is 5 %.", errors
+            "errors", "Above 0: predicted slower than measured. Lines span the single steps; the band is 5 %.", errors,
+            "small",
         )
         yield "</div>\n"
 
@@ -184,7 +185,7 @@ def _timelines(result: Result) -> Iterator[str]:
         if len(picture) > left:
             picture = '<p class="note">This timeline has too many boxes for the page.</p>'
         left -= len(picture)
-        yield f'<details{shown}><summary>{name}</summary>\n<div class="scroll">{picture}</div></details>\n'
+        yield f'<details{shown}><summary>{name}</summary>\n<div class="scroll wide">{picture}</div></details>\n'
 
 
 def timeline_pair(group: Group) -> list[Run]:
@@ -211,7 +212,7 @@ def _timeline_picture(key: str, runs: list[Run]) -> str:
     figure = build_figure(titled)
     if sum(len(timeline.events) for _, timeline in titled) > _MOST_BOXES:
         return inline_png(figure, description)
-    return inline_svg(figure, key, description, scale_down=False)
+    return inline_svg(figure, key, description)
 
 
 def _origin(result: Result) -> Iterator[str]:

@@ -12,7 +12,7 @@ STYLE = """
 }
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; }
-body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 70rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 82rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 h1 { font-size: 1.7rem; line-height: 1.25; margin: 0 0 .3rem; }
 h2 { font-size: 1.25rem; margin: 2.6rem 0 .5rem; padding-bottom: .2rem; border-bottom: 1px solid var(--line); }
@@ -50,7 +50,7 @@ figure { margin: 1rem 0 1.4rem; }
 .side { display: flex; flex-wrap: wrap; gap: 0 1.5rem; align-items: flex-start; }
 .side figure { flex: 1 1 21rem; min-width: 0; }
 svg { display: block; height: auto; }
-.shrinks svg { min-width: 36rem; } .small svg { min-width: 20rem; }
+.shrinks svg { min-width: 36rem; } .small svg { min-width: 20rem; } .wide svg { min-width: 52rem; }
 svg * { stroke-linejoin: round; stroke-linecap: butt; }
 svg text { font-family: "DejaVu Sans", Verdana, "Segoe UI", sans-serif; }
 img { display: block; background: #ffffff; }

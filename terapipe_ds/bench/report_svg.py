@@ -42,11 +42,11 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def inline_svg(figure: Figure, key: str, description: str, *, scale_down: bool = True) -> str:
+def inline_svg(figure: Figure, key: str, description: str) -> str:
     """The figure as an ``<svg>`` element for a page that holds several.
 
     ``key`` is unique in the page (letters): it prefixes ids. ``description`` is read out in place of the picture.
-    ``scale_down``: the picture may shrink to the page's width, else it keeps its size and its frame scrolls.
+    It shrinks to the page's width, down to the least width of its frame, which scrolls then.
     """
     for ground in (figure.patch, *(axes.patch for axes in figure.axes)):
         ground.set_visible(False)  # the page's shows through
@@ -59,7 +59,7 @@ def inline_svg(figure: Figure, key: str, description: str, *, scale_down: bool =
     if match is None:
         raise RuntimeError("matplotlib wrote an SVG without a viewBox")
     width, height = (float(size) * 4 / 3 for size in match.groups())  # points to CSS pixels
-    size = f"width:100%;max-width:{width:.0f}px" if scale_down else f"width:{width:.0f}px"
+    size = f"width:100%;max-width:{width:.0f}px"
     root = (
         f'<svg viewBox="0 0 {match[1]} {match[2]}" role="img" aria-label="{escape(description)}" '
         f'style="{size};aspect-ratio:{width:.0f}/{height:.0f}">'

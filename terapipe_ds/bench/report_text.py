@@ -71,13 +71,13 @@ def percent(value: float | None, places: int = 1) -> str:
     return "–" if value is None else f"{100 * value:.{places}f} %"
 
 
-def slices_text(run: Run, most: int = 6) -> str:
-    """``8 × 256``, or the lengths where they differ, shortened after ``most``."""
+def slices_text(run: Run, most: int = 3) -> str:
+    """``8 × 256``, or the lengths where they differ: all of up to ``most``, of more the first and the last."""
     if not run.slices:
         return "–"
     if len(set(run.slices)) == 1:
         return f"{len(run.slices)} × {run.slices[0]}"
-    shown = ", ".join(map(str, run.slices[:most])) + ", …" * (len(run.slices) > most)
+    shown = ", ".join(map(str, run.slices)) if len(run.slices) <= most else f"{run.slices[0]} … {run.slices[-1]}"
     return f"{len(run.slices)}: {shown}"
 
 

@@ -37,6 +37,11 @@ Slices = int | str | tuple[int, ...]
 """A number of equal slices, ``PLAN`` with or without a limit, or lengths in tokens."""
 
 
+def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
+    """Of the model, as pipelines cut it: with embedding, learned positions, final norm and head."""
+    return work.layers + 3 + ((gpt or {}).get("positions") == "learned")
+
+
 @dataclass(frozen=True)
 class Case:
     """One competitor, at every accumulation in ``accumulations`` (empty: at all of the run)."""
@@ -95,7 +100,7 @@ class Case:
             return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
         if self.schedule in BIDIRECTIONAL and work.stages % 2:
             return f"{self.schedule} needs an even number of stages, this is {work.stages}"
-        layers = work.layers + 3  # embedding, final norm and head
+        layers = num_layers(work)
         if self.schedule in TWO_PARTS and 2 * work.stages > layers:
             return f"{self.schedule} cuts the model in {2 * work.stages} parts, it has {layers} layers"
         return None

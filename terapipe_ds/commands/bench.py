@@ -113,7 +113,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
         ValueError: options that contradict each other or the model.
     """
     from terapipe_ds.bench.cases import PRESETS as ALL
-    from terapipe_ds.bench.cases import Job, choose
+    from terapipe_ds.bench.cases import Job, choose, num_layers
 
     preset = ALL[arguments.preset]
     given = {name: getattr(arguments, name) for name in _SIZES}
@@ -124,6 +124,12 @@ def job_of(arguments: argparse.Namespace) -> Job:
     for name, value in [*dataclasses.asdict(work).items(), ("pairs", _pairs(arguments, preset))]:
         if value < 1:
             raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
+    layers = num_layers(work, gpt)
+    if work.stages > layers:
+        raise CommandError(
+            f"--stages {work.stages}: the model has {layers} layers, embedding, norm and head among them; give at most "
+            f"{layers}"
+        )
     accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
     cases = choose(
         preset, full=arguments.full, systems=arguments.systems, schedules=arguments.schedules,

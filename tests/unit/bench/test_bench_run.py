@@ -241,10 +241,11 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     (["--slices", "plan:0"], "--slices 'plan:0'"),
     (["--slices", "8,"], "--slices ''"),
     (["--layers", "0"], "--layers 0: give a number >= 1"),
+    (["--stages", "5", "--layers", "1"], "--stages 5: the model has 4 layers"),
     (["--json", "/no/such/folder/x.json"], "no such folder"),
     (["--config", "ds.json"], "ds.json"),
     (["--device", "cuda"], "need 2 CUDA devices"),
-    (["--check-replay", "--stages", "8"], "no measured times"),
+    (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
 ])  # fmt: skip
 def test_refusals_are_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def _open_runs(
             run["error"] = problem
             continue
         run |= {"slices": plan.lengths, "seconds": [], "losses": [], "events": []}
+        drivers[index].use_schedule(planned.schedule(case, accumulation, plan))
         drivers[index].restart()
     return runs
 

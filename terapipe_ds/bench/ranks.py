@@ -101,7 +101,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
 def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
     try:
         target(*arguments)
-    except BaseException:  # the interpreter's own end waits for threads, and torch's for messages
+    except Exception:  # the interpreter's own end waits for threads, and torch's for messages
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

@@ -31,7 +31,7 @@ from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.layout import Layout, Place
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.parted import activate, parameters_of_part
-from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize, wall_clock
+from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -133,8 +133,10 @@ def _measured(
     weight_s = weights(probe, lengths, peers)
     memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
     samples = with_weights(measured.samples(), weight_s)
+    # a clock of one's own is for machines that are busy with the other stages
+    warning = noise_warning(samples) if engine.slice_clock is None else None
     return PartCosts(
-        place.part_id, samples, (), (), memory, noise_warning(samples), measured.seconds,
+        place.part_id, samples, (), (), memory, warning, measured.seconds,
         engine.grid.get_data_parallel_rank(), layer_shares(probe, lengths) if _wants_shares(engine) else None,
     )  # fmt: skip
 
@@ -168,7 +170,7 @@ def _probe(
     return StageProbe(
         engine.module, engine.module, length, device, store, part_id=place.part_id, inputs=inputs, labels=labels,
         is_last=place.is_last, loss_fn=engine.module.loss_fn, autocast=partial(autocast_if_enabled, engine),
-        weights=engine.weight_gradients, now_s=engine.slice_clock or wall_clock,
+        weights=engine.weight_gradients, clock=engine.slice_clock,
     )  # fmt: skip
 
 

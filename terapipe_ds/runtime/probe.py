@@ -44,12 +44,6 @@ class SliceBytes:
     working: int
 
 
-def wall_clock() -> float:
-    """Seconds, once the device has done what it was told."""
-    synchronize()
-    return time.perf_counter()
-
-
 @dataclass
 class StageProbe:
     """Times slices of ``sequence_length`` tokens on the layers of one stage. Use it inside ``untouched(module)``.
@@ -61,7 +55,7 @@ class StageProbe:
         loss_fn: of the last stage, None where the model computes the loss itself.
         autocast: a context in which the engine runs the layers.
         weights: of the layers, where W is measured as well.
-        now_s: the clock; processor time of this process where several of them share a core.
+        clock: in the place of the wall's; processor time of this process where several of them share a core.
     """
 
     module: nn.Module
@@ -76,9 +70,13 @@ class StageProbe:
     loss_fn: Callable[[Any, Any], Any] | None = None
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
     weights: WeightGradients = field(default_factory=WeightGradients)
-    now_s: Callable[[], float] = wall_clock
+    clock: Callable[[], float] | None = None
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
+
+    def now_s(self) -> float:
+        """By the clock, once the device has done what it was told."""
+        return _now_s() if self.clock is None else self.clock()
 
     def receive(self, tokens: int, spec: MessageSpec) -> None:
         """What the stage before hands on for slices of ``tokens`` tokens; the values are made up."""
@@ -255,6 +253,11 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         return torch.randn(spec.shape, dtype=spec.dtype, device=device)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _now_s() -> float:
+    synchronize()
+    return time.perf_counter()
 
 
 def processor_clock() -> Callable[[], float] | None:

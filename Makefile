@@ -8,6 +8,9 @@ TORCH := torch==2.13.0
 CHECK := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# Compiled modules are kept, whatever the environment says: tests start hundreds of processes that import the same ones.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: venv test test-full mutations demo lint clean
 
 venv: $(STAMP)

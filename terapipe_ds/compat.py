@@ -111,6 +111,8 @@ def require_hooks() -> None:
 
 def _refuse(missing: Sequence[Hook]) -> None:
     """One line for all that is missing, by distribution."""
+    if not missing:
+        return  # before versions are read from files, for each engine
     found = installed_versions()
     lines = []
     for name, tested in TESTED_VERSIONS.items():

@@ -41,8 +41,9 @@ class ProfileKey:
     """What the numbers of a profile are valid for.
 
     ``model_fingerprint`` is compared, ``model`` is for people. ``layers_fingerprint``: of the layers, however they are
-    cut in parts; None in profiles of earlier versions. ``sequence_length`` is the longest slice plus prefix
-    that was measured, in tokens; ``micro_batch`` the rows of a micro-batch on one data-parallel rank.
+    cut in parts; None in profiles of earlier versions. ``num_stages`` counts the parts; :class:`Profile` knows how many
+    stages held them. ``sequence_length`` is the longest slice plus prefix that was measured, in tokens; ``micro_batch``
+    the rows of a micro-batch on one data-parallel rank.
     """
 
     model_fingerprint: str
@@ -176,14 +177,18 @@ class PartProfile:
 class Profile:
     """Measured costs of some or all parts; see the module.
 
+    ``pipeline_stages``: how many stages held the parts while they were measured, each of them one or several; None: not
+    noted, as in profiles of earlier versions.
+
     Raises:
         ProfileError: a time that is not positive and finite, a pair or a part that stands twice, samples beyond
-            ``key.sequence_length``.
+            ``key.sequence_length``, more stages than parts.
     """
 
     key: ProfileKey
     parts: tuple[PartProfile, ...]
     links: tuple[LinkSample, ...] = ()
+    pipeline_stages: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, ProfileKey):
@@ -198,6 +203,9 @@ class Profile:
         reach = max(sample.tokens + sample.prefix for part in parts for sample in part.samples)
         if reach > self.key.sequence_length:
             raise bad("key.sequence_length", self.key.sequence_length, f"what was measured, {reach} tokens")
+        stages, most = self.pipeline_stages, self.key.num_stages
+        if stages is not None and (type(stages) is not int or not 1 <= stages <= most):
+            raise bad("pipeline_stages", stages, f"an integer from 1 to the number of parts, {most}, or null")
 
     # -- what it is valid for ----------------------------------------------------------------------------------------
 
@@ -243,9 +251,12 @@ class Profile:
             if other.key != first.key:
                 lines = other.mismatches(first.key) or first.mismatches(other.key) or ["model: the descriptions differ"]
                 raise ProfileError("stages measured different things:\n  " + "\n  ".join(lines))
+            if other.pipeline_stages != first.pipeline_stages:
+                sides = f"{show_value(first.pipeline_stages)} and {show_value(other.pipeline_stages)}"
+                raise ProfileError(f"stages measured different things:\n  pipeline_stages: {sides}; {_REMEDY}")
         parts = tuple(part for profile in profiles for part in profile.parts)
         links = tuple(dict.fromkeys(link for profile in profiles for link in profile.links))
-        whole = cls(first.key, parts, links)
+        whole = cls(first.key, parts, links, first.pipeline_stages)
         ids = [part.part_id for part in whole.parts]
         if ids != list(range(len(ids))):
             raise ProfileError(f"the gathered parts are {ids}: give every part from 0 on, without a gap")
@@ -310,9 +321,10 @@ _REMEDY = "measure on this run, or give its own profile"
 
 
 def _profile(document: dict[str, Any]) -> Profile:
+    # these came later than the format and may be missing
+    document = {"pipeline_stages": None} | document
     key, parts, links = (document.get(name) for name in ("key", "parts", "links"))
     _check_keys(Profile, document, "the file")
-    # these came later than the format and may be missing
     key = {"layers_fingerprint": None} | key if isinstance(key, dict) else key
     links = [{"num_bytes": None} | link if isinstance(link, dict) else link for link in _as_list(links, "links")]
     parts = [_part(part, n) if isinstance(part, dict) else part for n, part in enumerate(_as_list(parts, "parts"))]
@@ -320,6 +332,7 @@ def _profile(document: dict[str, Any]) -> Profile:
         _from_dict(ProfileKey, key, "key"),
         tuple(_list_of(PartProfile, parts, "parts")),
         tuple(_list_of(LinkSample, links, "links")),
+        document["pipeline_stages"],
     )
 
 

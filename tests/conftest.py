@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 # Before anything imports torch or deepspeed: the tests are small, and many of them run several ranks at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,11 +26,25 @@ def _has_gpu() -> bool:
 
 
 ALONE = {
-    "test_bench", "test_failures", "test_hangs", "test_harness", "test_kills", "test_memory_growth",
-    "test_memory_peaks", "test_planning", "test_profilers", "test_saving", "test_tensor_parallel_planning",
-    "test_tensor_parallel_runs", "test_watchdog", "test_verify_commands", "test_offline",
+    "test_bench", "test_failures", "test_hangs", "test_harness", "test_memory_growth", "test_memory_peaks",
+    "test_tensor_parallel_runs", "test_watchdog",
 }  # fmt: skip
-"""Files whose tests measure, wait for deadlines or kill ranks: `make test` runs them one after the other."""
+"""Files whose tests look at the clock or at the memory of a process: `make test` runs them one after the other."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The two runs of `make test` do not even import each other's files: to import all of them takes 20 s."""
+    if not collection_path.name.startswith("test_") or config.option.markexpr not in ("alone", "not alone"):
+        return None
+    return True if (collection_path.stem in ALONE) != (config.option.markexpr == "alone") else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """The tests that run alone leave a core to the server of their ranks, which imports torch meanwhile."""
+    if session.config.option.markexpr == "alone":
+        from tests.distributed.harness import ensure_server
+
+        ensure_server()
 
 
 @pytest.hookimpl(tryfirst=True)

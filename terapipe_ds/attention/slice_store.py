@@ -150,10 +150,13 @@ class SliceStore:
         """
         self._check_backward(entry, start, stop)
         entry.frontier = start
-        entry.has_later = entry.grads is not None
+        is_probe = entry.mode == "probe"  # later slices never ran; adding to their share costs what it does in training
+        entry.has_later = stop < entry.sequence_length if is_probe else entry.grads is not None
         if entry.kv_needs_grad and entry.grads is None:
             dtype = torch.float32 if entry.kv.element_size() < 4 else entry.kv.dtype
             entry.grads = self._pool.take(tuple(entry.kv.shape), dtype, entry.kv.device)
+            if is_probe:
+                entry.grads.zero_()
 
     @staticmethod
     def _check_backward(entry: SliceEntry, start: int, stop: int) -> None:
@@ -184,7 +187,7 @@ class SliceStore:
         if self.on_gradients is not None:
             self.on_gradients(entry, stop)
         dk, dv = (_copy_tokens_first(total[:, :, start:stop], entry.kv.dtype) for total in entry.grads)
-        if start == 0:
+        if start == 0 and entry.mode != "probe":  # which runs others after it
             self._give_grads(entry)
         return dk, dv
 

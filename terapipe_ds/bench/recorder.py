@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule as ds_schedule
 
+from terapipe_ds.runtime.trace import wait_for_computation
 from terapipe_ds.schedule.action import Action, Kind
 
 
@@ -53,13 +53,13 @@ class Recorder:
             return
         self.restart()
         yield
-        _synchronize()
+        wait_for_computation()
         cpu_s, end_s = time.process_time() - self._start_cpu_s, time.perf_counter()
         self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
 
     def restart(self) -> None:
         """The computation of the open span begins now."""
-        _synchronize()
+        wait_for_computation()
         self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     @contextmanager
@@ -68,7 +68,7 @@ class Recorder:
         start_cpu_s = time.process_time()
         yield
         if self.on and self.events:
-            _synchronize()
+            wait_for_computation()
             last = self.events[-1]
             cpu_s = last.cpu_s + time.process_time() - start_cpu_s
             self.events[-1] = last._replace(end_s=time.perf_counter(), cpu_s=cpu_s)
@@ -130,8 +130,3 @@ class InstructionRecorder(Recorder):
                 return execute(engine, **kwargs)
 
         return run
-
-
-def _synchronize() -> None:
-    if not get_accelerator().is_synchronized_device():
-        get_accelerator().synchronize()

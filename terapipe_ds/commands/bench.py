@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.bench.cases import SCHEDULES
 from terapipe_ds.commands import CommandError, check_output, read_json
 from terapipe_ds.plan import show_value
+from terapipe_ds.schedule import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
     from terapipe_ds.bench.cases import Job
@@ -38,8 +38,12 @@ EXAMPLES = """\
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
 
 Schedules of each system:
-""" + "\n".join(textwrap.fill(f"{system}: {', '.join(names)}", 118, initial_indent="  ", subsequent_indent="    ")
-                for system, names in SCHEDULES.items())  # fmt: skip
+  deepspeed: 1f1b, dualpipev
+  torch: gpipe, 1f1b, interleaved1f1b, zbv
+""" + textwrap.fill(
+    f"terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, initial_indent="  ",
+    subsequent_indent="    ",
+)  # fmt: skip
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05

@@ -57,8 +57,8 @@ def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
     if profile is not None:
         if "stages" not in asked:
             _refuse_unknown_stages(arguments.profile, profile)
-        _refuse_other_costs(arguments.profile, _from_key(profile.key), asked)
-        asked = _from_key(profile.key) | asked
+        _refuse_other_costs(arguments.profile, _from_profile(profile), asked)
+        asked = _from_profile(profile) | asked
     values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
@@ -170,14 +170,18 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
         values = {"limit_bytes": device_card(values["device"]).memory_bytes} | values
     setup = _finished(title, parts.cut, memory_of, parts.both_ways_s, values)
     setup.title += f"\nplanned for {stages} stages; the profile has {len(models)} part{'s' * (len(models) != 1)}"
+    if profile.pipeline_stages not in (None, len(models)):
+        setup.title += f" of {profile.pipeline_stages} stages"
     setup.title += f"; {NOT_TIMED}" if parts.shares is None else ""
     return setup
 
 
 def _refuse_unknown_stages(path: str, profile: Any) -> None:
-    """A profile counts parts. One that was measured between stages (it has links) may have several on each."""
+    """A profile of an earlier version counts parts only. One that was measured between stages (it has links) may have
+    had several on each."""
     num_parts = len(profile.parts)
-    if profile.links and any(num_parts % stages == 0 for stages in range(2, num_parts)):
+    divides = any(num_parts % stages == 0 for stages in range(2, num_parts))
+    if profile.pipeline_stages is None and profile.links and divides:
         raise CommandError(
             f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
             f"number of pipeline stages, --stages {num_parts} if each held one"
@@ -228,13 +232,14 @@ def _profile(path: str) -> Any:
     return Profile.load(path)
 
 
-def _from_key(key: Any) -> dict[str, Any]:
-    found = {
-        "stages": key.num_stages, "tensor_parallel": key.tensor_parallel, "micro_batch_size": key.micro_batch,
+def _from_profile(profile: Any) -> dict[str, Any]:
+    key, stages = profile.key, profile.pipeline_stages
+    return {
+        "stages": key.num_stages if stages is None else stages,
+        "tensor_parallel": key.tensor_parallel, "micro_batch_size": key.micro_batch,
         "dtype": key.dtype, "activation_checkpointing": key.activation_checkpointing,
         "sequence_length": key.sequence_length,
     }  # fmt: skip
-    return found
 
 
 def from_config(path: str | None) -> dict[str, Any]:

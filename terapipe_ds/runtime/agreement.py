@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+import pickle
 import platform
 import time
 from collections.abc import Mapping
@@ -89,6 +90,18 @@ def gathered(mine: Any) -> list[Any]:
     torch_dist.all_gather_object(everyone, mine, group=group)
     torch_dist.destroy_process_group(group)
     return everyone
+
+
+def portable(error: Exception, rank: int) -> Exception:
+    """``error``, or one that says the same where other ranks could not read it: a class may not take its own args."""
+    try:
+        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else _told(error, rank)
+    except Exception:
+        return _told(error, rank)
+
+
+def _told(error: Exception, rank: int) -> Exception:
+    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def require_equal_configs(raw: Mapping[str, Any]) -> None:

@@ -48,6 +48,7 @@ from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.numerics import FiniteCheck, finite_check
 from terapipe_ds.runtime.part_runner import PartRunner, ds_timed
 from terapipe_ds.runtime.parted import activate
+from terapipe_ds.runtime.planning import require_profile
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_ends import StageEnds
 from terapipe_ds.runtime.stage_links import StageLinks
@@ -100,6 +101,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         raise_on_every_rank(problem_of_layers(self) or problem)
         self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
         self._groups = make_pipeline_groups(self.grid, self._layout)
+        require_profile(self, self._groups)
         self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
         self._links = StageLinks(self._groups, self._layout, self.stage_id, torch.device(self.device))
         self._source = BatchSource(

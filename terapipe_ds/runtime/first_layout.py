@@ -14,16 +14,19 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile, ProfileError
+from terapipe_ds.cost_profile import Profile
 from terapipe_ds.planner import PlanResult, choose
 from terapipe_ds.planner.recut import MeasuredParts
-from terapipe_ds.runtime.agreement import gathered
+from terapipe_ds.runtime.agreement import gathered, portable
+from terapipe_ds.runtime.checks import slice_length_multiple
 from terapipe_ds.runtime.copies import can_have
 from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.layer_times import parameters_of_layer
 from terapipe_ds.runtime.laying_out import can_move
 from terapipe_ds.runtime.layout import Layout, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.parted import PartedModule
+from terapipe_ds.runtime.profile_key import kinds_of_layers
 from terapipe_ds.runtime.schedule_choice import WORTH_MOVING, Cuts
 from terapipe_ds.schedule import placement_for
 
@@ -37,7 +40,7 @@ class _Answer(NamedTuple):
     schedule: str | None = None
     chunks_per_stage: int = 1
     why: str = ""
-    error: ProfileError | None = None
+    error: Exception | None = None
 
 
 def first_layout(
@@ -56,23 +59,29 @@ def first_layout(
     Raises:
         TeraPipeConfigError: the schedule has no layout on so many stages.
         ProfileError: on every rank: rank 0 cannot read the profile.
+        Exception: on every rank: what else one of them raised meanwhile, of the program's own code say.
     """
     stages = module.num_stages
     if config.schedule != "auto" or config.planner.profile == "measure" or config.chunks_per_stage > 1:
         return layout_of(config, stages), parameters
     if isinstance(module, PartedModule):  # terapipe_ds.lay_out() was here before
         return module.terapipe_layout, parameters
-    if isinstance(parameters, Iterator):
-        parameters = list(parameters)
-    mine = _Answer(can_move(module, parameters, optimizer))
-    if torch_dist.get_rank() == 0:
-        mine = _answer_of_rank_0(mine.can_move, config, raw, module)
+    rank, own = torch_dist.get_rank(), None
+    try:
+        if isinstance(parameters, Iterator):
+            parameters = list(parameters)
+        mine = _Answer(can_move(module, parameters, optimizer))
+        if rank == 0:
+            mine = _answer_of_rank_0(mine.can_move, config, raw, module)
+    except Exception as error:  # of the program's own code, so of any kind; the others wait for an answer
+        own, mine = error, _Answer(False, error=portable(error, rank))
     everyone = gathered(mine)
     answer: _Answer = everyone[0]
-    if answer.error is not None:
-        raise on_every_rank(answer.error)
+    failed = next((each.error for each in everyone if each.error is not None), None)
+    if failed is not None:
+        raise on_every_rank(own or failed)
     moves = answer.schedule is not None and all(each.can_move for each in everyone)
-    if torch_dist.get_rank() == 0:
+    if rank == 0:
         show_log(0)
         stay = "; but they stay, for the optimizer or its parameters are made of them"
         kept = "" if moves or answer.schedule is None else stay
@@ -83,14 +92,11 @@ def first_layout(
 
 
 def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> _Answer:
-    try:
-        profile = Profile.load(config.planner.profile)
-    except ProfileError as error:
-        return _Answer(movable, error=error)
+    profile = Profile.load(config.planner.profile)
     parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
     if parts.shares is None or profile.key.layers_fingerprint is None:
         return _Answer(movable, why=f"layers stay; {config.planner.profile} does not tell what each layer takes")
-    if sum(map(len, parts.shares)) != len(module._layer_specs):
+    if not _may_be_of(profile, parts, module):
         return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
     length, count = profile.key.sequence_length, micro_batches_of(raw, module)
     try:
@@ -106,6 +112,18 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
     chunks = best.chunks_per_stage
     why = f"layers are laid out for {best.schedule}, {chunks} parts per stage, predicted to take {gain:.1%} less time "
     return _Answer(movable, best.schedule, chunks, f"{why}than {plain.schedule} {case}")
+
+
+def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
+    """Whether what is known already of the layers is what was measured: all their kinds, and the sizes of those of this
+    rank. The fingerprint is compared once the engine stands (`planning.require_profile`): DeepSpeed casts first."""
+    assert parts.shares is not None
+    layers = [layer.parameters for part in parts.shares for layer in part]
+    if len(layers) != len(module._layer_specs):
+        return False
+    mine = [parameters_of_layer(function)[0] for function in module.forward_funcs]
+    same_sizes = mine == layers[module._local_start : module._local_stop]
+    return same_sizes and profile.key.model == kinds_of_layers(module, slice_length_multiple(module))
 
 
 def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:

@@ -1,4 +1,11 @@
-"""Process groups of a pipeline: one per direction of traffic, and one on the CPU for headers and announcements."""
+"""Process groups of a pipeline: for each direction of traffic, and one on the CPU for headers and announcements.
+
+gloo matches messages by tags, whatever the order in which they were posted, and needs one group per direction. NCCL
+knows no tags, and what a rank posts in one group it runs in the order in which it was posted (always so where a device
+is bound to the process group, as DeepSpeed binds it). A send to the next stage would wait for receives that were posted
+ahead from the stage before, and from four stages on some wait for one another in a circle. So there all wires of a
+stage are in groups of their own; wires that have no stage in common share one, which makes two per direction on a line.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.header import TensorPeers
-from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.layout import Layout, rounds_of
 from terapipe_ds.runtime.link import Wire
 from terapipe_ds.runtime.staging import needs_staging
 
@@ -20,6 +27,7 @@ class PipelineGroups:
     """The groups of the pipeline this rank is in; the first three are None with one stage.
 
     Forward and backward traffic have groups of their own, so that an activation never waits behind a gradient.
+    ``more``: those of each wire, (source stage, stage, tag), where the backend needs them.
     """
 
     ranks: tuple[int, ...]
@@ -28,7 +36,7 @@ class PipelineGroups:
     control: Any = None
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
     peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
-    more: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)  # by tag: of backends that know no tags
+    more: Mapping[tuple[int, int, int], tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def num_replicas(self) -> int:
@@ -45,7 +53,11 @@ class PipelineGroups:
     def wire(self, what: str, stage_id: int, towards: bool, device: torch.device, tag: int = 0) -> Wire:
         """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``; ``tag`` tells it
         from others between the same stages."""
-        activations, gradients = self.more.get(tag, (self.activations, self.gradients))
+        activations, gradients = self.activations, self.gradients
+        if self.more:
+            own_id = self.ranks.index(torch_dist.get_rank())
+            ends = (own_id, stage_id) if towards == (what == "activations") else (stage_id, own_id)
+            activations, gradients = self.more.get((*ends, tag), (activations, gradients))
         group = activations if what == "activations" else gradients
         name = f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})"
         staged = needs_staging(group, device)
@@ -58,7 +70,7 @@ class PipelineGroups:
         wait on the activations and the other on the gradients.
         """
         for source, source_chunk, target, target_chunk in sorted(layout.wires(), key=lambda wire: (wire[0] % 2, wire)):
-            tag = source_chunk * layout.chunks_per_stage + target_chunk
+            tag = layout.tag(source_chunk, target_chunk)
             for what, sender, receiver in (("activations", source, target), ("gradients", target, source)):
                 if stage_id not in (sender, receiver):
                     continue
@@ -77,17 +89,28 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     mine = PipelineGroups(ranks=(torch_dist.get_rank(),), everyone=everyone, peers=peers)
     if grid.pipe_parallel_size == 1:
         return mine
+    rounds = wires_apart(layout) if _keeps_order() else [[]]
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
-        activations, gradients = torch_dist.new_group(ranks), torch_dist.new_group(ranks)
+        groups = [(torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for _ in rounds]
         control = torch_dist.new_group(ranks, backend="gloo")
-        more = {}
-        if torch_dist.get_backend() != "gloo":
-            size = layout.chunks_per_stage
-            tags = sorted({source * size + target for _, source, _, target in layout.wires()} - {0})
-            more = {tag: (torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for tag in tags}
+        more = {
+            (source, target, layout.tag(source_chunk, target_chunk)): pair
+            for wires, pair in zip(rounds, groups, strict=True)
+            for source, source_chunk, target, target_chunk in wires
+        }
         if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), activations, gradients, control, everyone, peers, more)
+            mine = PipelineGroups(tuple(ranks), *groups[0], control, everyone, peers, more)
     return mine
+
+
+def _keeps_order() -> bool:
+    """Whether the backend runs what is posted in a group in that order, since it knows no tags."""
+    return torch_dist.get_backend() != "gloo"
+
+
+def wires_apart(layout: Layout) -> list[list[tuple[int, int, int, int]]]:
+    """The wires of a layout by groups that keep the order of all that a rank posts: none holds two of one stage."""
+    return rounds_of(layout.wires(), ends=lambda wire: (wire[0], wire[2])) or [[]]
 
 
 def _tensor_peers(grid: Any) -> TensorPeers | None:

@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 from terapipe_ds.cost_profile import LayerShare
-from terapipe_ds.runtime.log import first_line
 from terapipe_ds.runtime.parted import module_of
+from terapipe_ds.runtime.trials import Failure, Trials
 
 logger = logging.getLogger("terapipe_ds")
 
 _QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
 _RUNS = 2  # of it: forward and backward of both together take as long as one and a half unsliced forwards
+_WITHOUT = (
+    'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
+)
 
 
 class UnknownInputs(TypeError):
@@ -68,7 +71,9 @@ class LayerByLayer:
         return found[::-1]
 
 
-def layer_shares(probe: Any, lengths: Sequence[int]) -> tuple[LayerShare, ...] | None:
+def layer_shares(
+    probe: Any, lengths: Sequence[int], trials: Trials | None = None
+) -> tuple[LayerShare, ...] | None:
     """Of the layers of the part that ``probe`` runs; None where they cannot be told apart: shares are a hint, and what
     trains as a whole may fail layer by layer. Whatever fails is logged and leaves the probe's store empty.
 
@@ -76,25 +81,44 @@ def layer_shares(probe: Any, lengths: Sequence[int]) -> tuple[LayerShare, ...] |
 
     Args:
         lengths: of slices that the probe has run, in tokens.
+        trials: of the tensor-parallel peers, which all have no shares where one of them fails; a collective then.
+
+    Raises:
+        TrialError: this rank failed, and peers wait for it inside of a layer.
     """
     quarter = [tokens for tokens in lengths if _QUARTER * tokens <= probe.sequence_length]
     tokens = max(quarter, default=min(lengths))
-    try:
-        runs = [probe.layer_seconds(tokens) for _ in range(_RUNS if quarter else 1)]
-    except Exception as error:  # of the model's own code, so of any kind
-        probe.store.reset()
-        logger.warning(
-            "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
-            probe.part_id, first_line(error),
-        )  # fmt: skip
-        return None
+    runs = []
+    for _ in range(_RUNS if quarter else 1):
+        seconds, failure = _run(probe, tokens, trials or Trials())
+        if failure is not None:
+            logger.warning(
+                "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
+                probe.part_id, str(failure).splitlines()[0],
+            )  # fmt: skip
+            return None
+        runs.append(seconds)
     functions = probe.module.forward_funcs
     if not functions:
         return None
     forward_s = [min(run[n][0] for run in runs) for n in range(len(functions))]
     backward_s = [min(run[n][1] for run in runs) for n in range(len(functions))]
-    counts, trained = zip(*map(_parameters, functions), strict=True)
+    counts, trained = zip(*map(parameters_of_layer, functions), strict=True)
     return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
+
+
+def _run(probe: Any, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], Failure | None]:
+    """Seconds of forward and backward by layer, and what failed, here or on a peer."""
+    seconds, caught = [], None
+    try:
+        seconds = probe.layer_seconds(tokens)
+    except Exception as error:  # of the model's own code, so of any kind
+        caught = error
+        probe.store.reset()
+    try:
+        return seconds, trials.failure(caught, f"timing the layers of part {probe.part_id} one by one", _WITHOUT)
+    finally:
+        caught = None  # whose traceback holds this frame, and tensors of the layers
 
 
 def _shares(seconds: Sequence[float]) -> list[float]:
@@ -102,7 +126,7 @@ def _shares(seconds: Sequence[float]) -> list[float]:
     return [each / total if total > 0 else 1 / len(seconds) for each in seconds]
 
 
-def _parameters(function: Any) -> tuple[int, int]:
+def parameters_of_layer(function: Any) -> tuple[int, int]:
     """How many a layer has, and how many of them are trained."""
     module = module_of(function)
     parameters = [] if module is None else list(module.parameters())

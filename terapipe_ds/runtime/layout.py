@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
@@ -120,6 +121,31 @@ class Layout:
                     if source[0] != target[0]:
                         found.append((*source, *target))
         return found
+
+
+    def tag(self, source_chunk: int, target_chunk: int) -> int:
+        """Tells the messages of a wire from those of others between the same two stages, in the same direction."""
+        return source_chunk * self.chunks_per_stage + target_chunk
+
+
+_Way = TypeVar("_Way")
+
+
+def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> list[list[_Way]]:
+    """The ways between stages in rounds in which every stage has one at most.
+
+    Args:
+        ends: the two stages of a way.
+    """
+    rounds: list[tuple[set[int], list[_Way]]] = []
+    for way in ways:
+        free = (found for found in rounds if found[0].isdisjoint(ends(way)))
+        found = next(free, None)
+        if found is None:
+            rounds.append(found := (set(), []))
+        found[0].update(ends(way))
+        found[1].append(way)
+    return [found for _, found in rounds]
 
 
 def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Placement:

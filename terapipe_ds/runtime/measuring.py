@@ -28,11 +28,12 @@ from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layer_times import layer_shares
-from terapipe_ds.runtime.layout import Layout, Place
+from terapipe_ds.runtime.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.parted import activate, parameters_of_part
 from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
+from terapipe_ds.runtime.trials import Trials
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
@@ -135,9 +136,10 @@ def _measured(
     samples = with_weights(measured.samples(), weight_s)
     # a clock of one's own is for machines that are busy with the other stages
     warning = noise_warning(samples) if engine.slice_clock is None else None
+    shares = layer_shares(probe, lengths, Trials.of(engine)) if _wants_shares(engine) else None
     return PartCosts(
         place.part_id, samples, (), (), memory, warning, measured.seconds,
-        engine.grid.get_data_parallel_rank(), layer_shares(probe, lengths) if _wants_shares(engine) else None,
+        engine.grid.get_data_parallel_rank(), shares,
     )  # fmt: skip
 
 
@@ -233,17 +235,8 @@ def _links(
 def _rounds(layout: Layout) -> list[list[tuple[int, int, int]]]:
     """The links between own places of parts, (part, its stage, stage of the next part), in rounds in which every stage
     has one at most."""
-    rounds: list[list[tuple[int, int, int]]] = []
-    for part_id in range(layout.num_parts - 1):
-        source, target = layout.owner(part_id), layout.owner(part_id + 1)
-        if source == target:
-            continue
-        free = (links for links in rounds if not any({source, target} & {*link[1:]} for link in links))
-        links = next(free, None)
-        if links is None:
-            rounds.append(links := [])
-        links.append((part_id, source, target))
-    return rounds
+    links = ((part_id, layout.owner(part_id), layout.owner(part_id + 1)) for part_id in range(layout.num_parts - 1))
+    return rounds_of((link for link in links if link[1] != link[2]), ends=lambda link: link[1:])
 
 
 def _spec_over(mine: MessageSpec | None, groups: PipelineGroups, other: int) -> MessageSpec:

@@ -86,7 +86,7 @@ def profile_model(
     device = torch.device(get_accelerator().device_name())
     rows = int(job.inputs.shape[0])
     key = profile_key(described, module=module, device=device, rows=rows, length=length, each_layer=single)
-    return Profile(key, tuple(parts))
+    return Profile(key, tuple(parts), (), job.num_stages)
 
 
 def _be_alone() -> None:

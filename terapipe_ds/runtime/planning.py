@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.planner.report import describe
+from terapipe_ds.runtime.agreement import portable
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
@@ -121,6 +121,19 @@ class AutoPlanner:
 
     # -- the profile -------------------------------------------------------------------------------------------------
 
+    def require_given(self) -> None:
+        """Refuse the profile of something else that the config names, as far as is known before there is a batch.
+
+        A collective over all ranks.
+
+        Raises:
+            ProfileError: on every rank.
+        """
+        path = self._config.planner.profile
+        if path != "measure":
+            key = self._key(length=1, rows=1)
+            self._from_rank_0(lambda: _of_this_run(path, key, ignore=("sequence_length", "micro_batch")))
+
     def _measured_for(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> Measured:
@@ -133,7 +146,7 @@ class AutoPlanner:
         if cached is not None:
             return cached
         costs = self._measure(length, drawn, shapes)
-        return self._from_rank_0(lambda: _combined(path, key, costs))
+        return self._from_rank_0(lambda: _combined(path, key, costs, self._engine.num_stages))
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
@@ -192,6 +205,7 @@ class AutoPlanner:
             "weights": True,  # W is measured as well
             "layers": "with the loss, trained",  # and what each layer takes of its part, and how much of it is trained
             "message_bytes": True,  # and the bytes of messages are noted
+            "stages": engine.num_stages,  # which the key does not tell: it counts parts
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -250,33 +264,32 @@ class AutoPlanner:
             try:
                 outcome[0] = ask()
             except Exception as error:
-                own, outcome[1] = error, _portable(error)
+                own, outcome[1] = error, portable(error, 0)
         torch_dist.broadcast_object_list(outcome, src=0, group=self._groups.world)
         if outcome[1] is not None:
             raise on_every_rank(outcome[1] if own is None else own)
         return outcome[0]
 
 
-def _portable(error: Exception) -> Exception:
-    """``error``, or one that says the same where other ranks could not read it: a class may not take its own args."""
-    try:
-        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else _told(error)
-    except Exception:
-        return _told(error)
+def require_profile(engine: Any, groups: PipelineGroups) -> None:
+    """:meth:`AutoPlanner.require_given`, where ``engine`` plans."""
+    if "auto" in (engine.terapipe_config.slices, engine.terapipe_config.schedule):
+        AutoPlanner(engine, groups, lambda text: None).require_given()
 
 
-def _told(error: Exception) -> Exception:
-    return RuntimeError(f"rank 0: {type(error).__name__}: {error}")
-
-
-def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
-    """The profile that the config names."""
+def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
     profile = Profile.load(path)
     # costs of layers that were cut otherwise are told from the share that each has of its part
     layers = profile.key.layers_fingerprint
     can_be_recut = layers is not None and layers == key.layers_fingerprint
     can_be_recut = can_be_recut and all(part.layer_shares is not None for part in profile.parts)
-    profile.require(key, ("model_fingerprint", "num_stages") if can_be_recut else ())
+    profile.require(key, [*ignore, *(("model_fingerprint", "num_stages") if can_be_recut else ())])
+    return profile
+
+
+def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
+    """The profile that the config names."""
+    profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity_tokens < smallest:
         logger.warning(
@@ -287,11 +300,11 @@ def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
     return Measured(profile, None)
 
 
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Measured:
     """What all ranks measured, kept in the cache."""
     for warning in dict.fromkeys(cost.warning for cost in costs if cost.warning is not None):
         logger.warning("%s", warning)
-    measured = combine(key, costs)
+    measured = combine(key, costs, num_stages)
     if path is not None:
         try:
             write_cache(path, measured)

@@ -31,12 +31,15 @@ class Measured:
     memory: MemoryModel | None
 
 
-def combine(key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
+def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None = None) -> Measured:
     """One profile of what all ranks have measured: of tensor-parallel peers the slowest, of replicas the median.
 
     Peers run the same slice together and meet inside its layers, so it takes what the slowest of them takes; a median
     would hide one that all others wait for. Replicas meet once per step: there the median is what is usual, and one
     that a busy machine disturbs does not count.
+
+    Args:
+        num_stages: that held the parts.
     """
     measured: dict[int, dict[int, list[PartCosts]]] = {}
     for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
@@ -50,7 +53,7 @@ def combine(key: ProfileKey, costs: Sequence[PartCosts]) -> Measured:
         links += _usual([_slowest((peer.links for peer in peers), _LINK) for peers in replicas.values()], _LINK)
     ranks = ([peer for peers in replicas.values() for peer in peers] for replicas in measured.values())
     memory = MemoryModel.measured(max((c.memory for c in same), key=lambda m: m.static_bytes) for same in ranks)
-    return Measured(Profile(key, tuple(parts), _with_every_part(links, len(parts))), memory)
+    return Measured(Profile(key, tuple(parts), _with_every_part(links, len(parts)), num_stages), memory)
 
 
 def _with_messages(costs: PartCosts) -> list[CostSample]:

@@ -36,6 +36,16 @@ def describe_each_layer(module: Any) -> list[Any]:
     return found
 
 
+def kinds_of_layers(module: Any, slice_length_multiple: int) -> str:
+    """``ProfileKey.model`` of a ``PipelineModule``, which every stage knows before anything is built of it."""
+    return ", ".join(_counted([_describe(spec)[0] for spec in module._layer_specs], slice_length_multiple))
+
+
+def _counted(names: Sequence[str], slice_length_multiple: int) -> list[str]:
+    made_of = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
+    return made_of + [f"slices in multiples of {slice_length_multiple} tokens"] * (slice_length_multiple > 1)
+
+
 def _describe(layer: Any) -> list[Any]:
     if not hasattr(layer, "typename"):  # a module or a function instead of a LayerSpec
         return [type(layer).__qualname__, [_text(layer)], ""]
@@ -67,11 +77,9 @@ def profile_key(
         each_layer: ``describe_each_layer`` of all stages, joined; None: not known.
     """
     parameter = next(module.parameters(), torch.empty(0))
-    names = [kind for made_of, *_ in layers for kind, *_ in made_of]
-    made_of = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
+    made_of = _counted([kind for specs, *_ in layers for kind, *_ in specs], slice_length_multiple)
     described, single = list(layers), [*(each_layer or ()), module.activation_checkpoint_interval]
     if slice_length_multiple > 1:
-        made_of.append(f"slices in multiples of {slice_length_multiple} tokens")
         described.append(made_of[-1])
         single.append(made_of[-1])
     return ProfileKey(

@@ -50,7 +50,7 @@ class StageLinks:
         self._towards: dict[int, list[SendChannel]] = defaultdict(list)  # by the stage that receives
         self._handed: dict[tuple[Kind, int, Unit], tuple[MessageSpec, Tensors]] = {}
         for source, source_chunk, target, target_chunk in layout.wires():
-            tag = source_chunk * layout.chunks_per_stage + target_chunk
+            tag = layout.tag(source_chunk, target_chunk)
             if stage_id == source:
                 self._connect_next(self._channels[source_chunk], groups, target, device, tag)
             elif stage_id == target:

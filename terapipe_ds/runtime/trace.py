@@ -50,7 +50,7 @@ class Tracer:
             return
         self._start_s = time.time()
         yield
-        _synchronize()
+        wait_for_computation()
         event = TimelineEvent(
             stage_id=self._stage_id, action=str(action), micro_batch_id=action.micro_batch_id, slice_id=action.slice_id,
             kind=action.kind.value, start_s=self._start_s, end_s=time.time(), chunk_id=action.chunk_id,
@@ -60,7 +60,7 @@ class Tracer:
     def input_is_here(self) -> None:
         """The wait for a message is over: the computation of the action in hand starts now."""
         if self._events is not None:
-            _synchronize()
+            wait_for_computation()
             self._start_s = time.time()
 
     def write(self, step: int) -> None:
@@ -73,6 +73,8 @@ class Tracer:
         timeline.save(self._dir / timeline_file_name(step, self._rank))
 
 
-def _synchronize() -> None:
+def wait_for_computation() -> None:
+    """Until what this rank computes is done. On an accelerator that is its current stream alone: a receive that is
+    posted ahead waits on a stream of its own for a message that may need what is computed here first."""
     if not get_accelerator().is_synchronized_device():
-        get_accelerator().synchronize()
+        get_accelerator().current_stream().synchronize()

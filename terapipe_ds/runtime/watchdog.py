@@ -156,7 +156,7 @@ class Watchdog:
         first = self._others.learn_failure()
         if first is not None and first["rank"] != self._rank:
             return PipelineAborted(_failure_text(first))
-        if not _is_lost_connection(error):
+        if not is_lost_connection(error):
             return None
         doing = self._record.doing
         self._record.lost_in = "a connection that was lost"
@@ -301,7 +301,8 @@ class Watchdog:
         os._exit(128 + 15)
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether it says that a process that this one talks to is gone."""
     return isinstance(error, torch_dist.DistError) or "gloo" in str(error)
 
 

@@ -35,11 +35,8 @@ JOB_TIMEOUT_S = 120.0
 GRACE_S = 1.0  # after the first failure: time for the other ranks to say why they fail too
 LOG_TAIL_CHARS = 4000
 
-# The first engine, and the first one with ZeRO, would import torch's compiler: seconds in each rank.
-PRELOADED = [
-    "torch", "torch._dynamo", "torch._inductor.compile_fx", "deepspeed", "deepspeed.module_inject",
-    "terapipe_ds.models.megatron",
-]  # fmt: skip
+# What ranks would each import otherwise, for a second: see there.
+PRELOADED = ["tests.distributed.preloaded"]
 # Inherited by the server, thus by every rank. One thread each: a fork with OpenMP threads alive would hang.
 SERVER_ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
@@ -112,7 +109,7 @@ class RankPool:
         """Start the ranks and wait until they have met; nothing to do where they run already."""
         if self.is_running:
             return
-        _ensure_server()
+        ensure_server()
         context = multiprocessing.get_context("forkserver")
         self._folder = Path(tempfile.mkdtemp(prefix="terapipe-ranks-"))
         for rank in range(self.world_size):
@@ -254,7 +251,7 @@ def rank_pool(world_size: int) -> RankPool:
     return _pools.get(world_size)
 
 
-def _ensure_server() -> None:
+def ensure_server() -> None:
     """Start the fork server, with torch and DeepSpeed imported. A second call does nothing."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with _environment(SERVER_ENVIRONMENT):

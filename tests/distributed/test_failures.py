@@ -240,6 +240,13 @@ class TestJobsEnd:
         assert ended.exit_codes == [143, None, 143]
         ended.assert_soon()
 
+    def test_a_rank_that_is_killed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Rank 0, which serves the store by which the ranks tell each other what has gone wrong."""
+        ended = end_pool(2, Job(fault=Fault("kill", 0)), monkeypatch)
+        ended.assert_all_told(r"lost the connection to another rank .* stage 0", survivors=[1])
+        assert ended.exit_codes == [-9, 1]
+        ended.assert_soon()
+
     @pytest.mark.parametrize(
         ("kind", "cause"),
         [
@@ -328,8 +335,8 @@ class TestLaunchedJobsEnd:
         assert code != 0  # 3, unless the launcher looks at a survivor first
         ended.assert_soon()
 
+    @pytest.mark.full  # a launcher takes ten seconds; the pool above runs the same fault
     def test_a_rank_that_is_killed(self, tmp_path: Path) -> None:
-        """Rank 0, which serves the store by which the ranks tell each other what has gone wrong."""
         code, ended = launch(2, Job(fault=Fault("kill", 0)), tmp_path)
         ended.assert_all_told(r"lost the connection to another rank .* stage 0|SIGTERM", survivors=[1])
         assert code != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from deepspeed.pipe import PipelineModule
 import terapipe_ds
 from terapipe_ds.cost_profile import ProfileError
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime import engine as engine_module
+from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.parted import PartedModule
 from terapipe_ds.schedule import placement_for
 from tests.distributed.engines import (
@@ -124,15 +127,59 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
     assert bounds == [0, 3, 7] and costs == pytest.approx([0.75 * 0.123, 1.25 * 0.123])
 
 
-def job_refused(path: str, **changes: Any) -> str:
-    with pytest.raises(ProfileError) as caught:
-        build(gpt_layers(), section(**AUTO, planner={"profile": path}))
-    return str(caught.value)
+def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, list[bool]]:
+    """The message, and whether layers were laid out as they stood."""
+    plain: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ProfileError) as caught:
+        original = engine_module.lay_out
+        patch.setattr(engine_module, "lay_out", lambda m, at, *a: plain.append(at.is_plain) or original(m, at, *a))
+        build(gpt_layers(**layers), section(**AUTO, planner={"profile": path}), **changes)
+    assert raised_on_every_rank(caught.value)
+    return str(caught.value), plain
+
+
+def job_fails(path: str, rank: int) -> tuple[str, bool]:
+    """An iterator over parameters that breaks on one rank."""
+
+    def parameters() -> Iterator[torch.nn.Parameter]:
+        if torch.distributed.get_rank() == rank:
+            raise LookupError("no such parameter")
+        yield from module.parameters()
+
+    module = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    given = config(terapipe=section(**AUTO, planner={"profile": path}))
+    with pytest.raises(LookupError) as caught:
+        terapipe_ds.initialize(model=module, model_parameters=parameters(), config=given)
+    return str(caught.value), raised_on_every_rank(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_one_rank_is_raised_on_all(rank: int, measured: Path, tmp_path: Path) -> None:
+    """Before there is a watch-dog: the others would wait for half an hour."""
+    path = by_hand(measured, 1e-6, tmp_path)
+    assert rank_pool(2).run(job_fails, path=str(path), rank=rank, timeout_s=30) == [("no such parameter", True)] * 2
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
-    for message in rank_pool(2).run(job_refused, path=str(tmp_path / "none.json")):
-        assert "cannot read the profile" in message and "none.json" in message
+    for message, plain in rank_pool(2).run(job_refused, path=str(tmp_path / "none.json"), layers={}):
+        assert "cannot read the profile" in message and "none.json" in message and not plain
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "named", "stays"),
+    [
+        ({"ffn_size": 32}, {}, "model_fingerprint", True),  # as many layers, of other sizes
+        ({"init_std": 0.2}, {}, "model_fingerprint", False),  # of the same sizes: seen once the engine stands
+        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, "dtype: the profile has float64", False),
+    ],
+    ids=["sizes", "arguments", "dtype"],
+)
+def test_a_profile_of_another_model_with_as_many_layers_is_refused_before_there_is_a_batch(
+    measured: Path, tmp_path: Path, layers: dict[str, Any], changes: dict[str, Any], named: str, stays: bool
+) -> None:
+    path = str(by_hand(measured, 1e-6, tmp_path))
+    for message, plain in rank_pool(2).run(job_refused, path=path, layers=layers, **changes):
+        assert "the profile does not belong to this run" in message and named in message and plain == [stays]
 
 
 def job_early(path: str) -> tuple[bool, Any, Any]:

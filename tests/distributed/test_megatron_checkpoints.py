@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
+from tests.conftest import FULL
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_layouts import (
     Layout,
@@ -247,6 +248,8 @@ def read_universal(layout: Layout, training: Training, folder: Path) -> list[dic
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: Layout, universal: Any) -> None:
     training, folder, written = universal
+    if training.precision == "bf16_zero1" and layout in LAYOUTS[:2] and not FULL:
+        pytest.skip("only with TERAPIPE_TEST_FULL=1: fp32 goes to all four layouts, and bf16 to the two farthest ones")
     read = read_universal(layout, training, folder)
     assert errors_of(read, written, "whole") == {"lp": 0.0, "fp32": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))

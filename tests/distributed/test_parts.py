@@ -558,16 +558,30 @@ def test_dapple_with_policy_b() -> None:
     assert all(described == options for *_, described in ranks)
 
 
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [({}, ["W1.1c0", "B1.0c0", "W1.0c0"]), ({"slots": [2, 1, 5]}, ["W1.0c1", "W1.1c0", "W1.0c0"])],
+    ids=["usual", "slots"],
+)
+def test_zbv_with_slots(options: dict[str, Any], last: list[str]) -> None:
+    """At the end of the first stage a B stands behind a W, unless a W takes five times as long as a B."""
+    ranks = rank_pool(2).run(job_options, changes={**ZBV, "schedule_options": options}, num_micro_batches=2)
+    assert not violations([errors for errors, *_ in ranks])
+    assert ranks[0][1][-3:] == last
+    assert all(described == options for *_, described in ranks)
+
+
 # -- planning ------------------------------------------------------------------------------------------------
 
 
-def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int]]:
+def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int], Any]:
     planned = section(**{"slices": "auto", "granularity_tokens": 4, **changes})
     with engine_of(gpt_layers(), planned) as engine:
         ours = train(engine, batches(2))
         planner = engine._plans._planner
-        choice, measured = planner.known(LENGTH), [part.part_id for part in planner._measured.profile.parts]
-    return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured
+        choice, profile = planner.known(LENGTH), planner._measured.profile
+        measured = [part.part_id for part in profile.parts]
+    return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured, profile.pipeline_stages
 
 
 @pytest.mark.parametrize(
@@ -591,4 +605,4 @@ def test_slices_are_planned_from_the_costs_of_all_parts(
     assert first[1:] == second[1:]
     assert sum(first[1]) == LENGTH
     assert first[2] in names
-    assert first[3] == list(range(num_parts))
+    assert first[3] == list(range(num_parts)) and first[4] == 2

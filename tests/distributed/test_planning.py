@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,9 +22,10 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
-from terapipe_ds.runtime import measuring, planning
+from terapipe_ds.runtime import measuring, planning, profiler
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.schedule_choice import bounds_of
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import (
@@ -41,6 +44,18 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
+
+
+def _with_few_rounds(job: Callable[..., Any], **options: Any) -> Any:
+    """What is measured is not looked at here, so that as many rounds as there must be will do."""
+    with mock.patch.object(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS):
+        return job(**options)
+
+
+def on_ranks(ranks: int, job: Callable[..., Any], **options: Any) -> list[Any]:
+    """The results of ``job(**options)``, one for each rank."""
+    return rank_pool(ranks).run(_with_few_rounds, job=job, **options)
+
 
 AUTO = {"slices": "auto", "granularity_tokens": 4}
 
@@ -94,7 +109,7 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[st
     ids=["plain", "dropout", "checkpointing", "tied-2x2", "bf16-zero1", "fp16-2x2", "one-stage"],
 )
 def test_measuring_leaves_training_as_it_is(ranks: int, options: dict[str, Any]) -> None:
-    results = rank_pool(ranks).run(_auto_then_listed, options=options)
+    results = on_ranks(ranks, _auto_then_listed, options=options)
     assert [lengths for lengths, _, _ in results] == [[9, 13, 1]] * ranks
     assert all(same for _, same, _ in results), [errors for _, _, errors in results]
 
@@ -111,7 +126,7 @@ def _described() -> dict[str, Any]:
 
 
 def test_a_checkpoint_says_which_profile_its_plans_came_from() -> None:
-    first, second = rank_pool(2).run(_described)
+    first, second = on_ranks(2, _described)
     assert isinstance(first["profile"], str) and len(first["profile"]) >= 8
     assert second["profile"] == first["profile"]
     (plan,) = first["plans"].values()
@@ -120,7 +135,7 @@ def test_a_checkpoint_says_which_profile_its_plans_came_from() -> None:
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "auto"])
 def test_an_automatic_plan_trains_as_the_stock_engine(schedule: str) -> None:
-    assert violations(rank_pool(2).run(_auto_against_stock, schedule=schedule), EXACT) == {}
+    assert violations(on_ranks(2, _auto_against_stock, schedule=schedule), EXACT) == {}
 
 
 def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
@@ -149,7 +164,7 @@ def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
 
 
 def test_auto_ranks_every_schedule_and_knows_other_cuts() -> None:
-    (lines, found), (_, others) = rank_pool(2).run(_ranking_and_cuts)
+    (lines, found), (_, others) = on_ranks(2, _ranking_and_cuts)
     for method, (same, cut, parts) in {**found, **others}.items():
         assert same and cut == parts and len(parts) == 5, method
     (block,) = [line for line in lines if line.startswith("planned ")]
@@ -203,7 +218,7 @@ def _items_on_the_last_stage() -> dict[str, tuple[list[float], list[bool]]]:
 
 def test_layers_that_cannot_be_timed_alone_still_train() -> None:
     """Those of one stage; and layers are timed only where the ranking of schedules asks."""
-    first, last = rank_pool(2).run(_items_on_the_last_stage, timeout_s=60)
+    first, last = on_ranks(2, _items_on_the_last_stage, timeout_s=60)
     assert (first["seq1f1b"][1], last["seq1f1b"][1]) == ([], [])
     assert (first["auto"][1], last["auto"][1]) == ([True], [False])
     assert first["auto"][0] == pytest.approx(first["seq1f1b"][0])
@@ -243,7 +258,7 @@ def _measured_in(
 def measured_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with one profile. Copy it."""
     folder = tmp_path_factory.mktemp("profiles")
-    rank_pool(2).run(_measured_in, folder=str(folder), count=1)
+    on_ranks(2, _measured_in, folder=str(folder), count=1)
     return folder
 
 
@@ -259,7 +274,7 @@ def profile_file(cache: Path) -> Path:
 
 
 def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
-    first, second = rank_pool(2).run(_measured_in, folder=str(tmp_path), count=2)
+    first, second = on_ranks(2, _measured_in, folder=str(tmp_path), count=2)
     assert first[0] == second[0] == [1, 0] and first[1] == second[1]
     (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
     profile = Profile.load(file)
@@ -290,25 +305,31 @@ _HALF = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 def test_another_run_is_measured_again(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
     layers = {"layers": {"dtype": "float32"}}
     for options, expected in ((before, 1), (after, 1), (before, 0), (after, 0)):
-        for measured, _ in rank_pool(2).run(_measured_in, folder=str(tmp_path), count=1, **layers, **options):
+        for measured, _ in on_ranks(2, _measured_in, folder=str(tmp_path), count=1, **layers, **options):
             assert measured == [expected], options
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])
 def test_a_cache_that_cannot_be_used_is_measured_again(cache: Path, text: str) -> None:
-    for measured, _ in rank_pool(2).run(_measured_in, folder=str(cache), count=1):
+    for measured, _ in on_ranks(2, _measured_in, folder=str(cache), count=1):
         assert measured == [0]  # as it is it can be used
     for file in cache.glob("profile-*.json"):
         file.write_text(text)
-    for measured, _ in rank_pool(2).run(_measured_in, folder=str(cache), count=2):
+    for measured, _ in on_ranks(2, _measured_in, folder=str(cache), count=2):
         assert measured == [1, 0]  # and mended
 
 
-def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
-    with engine_of(gpt_layers(**layers), _auto(profile=path), **options) as engine, pytest.raises(ValueError) as caught:
+def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> tuple[str, bool]:
+    """The refusal, and whether it came before there was an engine."""
+    engines = []
+    with (
+        pytest.raises(ProfileError) as caught,
+        engine_of(gpt_layers(**layers), _auto(profile=path), **options) as engine,
+    ):
+        engines.append(engine)
         train(engine, batches(1))
-    assert isinstance(caught.value, ProfileError)
-    return str(caught.value)
+    assert raised_on_every_rank(caught.value)
+    return str(caught.value), not engines
 
 
 @pytest.mark.parametrize(
@@ -322,8 +343,32 @@ def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> str:
 def test_the_profile_of_something_else_is_refused_on_every_rank(
     profile_file: Path, layers: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
-    for message in rank_pool(2).run(_with_profile, path=str(profile_file), layers=layers, **options):
-        assert named in message and "measure" in message
+    for message, early in on_ranks(2, _with_profile, path=str(profile_file), layers=layers, **options):
+        assert named in message and "measure" in message and early
+
+
+def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
+    """Measured by one engine, given to the next one of the same model and config."""
+    with engine_of(gpt_layers(dtype=dtype), _auto(cache_dir=folder), **options) as engine:
+        train(engine, batches(1))
+    torch.distributed.barrier()
+    (file,) = [f for f in Path(folder).glob("profile-*.json") if ".memory." not in f.name]
+    with engine_of(gpt_layers(dtype=dtype), _auto(profile=str(file)), **options) as engine:
+        return bool(train(engine, batches(1)).returned)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
+        ("float32", _HALF),
+        ("float64", {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}),
+    ],
+    ids=["bf16", "autocast", "recompute"],
+)
+def test_a_run_takes_its_own_profile(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
+    """What DeepSpeed changes while it builds an engine has been changed when profiles are compared."""
+    assert on_ranks(2, _own_profile, folder=str(tmp_path), dtype=dtype, options=options) == [True, True]
 
 
 def _edited(file: Path, **key: Any) -> Path:
@@ -335,13 +380,14 @@ def _edited(file: Path, **key: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("key", "named"), [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")]
+    ("key", "named"),
+    [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")],  # which the first batch tells
 )
 def test_a_profile_of_another_device_or_micro_batch_is_refused(
     profile_file: Path, key: dict[str, Any], named: str
 ) -> None:
-    for message in rank_pool(2).run(_with_profile, path=str(_edited(profile_file, **key)), layers={}):
-        assert named in message
+    for message, early in on_ranks(2, _with_profile, path=str(_edited(profile_file, **key)), layers={}):
+        assert named in message and early == ("device" in key)
 
 
 def _planned_from(path: str) -> tuple[int, ...]:
@@ -363,13 +409,13 @@ def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], check=True,
         timeout=240,
     )  # fmt: skip
-    plans = rank_pool(2).run(_planned_from, path=str(path))
+    plans = on_ranks(2, _planned_from, path=str(path))
     assert plans[0] == plans[1] and sum(plans[0]) == LENGTH
 
 
 def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for message in rank_pool(2).run(_with_profile, path=str(tmp_path / "none.json"), layers={}):
-        assert "none.json" in message
+    for message, early in on_ranks(2, _with_profile, path=str(tmp_path / "none.json"), layers={}):
+        assert "none.json" in message and early
 
 
 # -- limits and lengths --------------------------------------------------------------------------------------------
@@ -383,7 +429,7 @@ def _limited(limit_gb: float) -> str:
 
 
 def test_a_memory_limit_that_nothing_meets_is_an_error_on_every_rank() -> None:
-    for message in rank_pool(2).run(_limited, limit_gb=1e-6):
+    for message in on_ranks(2, _limited, limit_gb=1e-6):
         assert "memory" in message and "stage" in message
 
 
@@ -397,7 +443,7 @@ def _too_short() -> str:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_granule_longer_than_the_sequence_is_an_error_on_every_rank(ranks: int) -> None:
-    for message in rank_pool(ranks).run(_too_short):
+    for message in on_ranks(ranks, _too_short):
         assert "granularity_tokens = 24" in message and "at most 23" in message
 
 
@@ -413,7 +459,7 @@ def _lengths_change() -> tuple[dict[str, float], list[int]]:
 
 
 def test_new_lengths_are_planned_when_they_come() -> None:
-    results = rank_pool(2).run(_lengths_change)
+    results = on_ranks(2, _lengths_change)
     assert violations([errors for errors, _ in results], EXACT) == {}
     assert all(counts == [LENGTH, 31, 9, 17] for _, counts in results)
 
@@ -428,7 +474,7 @@ def _replicas_with_other_lengths() -> list[int]:
 
 
 def test_pipelines_plan_together_whatever_their_lengths() -> None:
-    assert rank_pool(4).run(_replicas_with_other_lengths) == [[LENGTH, 31, 9]] * 4
+    assert on_ranks(4, _replicas_with_other_lengths) == [[LENGTH, 31, 9]] * 4
 
 
 def _evaluated_first(mode: str) -> tuple[float, float]:
@@ -443,7 +489,7 @@ def _evaluated_first(mode: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("mode", ["enable_grad", "no_grad", "inference_mode"])
 def test_the_first_batch_may_be_an_evaluation(mode: str) -> None:
-    for errors in rank_pool(2).run(_evaluated_first, mode=mode):
+    for errors in on_ranks(2, _evaluated_first, mode=mode):
         assert max(errors) < 1e-5
 
 
@@ -465,7 +511,7 @@ def _tuned_by_hand() -> tuple[dict[str, float], tuple[int, ...], str]:
 
 
 def test_a_plan_can_be_set_by_hand_alike_on_all_ranks() -> None:
-    results = rank_pool(2).run(_tuned_by_hand)
+    results = on_ranks(2, _tuned_by_hand)
     assert violations([errors for errors, _, _ in results], EXACT) == {}
     assert [lengths for _, lengths, _ in results] == [(9, 13, 1), (23,)]
     assert all("disagree" in message for _, _, message in results)
@@ -514,12 +560,12 @@ def _other_rows_and_back() -> tuple[list[int], list[int]]:
 
 
 def test_micro_batches_of_another_size_are_measured_once() -> None:
-    assert rank_pool(2).run(_other_rows_and_back) == [([LENGTH, LENGTH], [1, 2, 2, 2])] * 2
+    assert on_ranks(2, _other_rows_and_back) == [([LENGTH, LENGTH], [1, 2, 2, 2])] * 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_is_set_by_hand_is_not_measured(ranks: int) -> None:
-    assert rank_pool(ranks).run(_given_beside_auto) == [([31], [2, 31])] * ranks
+    assert on_ranks(ranks, _given_beside_auto) == [([31], [2, 31])] * ranks
 
 
 def _traced(folder: str) -> None:
@@ -530,7 +576,7 @@ def _traced(folder: str) -> None:
 def test_the_predicted_step_lies_beside_the_measured_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rank_pool(2).run(_traced, folder=str(tmp_path))
+    on_ranks(2, _traced, folder=str(tmp_path))
     predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
     assert main(["compare", str(predicted), str(tmp_path)]) == 0
     text = capsys.readouterr().out
@@ -544,7 +590,7 @@ def _logged() -> list[str]:
 
 
 def test_rank_0_logs_the_plan_in_one_block() -> None:
-    first, second = rank_pool(2).run(_logged)
+    first, second = on_ranks(2, _logged)
     assert len(first) == 1 and second == []
     for word in ("plan", "predicted", "equal", "bubble", "memory", "seq1f1b"):
         assert word in first[0], first[0]

@@ -12,7 +12,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.cli import main
+from terapipe_ds.runtime import profiler, trials, watchdog
 from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.probe import StageProbe
 from terapipe_ds.timeline import Timeline
 from tests.distributed import harness
 from tests.distributed import tensor_parallel as tp
@@ -203,3 +205,89 @@ def test_a_tensor_parallel_rank_that_fails_ends_all(
         assert all("in _wait_for_ever" in output for output in outputs), "each shows where that rank stands"
         peer = f"rank {rank ^ 1} (stage {rank // 2}): running F1.1, in a collective (all_reduce"
         assert any(peer in output for output in outputs), outputs[0]
+
+
+# -- ranks that fail while layers are tried out --------------------------------------------------------------------
+
+PEERS = (1, 1, 2)
+TRIED = {"slices": "auto", "schedule": "auto", "granularity_tokens": 5}  # a quarter of a sequence: timed twice
+
+
+def _fail_in(method: str, layer: bool, patch: pytest.MonkeyPatch) -> None:
+    """`StageProbe`'s method, or a layer while that runs, raises on this rank."""
+    original, forward = getattr(StageProbe, method), tp.DecoderLayer.forward
+
+    def broken(*_: Any) -> Any:
+        raise BrokenError("the layer is broken")
+
+    def failing(self: StageProbe, *arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(tp.DecoderLayer, "forward", broken if layer else forward)
+            result = original(self, *arguments)
+        return result if layer else broken()
+
+    patch.setattr(StageProbe, method, failing)
+
+
+def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.PATIENCE_S) -> tuple[list[float], bool]:
+    """The losses, and whether layers have their times: they are tried one by one, and on these ranks that fails."""
+    here, terapipe = torch.distributed.get_rank() in ranks, {**TRIED, "stall_timeout_s": 60}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials, "PATIENCE_S", patience_s)
+        patch.setattr(watchdog, "LINGER_S", 0.1)
+        for rounds in ("MIN_ROUNDS", "MAX_ROUNDS", "WEIGHT_ROUNDS"):
+            patch.setattr(profiler, rounds, 1)
+        if kind == "verified":
+            terapipe = {"slices": 3, "verify": "first_batch", "stall_timeout_s": 60}
+            patch.setattr(tp.DecoderLayer, "forward", _broken_when_whole if here else tp.DecoderLayer.forward)
+        elif here:
+            _fail_in(kind.partition(",")[0], kind.endswith("in a layer"), patch)
+        with engine_of(tp.layers(), section(**terapipe), **parallel(PEERS)) as engine:
+            assert isinstance(engine, TeraPipeEngine)
+            losses, planner = train(engine, batches(1)).returned, engine._plans._planner
+            return losses, planner is not None and planner._measured.profile.parts[0].layer_shares is not None
+
+
+_forward = tp.DecoderLayer.forward
+
+
+def _broken_when_whole(self: tp.DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+    if self.index == 1:
+        raise BrokenError("the layer is broken")
+    return _forward(self, hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("layer_seconds, in a layer", "timing the layers of part 0 one by one failed on rank 1"),
+        ("verified", "verifying layer 2 (DecoderLayer) failed on rank 1"),
+        pytest.param("weight, in a layer", "failed at measuring slices", marks=pytest.mark.full),
+    ],
+    ids=["timed", "verified", "W"],
+)
+def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(
+    kind: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer waits in a collective of the layer, which nothing can interrupt; without an end here, for a minute."""
+    monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
+    monkeypatch.setattr(harness, "GRACE_S", 20.0)
+    with pytest.raises(RankFailure) as failure:
+        rank_pool(2).run(_tried_with_a_fault, kind=kind, ranks=[1], patience_s=1.0, timeout_s=40)
+    assert [report.status for report in failure.value.reports] == ["died", "raised"]
+    waiting, failed = (report.output for report in failure.value.reports)
+    assert "BrokenError: the layer is broken" in failed and "rank 1 (stage 0) ends: it failed at" in failed
+    assert "rank 0 (stage 0) ends: rank 1 (stage 0) failed at" in waiting and says in waiting, waiting
+    assert "BrokenError: the layer is broken" in waiting
+    if "layer_seconds" in kind:
+        assert "name a schedule in place of" in waiting and "its tensor-parallel peer, rank 0, has not come" in waiting
+
+
+def test_peers_do_without_the_times_of_layers_together() -> None:
+    """Where all fail alike, and where one fails that no peer waits for; the next run would find it waiting."""
+    undisturbed, alike, late = (
+        rank_pool(2).run(_tried_with_a_fault, kind=kind, ranks=ranks, timeout_s=40)[0]
+        for kind, ranks in [("", []), ("layer_seconds, in a layer", [0, 1]), ("layer_seconds, when all is done", [1])]
+    )
+    assert (undisturbed[1], alike[1], late[1]) == (True, False, False)
+    assert alike[0] == late[0] == undisturbed[0]

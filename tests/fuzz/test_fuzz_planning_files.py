@@ -64,7 +64,7 @@ SAMPLES = tuple(
     for prefix in (0, 128, 256)
 )
 PROFILE = Profile(
-    KEY, (PartProfile(0, SAMPLES, step_s=0.004), PartProfile(1, SAMPLES[:4])), (LinkSample(256, 1e-4, 0, 0.1, 9),)
+    KEY, (PartProfile(0, SAMPLES, step_s=0.004), PartProfile(1, SAMPLES[:4])), (LinkSample(256, 1e-4, 0, 0.1, 9),), 1
 )
 
 

@@ -157,6 +157,11 @@ def test_parts_are_not_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert found["num_stages"] == 2 and "planned for 2 stages; the profile has 4 parts" in found["setup"]
     profile_of(4).save(path)
     assert as_json(capsys, "--profile", str(path), *options)["num_stages"] == 4
+    for stages, said in ((2, "planned for 2 stages; the profile has 4 parts of 2 stages"), (4, "has 4 parts;")):
+        dataclasses.replace(linked, pipeline_stages=stages).save(path)  # which the engine notes
+        found = as_json(capsys, "--profile", str(path), *options)
+        assert found["num_stages"] == stages and said in found["setup"]
+    assert as_json(capsys, "--profile", str(path), *options, "--stages", "2")["num_stages"] == 2
     dataclasses.replace(profile_of(3), links=linked.links).save(path)
     assert as_json(capsys, "--profile", str(path), *options)["num_stages"] == 3
 

@@ -32,7 +32,7 @@ def document(profile: Profile | None = None) -> dict[str, Any]:
 def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     written = document()
     assert (written["format"], written["version"]) == ("terapipe_ds.profile", 1)
-    assert set(written) == {"format", "version", "key", "parts", "links"}
+    assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages"}
     assert written["parts"][0]["samples"][1] == {
         "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
         "backward_spread": 0.02, "repeats": 5, "weight_s": None,
@@ -72,7 +72,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     parts = tuple(PartProfile(part_id, tuple(draw(lists)), draw(st.none() | seconds), draw(shares)) for part_id in ids)
     link = st.builds(LinkSample, counts, seconds, st.none() | st.integers(0, 99), spreads, counts)
     links = draw(st.lists(link, max_size=4, unique_by=lambda x: (x.tokens, x.part_id)))
-    return Profile(key, parts, tuple(links))
+    return Profile(key, parts, tuple(links), draw(st.none() | st.integers(1, key.num_stages)))
 
 
 @given(profiles())
@@ -93,6 +93,18 @@ def test_a_profile_without_shares_of_layers_is_still_read() -> None:
     document = json.loads(one_part(0).to_json())
     del document["parts"][0]["layer_shares"]
     assert Profile.from_json(json.dumps(document)) == one_part(0)
+
+
+def test_a_profile_that_does_not_know_its_stages_is_still_read() -> None:
+    profile = dataclasses.replace(one_part(0, num_stages=4), pipeline_stages=2)
+    document = json.loads(profile.to_json())
+    assert document["pipeline_stages"] == 2 and Profile.from_json(json.dumps(document)) == profile
+    del document["pipeline_stages"]
+    assert Profile.from_json(json.dumps(document)) == one_part(0, num_stages=4)
+    for wrong in (0, 5, True, 2.0, "2"):
+        document["pipeline_stages"] = wrong
+        with pytest.raises(ProfileError, match="pipeline_stages = .*: expected an integer from 1 to .* parts, 4, or"):
+            Profile.from_json(json.dumps(document))
 
 
 def test_a_profile_that_does_not_say_what_is_trained_is_still_read() -> None:
@@ -288,6 +300,8 @@ def test_gather() -> None:
     assert [link.part_id for link in whole.links] == [2, 0, 1]
     assert whole.key == KEY
     assert Profile.gather([whole]) == whole
+    known = [dataclasses.replace(one_part(n), pipeline_stages=2) for n in range(3)]
+    assert Profile.gather(known).pipeline_stages == 2
 
 
 def test_gather_refuses() -> None:
@@ -295,6 +309,9 @@ def test_gather_refuses() -> None:
         Profile.gather([])
     with pytest.raises(ProfileError, match="part_id 1 stands twice"):
         Profile.gather([one_part(0), one_part(1), one_part(1)])
+    other = dataclasses.replace(one_part(1), pipeline_stages=1)
+    with pytest.raises(ProfileError, match="measured different things:\n  pipeline_stages: None and 1"):
+        Profile.gather([one_part(0), other])
     with pytest.raises(ProfileError, match=r"gathered parts are \[0, 2\]: give every part"):
         Profile.gather([one_part(0), one_part(2)])
     with pytest.raises(ProfileError, match="stages measured different things:\n  dtype"):

@@ -160,7 +160,7 @@ almost_plans = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=3000)
+@settings(max_examples=settings.default.max_examples * 3)
 @given(st.text() | st.binary() | (json_values | almost_plans).map(json.dumps))
 def test_any_text_gives_a_plan_or_a_plan_error(text: str | bytes) -> None:
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulator_cases import (
     OTHER_KINDS,
@@ -162,7 +162,6 @@ def test_chunks_of_the_same_two_stages_have_links_of_their_own() -> None:
 # --- against the second computation
 
 
-@settings(max_examples=300)
 @given(cases())
 def test_every_time_is_the_longest_path_to_it(case: Case) -> None:
     timeline = run(case)

@@ -43,10 +43,23 @@ _ORDER = ("attention", "convolution", "running", "normalisation", "product")
 
 def cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
     """Why an output differs. ``whole``: the whole run."""
+    found, failed = _looked_into(check, lambda: _cause_of_output(check, differs, whole))
+    if failed is not None:
+        return f"it treats a slice otherwise than a whole sequence ({failed} while that was looked into)"
+    return found
+
+
+def _looked_into(check: LayerCheck, look: Callable[[], str]) -> tuple[str, str | None]:
+    """What ``look`` finds; or the class of what it raises, here or on a tensor-parallel peer: a probe feeds inputs that
+    the layer may refuse, and the difference stands all the same."""
+    found, caught = "", None
     try:
-        return _cause_of_output(check, differs, whole)
-    except Exception as error:  # a probe feeds inputs that the layer may refuse; the difference stands all the same
-        return f"it treats a slice otherwise than a whole sequence ({type(error).__name__} while that was looked into)"
+        found = look()
+    except Exception as error:
+        caught = error
+    failed = check.peers.trials.failure(caught, f"looking for the cause of a difference in {check.layer}")
+    caught = None
+    return found, None if failed is None else failed.kind
 
 
 def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
@@ -123,10 +136,8 @@ def _capacity(routed: str) -> str:
 
 def cause_of_gradient(check: LayerCheck, differs: Differs, whole: Gradients) -> str:
     """Why a gradient differs although outputs agree."""
-    try:
-        return _cause_of_gradient(check, differs, whole)
-    except Exception as error:
-        return f"outputs agree: look at its backward ({type(error).__name__} in a probe)"
+    found, failed = _looked_into(check, lambda: _cause_of_gradient(check, differs, whole))
+    return found if failed is None else f"outputs agree: look at its backward ({failed} in a probe)"
 
 
 def _cause_of_gradient(check: LayerCheck, differs: Differs, whole: Gradients) -> str:

@@ -336,10 +336,12 @@ def in_fp32(check: LayerCheck) -> Iterator[LayerCheck | None]:
     ]
     wide = replace(check, inputs=_widened(check.inputs), layouts=layouts, outputs=NOTHING, output_layouts=[])
     with _in_fp32(module):
-        saw = _SawHalf()
+        saw, caught = _SawHalf(), None
         try:
             with saw, torch.no_grad():
                 wide.run_whole()
-        except Exception:  # a kernel for half precision only
-            saw.saw = True
-        yield None if saw.saw else wide
+        except Exception as error:  # a kernel for half precision only
+            caught = error
+        failed = check.peers.trials.failure(caught, f"running {check.layer} in fp32")
+        caught = None
+        yield None if saw.saw or failed is not None else wide

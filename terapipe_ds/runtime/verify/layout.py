@@ -8,13 +8,14 @@ slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.trials import Trials
 
 Gather = Callable[[Tensor], Tensor]  # concatenates dimension 0 over the tensor-parallel ranks
 
@@ -23,13 +24,14 @@ Gather = Callable[[Tensor], Tensor]  # concatenates dimension 0 over the tensor-
 class TensorPeersOf:
     """The tensor-parallel ranks of this one: how many, which of them this is, and how to hear from all.
 
-    Layers communicate in them, so that every decision has to be the same on all.
+    Layers communicate in them, so that every decision has to be the same on all, also whether something failed.
     """
 
     size: int = 1
     rank: int = 0
     gather: Gather = lambda tensor: tensor
     exchange: Callable[[Any], list[Any]] = lambda mine: [mine]
+    trials: Trials = field(default_factory=Trials)
 
     def any(self, flag: bool) -> bool:
         """Whether it is so on one of them."""

@@ -21,6 +21,7 @@ from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.parted import activate
+from terapipe_ds.runtime.trials import Trials
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
 from terapipe_ds.runtime.verify.losses import LossCheck
@@ -119,7 +120,8 @@ def _check_part(
                 module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
                 config.ignore_index, peers,
             ),
-            layer_id=module._local_stop,
+            module._local_stop,
+            peers,
         )  # fmt: skip
     return found
 
@@ -160,7 +162,7 @@ def _peers(engine: Any) -> TensorPeersOf:
         torch_dist.all_gather_object(everyone, mine, group=group)
         return everyone
 
-    return TensorPeersOf(size, int(engine.grid.get_slice_parallel_rank()), gather, exchange)
+    return TensorPeersOf(size, int(engine.grid.get_slice_parallel_rank()), gather, exchange, Trials.of(engine))
 
 
 # -- what stages hand on ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from terapipe_ds.attention import guard_plain_attention
 from terapipe_ds.attention.guard import GuardCapturedNames
+from terapipe_ds.runtime.trials import Failure
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
 from terapipe_ds.runtime.verify.check import Differs, LayerCheck, in_fp32, without_random_numbers
 from terapipe_ds.runtime.verify.compare import tolerance_of
@@ -90,15 +91,19 @@ def check_stage(
         watched(f"verifying {layer}")
         runner.checkpoint = checkpoint
         check = LayerCheck(runner, layer, inputs.values, inputs.layouts, weights, peers)
+        found = caught = None
         try:
             with guard_plain_attention(), GuardCapturedNames():
                 found = _check_layer(check, look_for_cause=len(stage.findings) < _CAUSES_TRIED, stage=stage)
         except Exception as error:
-            stage.error = error
-            stage.findings.append(Finding(layer.layer_id, str(layer), _raised(error), _cause_of(error), raised=True))
-            return stage
+            stage.error = caught = error
         finally:
             runner.store.reset()
+        failed = peers.trials.failure(caught, f"verifying {layer}")
+        if failed is not None:
+            finding = Finding(layer.layer_id, str(layer), _raised(failed), _cause_of(caught), raised=True)
+            stage.findings.append(finding)
+            return stage
         if found is None:
             found = _not_a_number(layer, check.outputs.tensors)
         if found is not None:
@@ -120,17 +125,22 @@ def _not_a_number(layer: NamedLayer, outputs: Sequence[Tensor]) -> Finding | Non
     return Finding(layer.layer_id, str(layer), "output of the whole sequence holds NaN", cause)
 
 
-def check_loss(stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int) -> None:
+def check_loss(
+    stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int, peers: TensorPeersOf = ALONE
+) -> None:
     """The loss of the last stage on what its layers gave."""
     assert stage.outputs is not None
     stage.num_losses += 1
     tensors = stage.outputs.values.tensors
     tolerance = tolerance_of({t.dtype for t in tensors}, tensors[0].device)
+    found = caught = None
     try:
         found = check(stage.outputs).run(tolerance)
     except Exception as error:
-        stage.error = error
-        stage.findings.append(Finding(layer_id, "loss_fn", _raised(error), raised=True))
+        stage.error = caught = error
+    failed = peers.trials.failure(caught, "verifying the loss")
+    if failed is not None:
+        stage.findings.append(Finding(layer_id, "loss_fn", _raised(failed), raised=True))
         return
     if found is not None:
         differs, cause = found
@@ -171,12 +181,14 @@ def _compare(check: LayerCheck, look_for_cause: bool, hint: str = "") -> Finding
     return Finding(check.layer.layer_id, str(check.layer), str(differs) + hint, cause)
 
 
-def _raised(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"
+def _raised(failed: Failure) -> str:
+    return f"raised {failed}" if failed.rank is None else f"raised on {failed}"
 
 
-def _cause_of(error: BaseException) -> str:
+def _cause_of(error: BaseException | None) -> str:
     """For errors whose text does not tell: where they come from."""
+    if error is None:
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
     if "backward through the graph a second time" in str(error):

@@ -335,6 +335,24 @@ def test_a_probe_runs_any_slice_at_any_time() -> None:
     store.assert_drained()
 
 
+def test_a_probe_adds_to_the_gradients_of_the_prefix_as_training_does() -> None:
+    """All slices but the last one add to the share of later ones, which costs more than to write the first share."""
+    store = SliceStore()
+    leaves: list[torch.Tensor] = []
+    sums = []
+    for start, stop in ((4, 8), (4, 8), (0, 4), (4, 8), (8, 12)):
+        leaves = [x[:, :, start:stop].clone().requires_grad_() for x in random_inputs(SHAPE)[:3]]
+        with push_slice(ActiveSlice(start, stop, 12, store=store, mode="probe")):
+            sliced_attention(*leaves, layer=0).sum().backward()
+        (entry,) = store._all()
+        assert entry.grads is not None  # no slice is the last one to come
+        sums.append(entry.grads[1, :, :, :4].sum().item())
+    one = sums[0]
+    assert one > 0 and sums[1] == pytest.approx(2 * one)
+    assert sums[3] > sums[2] > sums[1]
+    assert 0 < sums[4] < sums[3]  # the last one of a sequence has none after it
+
+
 def test_who_looks_at_the_gradients_sees_them_grow() -> None:
     store = SliceStore()
     seen: list[tuple[int, torch.Tensor]] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from terapipe_ds.bench.cases import PLAN, PRESETS, BenchError, Case, Job, all_cases, choose
+from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
 from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.planned import Planned
 from terapipe_ds.bench.ranks import Workload
@@ -143,6 +143,11 @@ def test_the_usual_competitors() -> None:
                           "terapipe seq1f1b, planned, <= 8", "terapipe seq1f1b, planned"]  # fmt: skip
     assert any(label.startswith("torch") for label in labels)
     assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 4
+
+
+def test_the_help_lists_every_schedule() -> None:
+    lists = " ".join(command.EXAMPLES.partition("Schedules of each system:")[2].split())
+    assert all(f"{system}: {', '.join(names)}" in lists for system, names in SCHEDULES.items())
 
 
 def test_options_narrow_and_widen() -> None:

@@ -42,6 +42,7 @@ def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> No
     profile = Profile.load(tmp_path / "profile.json")
     assert Profile.from_json(done.stdout) == profile  # nothing else is on stdout
     key = profile.key
+    assert profile.pipeline_stages == 4
     assert (key.num_stages, key.micro_batch, key.sequence_length, key.dtype) == (4, 2, 64, "float32")
     assert "6 DecoderLayer" in key.model and not key.activation_checkpointing
     bounds = partition(gpt_layers(GPTConfig(**MODEL)), 4, "parameters")

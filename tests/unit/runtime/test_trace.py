@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from terapipe_ds.bench.recorder import EngineRecorder
 from terapipe_ds.runtime import trace
 from terapipe_ds.runtime.trace import Tracer, is_traced
 from terapipe_ds.schedule.action import Action, Kind
@@ -71,19 +72,41 @@ def test_without_a_directory_nothing_is_recorded() -> None:
     tracer.write(1)
 
 
-def test_a_device_that_runs_ahead_is_synchronised_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+class _Device:
+    """An accelerator with a message on its way that comes only after the computation."""
 
-    class Device:
-        def is_synchronized_device(self) -> bool:
-            return False
+    def __init__(self) -> None:
+        self.waits = 0
 
-        def synchronize(self) -> None:
-            calls.append("synchronize")
+    def is_synchronized_device(self) -> bool:
+        return False
 
-    monkeypatch.setattr(trace, "get_accelerator", Device)
+    def synchronize(self) -> None:
+        raise AssertionError("waits for messages as well, of which one may need what is computed here")
+
+    def current_stream(self) -> _Stream:
+        return _Stream(self)
+
+
+class _Stream:
+    def __init__(self, device: _Device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        self.device.waits += 1
+
+
+def test_on_an_accelerator_nothing_but_the_computation_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = _Device()
+    monkeypatch.setattr(trace, "get_accelerator", lambda: device)
     tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
     tracer.begin(1)
     with tracer.measure(F):
         tracer.input_is_here()
-    assert calls == ["synchronize", "synchronize"]
+    assert device.waits == 2  # for the input, and for the end
+    recorder = EngineRecorder()
+    with recorder.measure(B):
+        recorder.input_is_here()
+    assert device.waits == 5  # and for what ran before

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from terapipe_ds.bench import run
 from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
 from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.planned import Planned
@@ -282,6 +283,17 @@ def test_the_result_has_the_command_without_folders(monkeypatch: pytest.MonkeyPa
     assert command.command_line(["bench", "--html=/a/b.html", "--json", "c/d.json"]) == (
         "terapipe bench --html=b.html --json c/d.json"
     )
+
+def test_the_result_of_a_gpu_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_records(target: Any, num_ranks: int, job: Job, folder: str) -> None:
+        for rank, found in enumerate(ranks()):
+            Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+
+    monkeypatch.setattr(run, "spawn_ranks", write_records)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
+    found = run.run_benchmark(Job(WORK, CASES, (1,), 2, device="cuda"), "x")
+    assert found["machine"]["device"] == "NVIDIA H100" and len(found["runs"]) == 3
+
 
 def result() -> dict[str, Any]:
     return result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())

@@ -96,6 +96,8 @@ def run(arguments: argparse.Namespace) -> None:
 
         result = run_on_gpu(arguments.preset, full=arguments.full)
     else:
+        if arguments.device == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
         result = _train(arguments)
     result = {"command": command_line(arguments.words), **result}
     from terapipe_ds.bench.table import render
@@ -154,13 +156,13 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) -> None:
     """Refuse in one line what ranks would find, each of them, after seconds."""
+    for name, value in counts.items():
+        if value < 1:
+            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
     from terapipe_ds.bench.cases import num_layers
     from terapipe_ds.bench.ranks import gpt_config
     from terapipe_ds.models.gpt import GPTConfigError
 
-    for name, value in counts.items():
-        if value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
     try:
         gpt_config(work, gpt)
     except GPTConfigError as error:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.bench.cases import Case, Job
 from terapipe_ds.bench.drivers import Driver, build_driver
 from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.machine import device_name
 
 _PINGS = 5
 
@@ -49,7 +51,10 @@ def compete(job: Job, folder: Path) -> tuple[dict[str, Any], list[Driver]]:
         runs += here
         lengths |= {n for run in here for n in run.get("slices", ())}
     bar.close()
-    return {"runs": runs, "links": measure_links(job, sorted(lengths)), **planned.found()}, list(drivers.values())
+    found = {"runs": runs, "links": measure_links(job, sorted(lengths)), **planned.found()}
+    if job.device != "cpu":
+        found["device"] = device_name(torch.device(job.device))
+    return found, list(drivers.values())
 
 
 def _vocabulary(job: Job) -> int:
@@ -135,15 +140,13 @@ def _measure_runs(
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
     """The exact peak of tensor bytes of this system alone: what it holds before, and what the step adds at most."""
-    from deepspeed.accelerator import get_accelerator
-
     from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
 
     driver.forget()
     gc.collect()  # what earlier systems left in cycles would go within this step, and count as freed by it
     held = driver.held_bytes()
     driver.recorder.on = False
-    with TensorPeak() if get_accelerator().is_synchronized_device() else AcceleratorPeak() as peak:
+    with AcceleratorPeak() if _on_accelerator() else TensorPeak() as peak:
         run["losses"].append(driver.step(batch))
     driver.recorder.on = True
     run["peak_bytes"] = held + peak.grown_bytes
@@ -152,13 +155,23 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
 
 
 def _timed_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
-    driver.recorder.clear()
+    """A step by the wall clock, and its events. To record, an accelerator is waited for at every action, which is
+    another step than the one that users have: there the timed step goes unrecorded, and one more is recorded."""
+    recorder, apart = driver.recorder, _on_accelerator()
+    recorder.clear()
+    recorder.on = not apart
+    _synchronize()
     torch_dist.barrier()
     begin_s = time.perf_counter()
-    loss = driver.step(batch)
+    run["losses"].append(driver.step(batch))
+    _synchronize()  # stages without a loss to read have only queued their last work
     run["seconds"].append(time.perf_counter() - begin_s)
-    run["losses"].append(loss)
-    run["events"].append(driver.recorder.events)
+    recorder.on = True
+    if apart:
+        recorder.clear()
+        torch_dist.barrier()
+        run["losses"].append(driver.step(batch))
+    run["events"].append(recorder.events)
 
 
 def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
@@ -178,6 +191,7 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
 
 
 def _round_trip(rank: int, message: torch.Tensor) -> float:
+    _synchronize()
     begin_s = time.perf_counter()
     if rank == 0:
         torch_dist.send(message, 1)
@@ -185,7 +199,18 @@ def _round_trip(rank: int, message: torch.Tensor) -> float:
     else:
         torch_dist.recv(message, 0)
         torch_dist.send(message, 0)
+    _synchronize()  # NCCL's calls return when they are queued
     return time.perf_counter() - begin_s
+
+
+def _on_accelerator() -> bool:
+    """Whether work is queued on a device that runs beside this process."""
+    return not get_accelerator().is_synchronized_device()
+
+
+def _synchronize() -> None:
+    if _on_accelerator():
+        get_accelerator().synchronize()
 
 
 def _bar(job: Job, drivers: dict[int, Driver]) -> Any:

@@ -16,6 +16,13 @@ from terapipe_ds.bench.recorder import EngineRecorder, InstructionRecorder, Reco
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule, build
 
+_COPIES = (
+    "fp32_groups_flat_partition", "fp32_groups_gradients_flat",  # BF16_Optimizer
+    "fp32_groups_flat",  # FP16_Optimizer
+    "single_partition_of_fp32_groups",  # ZeRO 1
+)  # fmt: skip
+"""Where DeepSpeed's optimizers keep flat tensors of their own."""
+
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -41,7 +48,7 @@ class Driver:
         """The order in which it runs, as one of our schedules."""
         raise NotImplementedError
 
-    def parameters(self) -> list[Tensor]:
+    def parameters(self) -> Sequence[Tensor]:
         """Of this rank."""
         raise NotImplementedError
 
@@ -72,10 +79,14 @@ class Driver:
         """The tensors of the optimizer."""
         return [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
 
+    def copies(self) -> list[Tensor]:
+        """What the optimizer keeps besides its states: weights in fp32 and the gradients that it sums in fp32."""
+        return [t for name in _COPIES for t in getattr(self.optimizer, name, ())]
+
     def held_bytes(self) -> int:
-        """Parameters, gradients that are there, and optimizer states."""
+        """Parameters, gradients that are there, optimizer states, and its copies."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return _bytes([*self.parameters(), *gradients, *self.states()])
+        return _bytes([*self.parameters(), *gradients, *self.states(), *self.copies()])
 
 
 class StockDriver(Driver):

@@ -20,6 +20,7 @@ LAYERS = {  # one layer on one of 8 tensor-parallel ranks: hidden, heads, key/va
     "llama-3-70b/8": (8192, 8, 1, 128, 3584, True),
 }
 LAYER_LENGTH = 8192
+REPEATS = 7
 
 
 def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
@@ -34,7 +35,14 @@ def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
         raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
     before = {**machine(), "device": torch.cuda.get_device_name()}
     rows = list((attention_rows if preset == "gpu-attention" else layer_rows)(full))
-    work = {"stages": 1, "layers": 1, "hidden": 0, "sequence_length": 0, "pairs": 7, "device": "cuda"}
+    if preset == "gpu-attention":
+        hidden, length = max(heads * head_dim for heads, _, head_dim in HEADS), max(ATTENTION_LENGTHS)
+    else:
+        hidden, length = max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH
+    work = {  # the largest of the rows, whose own sizes stand in their labels
+        "stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length, "pairs": REPEATS,
+        "device": "cuda",
+    }  # fmt: skip
     return {"machine": before, "preset": preset, "workload": work, "runs": rows}
 
 
@@ -46,7 +54,7 @@ def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
         for length in ATTENTION_LENGTHS if full else ATTENTION_LENGTHS[:2]:
             shape = Shape(1, heads, kv_heads, head_dim, length, "bfloat16")
             for tokens in ATTENTION_SLICES:
-                row = measure(shape, length // tokens, repeats=7, device="cuda")
+                row = measure(shape, length // tokens, repeats=REPEATS, device="cuda")
                 label = f"attention {heads}/{kv_heads} heads of {head_dim}, {length} in slices of {tokens}"
                 yield _row(label, "attention", [tokens] * row.num_slices, row.sliced_s, row.unsliced_s, row.store_bytes)
 

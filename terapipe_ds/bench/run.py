@@ -37,8 +37,6 @@ def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
     before = machine()
     if job.device == "cpu":
         keep_memory()
-    else:
-        before["device"] = _device_name()
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn_ranks(_rank_main, job.work.stages, job, folder)
@@ -46,12 +44,6 @@ def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
             raise BenchError(f"{error}; what the rank said stands there") from None
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(job.work.stages)]
     return result_of(job, preset, before, ranks)
-
-
-def _device_name() -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name())
 
 
 def _rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
@@ -73,6 +65,8 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
         rows += _rows([run for run in runs if run.accumulation == accumulation])
     workload = {**dataclasses.asdict(job.work), "model": job.gpt, "pairs": job.pairs, "device": job.device}
     del workload["accumulation"]
+    if "device" in ranks[0]:
+        machine_ = {**machine_, "device": ranks[0]["device"]}
     return {"machine": machine_, "preset": preset, "workload": workload, "runs": rows}
 
 
@@ -111,9 +105,11 @@ class Run:
         self.losses = [_known(of_ranks) for of_ranks in zip(*(rank["losses"] for rank in mine), strict=True)]
         self.peak_bytes = [rank["peak_bytes"] for rank in mine]
         self.static_bytes = [rank["static_bytes"] for rank in mine]
+        on_cpu = job.device == "cpu"  # of work on a device, the CPU time of the process says nothing
         self.replays = [
-            replay_s(trace, self.schedule, self.plan, measured.links, blocking=self.is_stock) for trace in self.traces
-        ]
+            replay_s(trace, self.schedule, self.plan, measured.links, blocking=self.is_stock)
+            for trace in self.traces if on_cpu
+        ]  # fmt: skip
         self.wall_s = [max(of_ranks) for of_ranks in zip(*(rank["seconds"] for rank in mine), strict=True)]
 
     @property
@@ -188,7 +184,7 @@ class Run:
         drifted = None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length)
         timeline = traces[median_index(steps)].timeline(self.case.label)
         exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]
-        replayed = statistics.median(seconds for seconds, _ in self.replays)
+        replayed = statistics.median(seconds for seconds, _ in self.replays) if self.replays else None
         return {
             "step_s": step_s, "step_s_all": steps, "spread_s": [min(steps), max(steps)],
             "tokens_per_s": self.accumulation * work.micro_batch * work.sequence_length / step_s,

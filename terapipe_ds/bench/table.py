@@ -28,9 +28,10 @@ def render(result: Mapping[str, Any]) -> str:
 def _head(result: Mapping[str, Any]) -> str:
     work, machine = result["workload"], result["machine"]
     tokens = f"{work['micro_batch']} x {work['sequence_length']} tokens"
+    device = f"{machine['device']}, " if "device" in machine else ""
     return (
         f"{result['preset']}: {work['stages']} stages, {work['layers']} layers, hidden {work['hidden']}, {tokens}, "
-        f"{work['pairs']} turns; {machine['cpu']}, {machine['cores']} cores, {machine['date']}"
+        f"{work['pairs']} turns; {device}{machine['cpu']}, {machine['cores']} cores, {machine['date']}"
     )
 
 
@@ -42,10 +43,10 @@ def _line(row: Mapping[str, Any]) -> str:
     low, high = row["spread_s"]
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in _few(row["peak_bytes"]))
     return (
-        f"{head}{len(row['slices']):>7}{row['step_s']:>8.3f} s{f'{low:.3f}-{high:.3f} s':>17}"
+        f"{head}{len(row['slices']):>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
         f"{row['tokens_per_s']:>10.0f}{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
-        f"{peaks:>16}{row['loss']:>10.5f}"
+        f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
     )
 
 
@@ -54,5 +55,11 @@ def _few(peaks: list[int]) -> list[int]:
     return peaks if len(peaks) <= 4 else [peaks[0], peaks[-1]]
 
 
-def _or_dash(number: float | None, unit: str = "") -> str:
-    return "-" if number is None else f"{number:.3f}{unit}"
+def _seconds(*times: float) -> str:
+    """One or several times in one unit; what accelerators need for a layer is milliseconds."""
+    short = max(times) < 0.1
+    return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
+
+
+def _or_dash(number: float | None, unit: str = "", digits: int = 3) -> str:
+    return "-" if number is None else f"{number:.{digits}f}{unit}"

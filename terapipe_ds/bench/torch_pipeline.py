@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,13 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     kind, given = str(optimizer.get("type", "none")).lower(), dict(optimizer.get("params") or {})
     if kind not in ("adam", "adamw") or given.get("adam_w_mode") is False:
         raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
-    for key in ("bf16", "fp16", "torch_autocast", "scheduler"):
+    for key in ("fp16", "torch_autocast", "scheduler"):
         if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
             raise BenchError(f"torch runs here without what {key} in the config stands for")
-    if (ds_config.get("zero_optimization") or {}).get("stage", 0):
+    if sums_dtype(ds_config) not in (torch.float32, torch.bfloat16 if _is_bf16(ds_config) else torch.float32):
+        raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
+    # BF16_Optimizer under ZeRO 1 has its fp32 weights whole where there is one replica, as here
+    if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(_sums_apart(ds_config)):
         raise BenchError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
         raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
@@ -47,8 +50,60 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
 
 
+def _is_bf16(ds_config: dict[str, Any]) -> bool:
+    return bool((ds_config.get("bf16") or {}).get("enabled", False))
+
+
+def _sums_apart(ds_config: dict[str, Any]) -> bool:
+    return _is_bf16(ds_config) and sums_dtype(ds_config) == torch.float32
+
+
+def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """What DeepSpeed sums the gradients of micro-batches in: that of the weights unless the config says otherwise."""
+    from deepspeed.runtime.config import DtypeEnum
+
+    given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    if given is None:
+        return torch.bfloat16 if _is_bf16(ds_config) else torch.float32
+    dtype: torch.dtype = DtypeEnum(given).value
+    return dtype
+
+
+class Masters:
+    """What DeepSpeed does with bf16 weights, for a plain optimizer: weights in fp32 beside them, which it steps.
+
+    AdamW on the bf16 weights themselves would hold half the bytes and lose what is below their last bit.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: torch.dtype) -> None:
+        self._parameters: list[Tensor] = list(parameters)
+        self.sums_in_fp32 = sums == torch.float32
+        self.weights: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._parameters]
+
+    def take_gradients(self) -> None:
+        """Add in fp32 what the backwards have given since; torch's own gradients are gone then. After each backward
+        where the sums are fp32, else before the step."""
+        for parameter, weight in zip(self._parameters, self.weights, strict=True):
+            if parameter.grad is not None:
+                new, parameter.grad = parameter.grad, None
+                weight.grad = new.float() if weight.grad is None else weight.grad.add_(new)
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """After a step of the optimizer: round to the model's weights."""
+        torch._foreach_copy_(self._parameters, self.weights)
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """The model's weights, exactly."""
+        torch._foreach_copy_(self.weights, self._parameters)
+
+
 class TorchDriver(Driver):
-    """A schedule of torch with AdamW. The loss of a micro-batch is divided by their number before its backward."""
+    """A schedule of torch with AdamW. The loss of a micro-batch is divided by their number before its backward.
+
+    With bf16 in the config there are fp32 masters, as DeepSpeed's BF16_Optimizer has them: see ``Masters``.
+    """
 
     def __init__(self, case: Case, job: Job) -> None:
         from torch.distributed import pipelining
@@ -70,7 +125,10 @@ class TorchDriver(Driver):
             with self._device:
                 self._modules[part_id] = nn.Sequential(*(spec.build() for spec in specs))
         self.recorder = Recorder()
-        self.optimizer = torch.optim.AdamW(self.parameters(), **adam_options(job.ds_config or USUAL_SETTINGS))
+        ds_config = job.ds_config or USUAL_SETTINGS
+        self._masters = Masters(self.parameters(), sums_dtype(ds_config)) if _is_bf16(ds_config) else None
+        trained: Sequence[Tensor] = self.parameters() if self._masters is None else self._masters.weights
+        self.optimizer = torch.optim.AdamW(trained, **adam_options(ds_config))
         self._accumulation = 0
         self._pipeline: Any = None
 
@@ -106,7 +164,10 @@ class TorchDriver(Driver):
     def _recorded(self, kind: str, chunk_id: int, run: Callable[..., Any]) -> Callable[..., Any]:
         def recorded(micro_batch_id: int, *args: Any, **kwargs: Any) -> Any:
             with self.recorder.span(kind, micro_batch_id, 0, chunk_id):
-                return run(micro_batch_id, *args, **kwargs)
+                result = run(micro_batch_id, *args, **kwargs)
+                if kind != "F" and self._masters is not None and self._masters.sums_in_fp32:
+                    self._masters.take_gradients()
+                return result
 
         return recorded
 
@@ -117,8 +178,13 @@ class TorchDriver(Driver):
         keywords: dict[str, Any] = {"target": labels, "losses": losses} if has_last else {}
         self._pipeline.step(*((inputs,) if 0 in self._modules else ()), return_outputs=False, **keywords)
         with self.recorder.span("ST"):
+            if self._masters is not None:
+                self._masters.take_gradients()
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            if self._masters is not None:
+                self._masters.give_weights()
+        # sums in fp32 stay, as DeepSpeed's do; else the next backward brings new ones
+        self.optimizer.zero_grad(set_to_none=self._masters is None or not self._masters.sums_in_fp32)
         return float(sum(loss.detach() for loss in losses)) if has_last else None
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
@@ -126,8 +192,17 @@ class TorchDriver(Driver):
             return build(self._case.schedule, self._work.stages, accumulation, 1)
         return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
 
-    def parameters(self) -> list[Tensor]:
+    def restart(self) -> None:
+        super().restart()
+        if self._masters is not None:
+            self._masters.take_weights()
+
+    def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self._modules.values() for parameter in module.parameters()]
+
+    def copies(self) -> list[Tensor]:
+        weights = [] if self._masters is None else self._masters.weights
+        return [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
 
 
 def _leaf(make: Callable[..., Tensor]) -> Tensor:

@@ -47,8 +47,10 @@ Schedules of each system:
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
+_GRANULARITY = 64
 
 
+_NOT_ON_GPU = ("systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """A word that is an absolute path, or the one of --option=/path."""
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
@@ -73,8 +75,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--model", metavar="NAME_OR_JSON", help="as `terapipe profile` takes it")
     for name in _SIZES:
         sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in the place of the preset's")
-    sizes.add_argument("--granularity", type=int, default=64, metavar="N", help="plans cut at multiples (default 64)")
-    sizes.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    sizes.add_argument(
+        "--granularity", type=int, default=_GRANULARITY, metavar="N",
+        help="plans cut at multiples (default: %(default)s)",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu",
+        help="default: %(default)s. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
     output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
@@ -92,6 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
         check_output(getattr(arguments, option), f"--{option}")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if arguments.preset.startswith("gpu-"):
+        _check_gpu_options(arguments)
         from terapipe_ds.bench.gpu import run_on_gpu
 
         result = run_on_gpu(arguments.preset, full=arguments.full)
@@ -100,13 +109,13 @@ def run(arguments: argparse.Namespace) -> None:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
         result = _train(arguments)
     result = {"command": command_line(arguments.words), **result}
-    from terapipe_ds.bench.table import render
-
-    print(render(result))
-    if arguments.json:
+    if arguments.json:  # first: whatever the table and the report come to, the figures are kept
         from terapipe_ds.files import write_text
 
         write_text(arguments.json, json.dumps(result, indent=1, allow_nan=False))
+    from terapipe_ds.bench.table import render
+
+    print(render(result))
     if arguments.html:
         from terapipe_ds.bench.report import write_report
 
@@ -114,6 +123,18 @@ def run(arguments: argparse.Namespace) -> None:
     _check_ours_ran(result)
     if arguments.check_replay:
         _check_replay(result)
+
+
+def _check_gpu_options(arguments: argparse.Namespace) -> None:
+    """Refuse what the presets for one device would not use."""
+    values = {name: getattr(arguments, name) for name in (*_NOT_ON_GPU, *_SIZES)}
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    given += ["granularity"] if arguments.granularity != _GRANULARITY else []
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise CommandError(
+            f"preset {arguments.preset} does not use {options}: its sizes are fixed, it takes --full, --json, --html"
+        )
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
@@ -124,6 +145,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     """
     from terapipe_ds.bench.cases import PRESETS as ALL
     from terapipe_ds.bench.cases import Job, choose
+    from terapipe_ds.bench.ranks import BF16_SETTINGS
 
     preset = ALL[arguments.preset]
     given = {name: getattr(arguments, name) for name in _SIZES}
@@ -131,6 +153,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
     ds_config, gpt = None, None
     if arguments.config or arguments.model:
         ds_config, gpt, work = _own_model(arguments, work, given)
+    elif arguments.device == "cuda":
+        ds_config, gpt = BF16_SETTINGS, {"dtype": "bfloat16"}
     counts = {**dataclasses.asdict(work), "pairs": _pairs(arguments, preset), "granularity": arguments.granularity}
     _check_sizes(work, gpt, counts)
     accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
@@ -185,6 +209,8 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     from terapipe_ds.bench.run import run_benchmark
 
     job = job_of(arguments)
+    if arguments.check_replay and job.device != "cpu":
+        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
     if arguments.check_replay and job.replayed:
         cores = len(os.sched_getaffinity(0))
         raise CommandError(
@@ -199,12 +225,17 @@ def _own_model(
     arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
 ) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
     """The config, the fields of the model, and the workload with its sizes."""
+    from terapipe_ds.bench.ranks import BF16_SETTINGS
     from terapipe_ds.commands.user_model import dtype_of, model_of, number_of
 
     ds_config = read_json(arguments.config, "--config") if arguments.config else None
+    if ds_config is None and arguments.device == "cuda":
+        ds_config = BF16_SETTINGS
     if arguments.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     config, _, _ = model_of(arguments.model, dtype_of(ds_config or {}))
+    if arguments.config is None and config.dtype != "bfloat16":  # by its own file
+        ds_config = None
     length = given["sequence_length"] or config.max_sequence_length
     gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
     work = dataclasses.replace(

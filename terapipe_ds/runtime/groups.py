@@ -9,6 +9,8 @@ stage are in groups of their own; wires that have no stage in common share one, 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,8 @@ from terapipe_ds.runtime.header import TensorPeers
 from terapipe_ds.runtime.layout import Layout, rounds_of
 from terapipe_ds.runtime.link import Wire
 from terapipe_ds.runtime.staging import needs_staging
+
+logger = logging.getLogger("terapipe_ds")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class PipelineGroups:
         NCCL connects two ranks when they first meet and blocks until both are there; in the middle of a batch one could
         wait on the activations and the other on the gradients.
         """
+        if stage_id == 0:
+            self._warn_of_one_queue(device)
         for source, source_chunk, target, target_chunk in sorted(layout.wires(), key=lambda wire: (wire[0] % 2, wire)):
             tag = layout.tag(source_chunk, target_chunk)
             for what, sender, receiver in (("activations", source, target), ("gradients", target, source)):
@@ -78,6 +84,15 @@ class PipelineGroups:
                 number = torch.zeros(1, device="cpu" if wire.staged else device)
                 exchange = torch_dist.send if stage_id == sender else torch_dist.recv
                 exchange(number, wire.peer, group=wire.group, tag=tag)
+
+    def _warn_of_one_queue(self, device: torch.device) -> None:
+        if device.type != "cuda" or self.activations is None or needs_staging(self.activations, device):
+            return
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            logger.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue of the device, so computations may wait "
+                "behind receives that are posted ahead; unset it unless tensor parallelism needs it"
+            )
 
 
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:

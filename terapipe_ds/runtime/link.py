@@ -117,7 +117,7 @@ class Wire:
         """Memory that the backend can receive such a tensor in."""
         dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
         if self.staged:
-            return host_buffer(spec.shape, dtype)
+            return host_buffer(spec.shape, dtype, self.device)
         return torch.empty(spec.shape, dtype=dtype, device=self.device)
 
     def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

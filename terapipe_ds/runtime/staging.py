@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.accelerator import get_accelerator
 
 _HOST_BACKENDS = ("gloo", "mpi")
 
@@ -23,19 +22,12 @@ def needs_staging(group: Any, device: torch.device) -> bool:
     return group._get_backend(device).name() in _HOST_BACKENDS
 
 
-def host_buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory of the host, pinned where there is a device that copies from and to it."""
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=_has_device())
+def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the host, pinned where it is copied from or to an accelerator: ``device``."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the host's memory that is complete when this returns: the backend does not wait for the device."""
-    copy = host_buffer(tuple(tensor.shape), tensor.dtype)
-    copy.copy_(tensor, non_blocking=True)
-    if _has_device():
-        get_accelerator().current_stream().synchronize()
-    return copy
-
-
-def _has_device() -> bool:
-    return not get_accelerator().is_synchronized_device()
+    copy = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
+    return copy.copy_(tensor)  # not ``non_blocking``: torch waits for the current stream

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench.cases import PLAN, TWO_PARTS, Case, Job, all_cases
-from terapipe_ds.bench.ranks import USUAL_SETTINGS, Workload
+from terapipe_ds.bench.ranks import BF16_SETTINGS, USUAL_SETTINGS, Workload, gpt_config
 from terapipe_ds.bench.run import result_of, run_benchmark
+from terapipe_ds.models.gpt import gpt_layers
 from tests.distributed.harness import RankPool
 from tests.unit.bench.test_bench_run import RunForm
 
@@ -23,26 +24,30 @@ SECTION = {"enabled": True, "schedule": "dapple", "schedule_options": {"policy":
 JOB = Job(WORK, CASES, (4,), 1, granularity=16, ds_config={**USUAL_SETTINGS, "terapipe": SECTION})
 
 
-def competition(folder: str) -> dict[str, Any]:
+def competition(folder: str, job: Job) -> dict[str, Any]:
     """In each rank."""
     from terapipe_ds.bench.compete import compete
 
-    found, drivers = compete(JOB, Path(folder))
+    found, drivers = compete(job, Path(folder))
     for driver in drivers:
         driver.destroy()
     return found
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def rows_of(job: Job, folder: Path) -> list[dict[str, Any]]:
     pool = RankPool(2)  # of its own: what so many engines leave behind would change what other jobs measure
     try:
-        ranks = pool.run(competition, folder=str(tmp_path_factory.mktemp("bench")))
+        ranks = pool.run(competition, folder=str(folder), job=job)
     finally:
         pool.close()
     ranks = [json.loads(json.dumps(found)) for found in ranks]
-    runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(JOB, "test", {}, ranks)))["runs"]
+    runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(job, "test", {}, ranks)))["runs"]
     return runs
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return rows_of(JOB, tmp_path_factory.mktemp("bench"))
 
 
 def test_all_systems_run_and_agree_on_the_loss(rows: list[dict[str, Any]]) -> None:
@@ -78,3 +83,16 @@ def test_a_benchmark_in_processes_of_its_own() -> None:
     assert stock["replayed"] and stock["loss"] == pytest.approx(sliced["loss"], rel=1e-5)
     assert sliced["step_s"] == sliced["replayed_s"] > 0
     assert planned["predicted_s"] > 0 and sum(planned["slices"]) == 64  # costs are processor time, as replays are
+
+
+def test_in_bf16_all_hold_the_same_bytes_and_learn_the_same(tmp_path: Path) -> None:
+    """bf16 weights and gradients; beside them, in fp32, weights, sums of gradients, and two states of Adam."""
+    cases = (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 2), Case("torch", "zbv"), Case("torch", "1f1b"))
+    job = Job(WORK, cases, (4,), 1, granularity=16, ds_config=BF16_SETTINGS, gpt={"dtype": "bfloat16"}, replayed=True)
+    rows = rows_of(job, tmp_path)
+    assert [row.get("error") for row in rows] == [None] * len(cases)
+    losses = [row["loss"] for row in rows]
+    assert max(losses) - min(losses) < 1e-2 * losses[0]
+    parameters = sum(p.numel() for layer in gpt_layers(gpt_config(WORK)) for p in layer.build().parameters())
+    for row in rows:
+        assert sum(row["static_bytes"]) == pytest.approx(parameters * (2 + 2 + 4 * 4), rel=0.02)  # padding, steps

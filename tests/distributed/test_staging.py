@@ -38,31 +38,50 @@ def test_staged_messages_train_as_the_stock_engine_does() -> None:
                 assert torch.allclose(ours.gradients[step][name], gradient, rtol=1e-9, atol=1e-12), name
 
 
-def _over_gloo(rank: int, rendezvous: str, given: dict[str, Any]) -> None:
-    """Two stages on one device, which NCCL refuses: a message there and a sum back."""
+def _exchange(device: torch.device) -> bool:
+    """A message from rank 0 to rank 1 by way of the host; whether the buffers were pinned."""
     from torch import distributed
 
+    from terapipe_ds.runtime.layout import Layout
     from terapipe_ds.runtime.link import MessageSpec, ReceiveChannel, SendChannel, TensorSpec
-    from terapipe_ds.runtime.staging import needs_staging
 
-    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    device = torch.device("cuda", 0)
-    assert needs_staging(None, device)
-    made = groups.PipelineGroups((0, 1), distributed.group.WORLD, distributed.group.WORLD, distributed.group.WORLD)
-    made.connect(rank, device)
+    rank, everyone = distributed.get_rank(), distributed.group.WORLD
+    made = groups.PipelineGroups((0, 1), everyone, everyone, everyone)
+    made.connect(Layout.plain(2), rank, device)
     spec = MessageSpec((TensorSpec((4, 8), torch.bfloat16, True),), is_tuple=False)
     wire = made.wire("activations", 1 - rank, towards=rank == 0, device=device)
     values = torch.arange(32, device=device, dtype=torch.bfloat16).view(4, 8)
+    assert wire.staged
     if rank == 0:
         sending = SendChannel(wire)
         sending.send([values], consumed_at=0)
         sending.flush()
+        pinned = wire.outgoing(values).is_pinned()
     else:
         receiving = ReceiveChannel(wire, lambda unit: spec, lambda unit: None)
         receiving.post((0, 0))
         _, (came,) = receiving.wait((0, 0))
         assert came.device == device and torch.equal(came, values)
+        pinned = wire.buffer(spec.tensors[0]).is_pinned()
     distributed.barrier()
+    return pinned
+
+
+def _exchange_on_cpu() -> bool:
+    with mock.patch.object(groups, "needs_staging", lambda group, device: True):
+        return _exchange(torch.device("cpu"))
+
+
+def test_a_message_by_way_of_the_host() -> None:
+    assert rank_pool(2).run(_exchange_on_cpu) == [False, False]
+
+
+def _over_gloo(rank: int, rendezvous: str, given: dict[str, Any]) -> None:
+    """Two stages on one device, which NCCL refuses."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    assert _exchange(torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ in each.
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 
@@ -15,7 +16,9 @@ from terapipe_ds.attention.backends.base import AddGrads, State, Tensor
 from terapipe_ds.attention.backends.blocks import BlockKernel
 
 _aten = torch.ops.aten
+_log = logging.getLogger("terapipe_ds")
 _NO_DROPOUT = "it cannot replay dropout"
+_MOST_ERROR = 0.02  # between two ways to compute the same in bf16, whose steps are 0.4 %
 
 
 class CpuFlash(BlockKernel):
@@ -63,7 +66,12 @@ class CpuFlash(BlockKernel):
 
 
 class CudaFlash(BlockKernel):
-    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256."""
+    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256.
+
+    Its causal mask is aligned bottom-right and it knows grouped heads (torch/nn/attention/bias.py relies on the one,
+    mha_fwd and mha_bwd of its flash_api.cpp check no more than that key heads divide query heads). So one call does a
+    slice; where a device disagrees with the calls on blocks, those do it.
+    """
 
     name = "cuda_flash"
 
@@ -74,6 +82,25 @@ class CudaFlash(BlockKernel):
     def refusal(self, q: Tensor, dropout_p: float) -> str | None:
         """Why it does not take such queries."""
         return _cuda_refusal(q, dropout_p)
+
+    def forward(
+        self, q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, dropout_p: float
+    ) -> tuple[Tensor, Tensor, State]:
+        """See `Backend.forward`."""
+        if start == 0 or not _takes_slices(self, q.device, q.dtype, q.shape[-1]):
+            return super().forward(q, keys, values, start, scale, dropout_p)
+        return self.run(q, keys, values, True, scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
+        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
+    ) -> Tensor:  # fmt: skip
+        """See `Backend.backward`."""
+        if start == 0 or not _takes_slices(self, q.device, q.dtype, q.shape[-1]):
+            return super().backward(grad, q, keys, values, out, lse, start, scale, dropout_p, state, add_grads)
+        dq, dk, dv = self.run_backward(grad, q, keys, values, out, lse, True, scale, state)
+        add_grads(0, dk, dv)
+        return dq
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
         """The kernel's forward. The state is what torch's backward asks for even without dropout."""
@@ -93,6 +120,37 @@ class CudaFlash(BlockKernel):
             scale=scale,
         )  # fmt: skip
         return dq, dk, dv
+
+
+@functools.cache
+def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether one call on a slice with a prefix, and with grouped heads, gives what the calls on its blocks give."""
+    generator = torch.Generator().manual_seed(0)  # of its own: nobody else's random numbers change
+    shapes = [(1, heads, tokens, head_dim) for heads, tokens in ((4, 40), (4, 40), (2, 128), (2, 128))]
+    grad, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    start, scale = 88, head_dim**-0.5
+    try:
+        *one_call, state = kernel.run(q, k, v, True, scale)
+        one_call += kernel.run_backward(grad, q, k, v, one_call[0], one_call[1], True, scale, state)
+        *blocks, state = BlockKernel.forward(kernel, q, k, v, start, scale, 0.0)
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+
+        def add(offset: int, dk_part: Tensor, dv_part: Tensor, again: bool = False) -> None:
+            for total, part in ((dk, dk_part), (dv, dv_part)):
+                total[:, :, offset : offset + part.shape[2]] += part
+
+        dq = BlockKernel.backward(kernel, grad, q, k, v, blocks[0], blocks[1], start, scale, 0.0, state, add)
+        pairs = zip(one_call, (*blocks, dq, dk, dv), strict=True)
+        error = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+        problem = None if error <= _MOST_ERROR else f"it is {error:.1%} off"
+    except (RuntimeError, TypeError, ValueError) as raised:
+        problem = str(raised).split("\n")[0]
+    if problem is not None:
+        _log.warning(
+            "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s",
+            kernel.name, device, dtype, head_dim, problem,
+        )  # fmt: skip
+    return problem is None
 
 
 class FlashAttn:

@@ -223,8 +223,12 @@ def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pyte
         assert CudaFlash().is_available() is (capability >= (8, 0))
 
 
-def test_the_cuda_kernel_is_called_as_torch_declares_it() -> None:
+@pytest.mark.parametrize(("one_call", "expected"), [(True, [(0, 12)]), (False, [(0, 7), (7, 5)])])
+def test_the_cuda_kernel_is_called_as_torch_declares_it(
+    one_call: bool, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Arguments and shapes through torch's shape-only implementation of the operator: meta tensors."""
+    monkeypatch.setattr(fused, "_takes_slices", lambda *key: one_call)
     kernel = CudaFlash()
     q = torch.empty(2, 4, 5, 64, dtype=torch.bfloat16, device="meta")
     keys, values = torch.empty(2, 2, 2, 12, 64, dtype=torch.bfloat16, device="meta")
@@ -236,7 +240,93 @@ def test_the_cuda_kernel_is_called_as_torch_declares_it() -> None:
         lambda offset, dk, dv, again=False: pieces.append((offset, dk.shape[2])),
     )  # fmt: skip
     assert dq.shape == q.shape
-    assert pieces == [(0, 7), (7, 5)]
+    assert pieces == expected
+
+
+class FlashOps:
+    """torch's two operators written out; `calls` joins (queries, keys, is_causal) of each call.
+
+    Variants: "upper left" aligns the mask otherwise, "no groups" refuses grouped heads, "backward" gives a wrong dK of
+    causal blocks that are not square.
+    """
+
+    def __init__(self, variant: str = "") -> None:
+        self.variant, self.calls = variant, list[tuple[int, int, bool]]()
+
+    def _scores(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        groups = q.shape[1] // k.shape[1]
+        if self.variant == "no groups" and groups > 1:
+            raise RuntimeError("Expected the heads to match\nand a trace")
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        shift = 0 if self.variant == "upper left" else k.shape[2] - q.shape[2]
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + shift)
+        scores = (q @ k.mT).double() * scale
+        return (scores.masked_fill(hidden, -math.inf) if is_causal else scores), k, v
+
+    def _scaled_dot_product_flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, debug: bool, *, scale: float
+    ) -> tuple[Any, ...]:
+        self.calls.append((q.shape[2], k.shape[2], is_causal))
+        scores, _, v = self._scores(q, k, v, is_causal, scale)
+        out = torch.softmax(scores, -1).to(v.dtype) @ v
+        return out, scores.logsumexp(-1).to(scores.dtype), "cum_q", "cum_k", 0, 0, "seed", "offset", None
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: str, cum_k: str,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, seed: str, offset: str, *, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert (cum_q, cum_k, max_q, max_k, seed, offset) == ("cum_q", "cum_k", *(x.shape[2] for x in (q, k)), "seed",
+                                                              "offset")  # fmt: skip
+        self.calls.append((q.shape[2], k.shape[2], is_causal))
+        heads = k.shape[1]
+        scores, k, v = self._scores(q, k, v, is_causal, scale)
+        probs = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
+        d_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        dk, dv = ((x.mT @ y).unflatten(1, (heads, -1)).sum(2) for x, y in ((d_scores, q), (probs, grad)))
+        is_wrong = self.variant == "backward" and is_causal and max_q != max_k
+        return d_scores @ k, dk * (1.1 if is_wrong else 1.0), dv
+
+
+def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
+    fused._takes_slices.cache_clear()
+    monkeypatch.setattr(fused, "_aten", ops)
+    monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, dropout_p: None)
+    monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
+    inputs = random_inputs((2, *heads, 20, 8))
+    try:
+        with forced("cuda_flash"):
+            return largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs))
+    finally:
+        fused._takes_slices.cache_clear()
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
+def test_cuda_flash_takes_one_call_per_slice(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ops = FlashOps()
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
+    slices = [(9, 9, True), (10, 19, True), (1, 20, True)]
+    calls = [call for call in ops.calls if call[0] in (9, 10, 1)]  # the others are those of the check
+    assert calls == [*slices, *reversed(slices)]
+    assert len(ops.calls) == len(calls) + 2 + 4  # which was made once
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("variant", "said"), [
+    ("upper left", "% off"), ("no groups", "Expected the heads to match"), ("backward", "10.0% off"),
+])  # fmt: skip
+def test_cuda_flash_falls_back_to_two_calls(
+    variant: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ops = FlashOps(variant)
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        error = _run_on_flash_ops(ops, (4, 2), monkeypatch)
+    (record,) = caplog.records
+    assert said in record.getMessage() and "two calls per slice" in record.getMessage()
+    assert error <= 1e-12
+    assert (10, 19, True) not in ops.calls and (2 * 10, 9, False) in ops.calls
 
 
 @pytest.mark.gpu

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict
 
-from terapipe_ds.bench import run
 from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
 from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.planned import Planned
-from terapipe_ds.bench.ranks import Workload
+from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 from terapipe_ds.bench.run import result_of
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
@@ -113,6 +113,16 @@ def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
     assert stock["bubble"] == pytest.approx(1 - 12 / (2 * 12.5))  # of the replayed timeline
     text = render(result)
     assert "deepspeed 1f1b (replayed)" in text and "fewer cores than stages" in text
+
+
+def test_on_a_device_nothing_is_replayed() -> None:
+    """What the process's CPU time was says nothing of the work that it queued."""
+    given = [{**found, "device": "a pretended device"} for found in ranks()]
+    result = result_of(Job(WORK, CASES, (1,), 2, device="cuda"), "cpu-2stage", MACHINE, given)
+    stock = result["runs"][0]
+    assert stock["replayed_s"] is None and stock["off_core_s"] is None
+    assert stock["step_s_all"] == [16.0, 13.0] and stock["bubble"] > 0
+    assert render(result).splitlines()[0].endswith("; a pretended device, made up, 2 cores, 2000-01-01")
 
 
 def test_a_system_that_learned_something_else_is_an_error() -> None:
@@ -284,16 +294,6 @@ def test_the_result_has_the_command_without_folders(monkeypatch: pytest.MonkeyPa
         "terapipe bench --html=b.html --json c/d.json"
     )
 
-def test_the_result_of_a_gpu_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_records(target: Any, num_ranks: int, job: Job, folder: str) -> None:
-        for rank, found in enumerate(ranks()):
-            Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
-
-    monkeypatch.setattr(run, "spawn_ranks", write_records)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100")
-    found = run.run_benchmark(Job(WORK, CASES, (1,), 2, device="cuda"), "x")
-    assert found["machine"]["device"] == "NVIDIA H100" and len(found["runs"]) == 3
-
 
 def result() -> dict[str, Any]:
     return result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())
@@ -308,7 +308,10 @@ def test_no_success_without_a_run_of_ours() -> None:
 
 
 @pytest.mark.parametrize(("changes", "told"), [
-    ({"bf16": {"enabled": True}}, "bf16"), ({"zero_optimization": {"stage": 1}}, "ZeRO"),
+    ({"fp16": {"enabled": True}}, "fp16"), ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
+    ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype"),
+    ({"zero_optimization": {"stage": 1}}, "ZeRO"), ({**BF16_SETTINGS, "zero_optimization": {"stage": 2}}, "ZeRO"),
+
     ({"optimizer": {"type": "Lamb"}}, "Lamb"), ({"gradient_clipping": 1.0}, "clipping"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
 ])  # fmt: skip
@@ -322,8 +325,51 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
         adam_options({**plain, **changes})
 
 
+def test_bf16_has_a_counterpart_in_torch() -> None:
+    """Weights by hand: 256 + 1/2 is 256 in bf16, and two such steps are 257 in fp32, which bf16 rounds to even."""
+    from terapipe_ds.bench.torch_pipeline import Masters, adam_options, sums_dtype
+
+    settings = {"optimizer": {"type": "Adam"}, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
+    assert adam_options(settings) and adam_options(BF16_SETTINGS) and sums_dtype(settings) == torch.bfloat16
+    assert sums_dtype({**settings, "data_types": {"grad_accum_dtype": "fp32"}}) == torch.float32
+    weight = torch.nn.Parameter(torch.tensor([256.0, 1.0], dtype=torch.bfloat16))
+    masters = Masters([weight], torch.float32)
+    sgd = torch.optim.SGD(masters.weights, lr=1.0)
+    for expected in (256.5, 257.0, 257.5, 258.0):
+        for gradient in (0.25, -0.75):
+            weight.grad = torch.tensor([gradient, 0.0], dtype=torch.bfloat16)
+            masters.take_gradients()
+            assert weight.grad is None
+        sgd.step()
+        masters.give_weights()
+        sgd.zero_grad()
+        assert masters.weights[0].tolist() == [expected, 1.0]
+        assert weight.tolist() == [256.0 if expected <= 257 else 258.0, 1.0]
+    masters.take_weights()
+    assert masters.weights[0].tolist() == weight.tolist()
+
+
+def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
+    job = command.job_of(arguments("--device", "cuda"))
+    assert job.gpt == {"dtype": "bfloat16"} and job.ds_config is not None
+    assert job.ds_config["bf16"] == {"enabled": True} and job.cases == PRESETS["cpu-2stage"].cases
+    own = command.job_of(arguments("--device", "cuda", "--model", "tiny"))
+    assert own.gpt is not None and own.gpt["dtype"] == "bfloat16" and own.ds_config == job.ds_config
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}}))
+    given = command.job_of(arguments("--device", "cuda", "--model", "tiny", "--config", str(config)))
+    assert given.gpt is not None and given.gpt["dtype"] == "float32"
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps({"hidden_size": 64, "dtype": "float32"}))
+    fp32 = command.job_of(arguments("--device", "cuda", "--model", str(model)))
+    assert fp32.gpt is not None and fp32.gpt["dtype"] == "float32" and fp32.ds_config is None
+    assert command.job_of(arguments()).gpt is None  # on the CPU as before
+
+
 @pytest.mark.parametrize(("words", "told"), [
     (["gpu-attention"], "needs a CUDA device"),
+    (["gpu-attention", "--slices", "8", "--check-replay"], "does not use --slices, --check-replay"),
+    (["gpu-layer", "--pairs", "2", "--hidden", "64", "--granularity", "8"], "use --pairs, --hidden, --granularity"),
     (["gpu-layer"], "needs a CUDA device"),
     (["cpu-3stage"], "known are cpu-2stage"),
     (["--slices", "many"], "--slices 'many'"),
@@ -343,6 +389,7 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     (["--config", "ds.json"], "ds.json"),
     (["--device", "cuda"], "need 2 CUDA devices"),
     (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
+    (["--check-replay", "--device", "cuda"], "replays take the CPU time"),
 ])  # fmt: skip
 def test_refusals_are_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

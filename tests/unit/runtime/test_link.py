@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from terapipe_ds.runtime import link
+from terapipe_ds.runtime import groups, link
+from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.link import (
     AnnouncedSpecs,
     LinkError,
@@ -23,7 +25,7 @@ from terapipe_ds.runtime.link import (
     Unit,
     Wire,
 )
-from terapipe_ds.runtime.staging import needs_staging
+from terapipe_ds.runtime.staging import host_buffer, needs_staging
 
 SPEC = MessageSpec((TensorSpec((2, 3), torch.float32, True),), is_tuple=False)
 
@@ -266,3 +268,29 @@ def test_only_devices_beside_the_host_are_staged() -> None:
     assert not needs_staging(Group(cpu="gloo"), torch.device("cpu"))
     assert needs_staging(Group(cpu="gloo", cuda="gloo"), torch.device("cuda", 0))
     assert not needs_staging(Group(cpu="gloo", cuda="nccl"), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("device", "connections", "expected"), [
+    ("cuda", "1", True), ("cuda", "8", False), ("cuda", None, False), ("cpu", "1", False),
+])  # fmt: skip
+def test_one_queue_of_the_device_is_warned_of(
+    device: str, connections: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(groups, "needs_staging", lambda group, device: False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    made = groups.PipelineGroups((0, 1), object(), object(), object())
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        made.connect(Layout.plain(1), 0, torch.device(device))  # which has no wires to connect
+    assert ["CUDA_DEVICE_MAX_CONNECTIONS=1" in record.getMessage() for record in caplog.records] == [True] * expected
+
+
+def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device of the message, whatever accelerator DeepSpeed was told to use."""
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: asked.append(options))
+    for device in ("cpu", "cuda"):
+        host_buffer((4, 8), torch.bfloat16, torch.device(device))
+    assert [(options["device"], options["pin_memory"]) for options in asked] == [("cpu", False), ("cpu", True)]

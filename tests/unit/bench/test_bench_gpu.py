@@ -1,0 +1,81 @@
+"""The presets for one accelerator, on a pretended device: rows, table, report, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from terapipe_ds.bench import attention, gpu, table
+from terapipe_ds.bench.report import load_result, write_report
+from terapipe_ds.bench.table import render
+from terapipe_ds.cli import main
+from terapipe_ds.cost_profile import CostSample, PartProfile, Profile, ProfileKey
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that take no time, and measurements that are made up: a slice takes a millisecond, the whole two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended device")
+
+    def measure(shape: attention.Shape, num_slices: int, repeats: int, device: str) -> attention.Row:
+        assert device == "cuda" and shape.dtype == "bfloat16"
+        return attention.Row(num_slices, 2e-3, 1e-3 * num_slices, num_slices / 2, 10**6)
+
+    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr(gpu, "ATTENTION_LENGTHS", (512, 1024))
+    monkeypatch.setattr(gpu, "ATTENTION_SLICES", (256, 512))
+    monkeypatch.setattr(gpu, "layer_profile", made_up_profile)
+
+
+def made_up_profile(name: str) -> Profile:
+    """A layer that takes 1 us a token forward and 2 us backward, and half as much again where everything lies before
+    it."""
+    length = gpu.LAYER_LENGTH
+    key = ProfileKey("f", "1 Layer", "a pretended device", "bfloat16", 1, 1, 1, False, length, "cuda_flash")
+    sizes = [length // n for n in (1, 2, 4, 8, 16, 32, 64)]
+    spans = {(tokens, prefix) for tokens in sizes for prefix in (0, length // 2, length - tokens)}
+    samples = tuple(
+        CostSample(tokens, prefix, cost_s := 1e-6 * tokens * (1 + prefix / (2 * length)), 2 * cost_s)
+        for tokens, prefix in sorted(spans) if tokens + prefix <= length
+    )  # fmt: skip
+    return Profile(key, (PartProfile(0, samples),))
+
+
+@pytest.mark.parametrize("preset", ["gpu-attention", "gpu-layer"])
+def test_a_preset_ends_with_json_table_and_report(
+    preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {kind: str(tmp_path / f"bench.{kind}") for kind in ("json", "html")}
+    assert main(["bench", preset, "--json", files["json"], "--html", files["html"]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    result = load_result(files["json"])
+    assert lines == render(result).splitlines()
+    assert lines[0].startswith(f"{preset}: 1 stages, 1 layers") and "a pretended device, " in lines[0]
+    assert len(lines) == 2 + len(result["runs"]) > 5
+    assert all(line.endswith("        -") for line in lines[2:])  # no loss
+    write_report(result, tmp_path / "again.html")
+    page = Path(files["html"]).read_text()
+    assert page == (tmp_path / "again.html").read_text() and "a pretended device" in page
+
+
+def test_rows_by_hand(tmp_path: Path) -> None:
+    result = gpu.run_on_gpu("gpu-attention", full=False)
+    assert [len(row["slices"]) for row in result["runs"]] == [2, 1, 4, 2]
+    row = result["runs"][2]
+    assert (row["step_s"], row["bound_s"], row["ratio_to_stock"]) == (4e-3, 2e-3, 0.5)
+    assert "4.000 ms   4.000-4.000 ms" in render(result)  # milliseconds, of which seconds would show nothing
+
+
+def test_figures_are_kept_whatever_the_table_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_table(result: dict[str, Any]) -> str:
+        raise KeyError("micro_batch")
+
+    monkeypatch.setattr(table, "render", no_table)
+    with pytest.raises(KeyError):
+        main(["bench", "gpu-attention", "--json", str(tmp_path / "bench.json")])
+    assert len(json.loads((tmp_path / "bench.json").read_text())["runs"]) == 4

@@ -29,7 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, or 2 after an error, which is told in one line on stderr."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser().parse_args(words, argparse.Namespace(words=words))
     try:
         arguments.run(arguments)
         sys.stdout.flush()

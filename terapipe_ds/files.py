@@ -28,7 +28,7 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
         write(Path(path))
         return
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = _temporary(target)
     try:
         write(temporary)
         if durable:
@@ -42,6 +42,27 @@ def write_atomically(path: PathLike, write: Callable[[Path], object], *, durable
         raise type(error)(error.errno, error.strerror, os.fspath(path)) from error  # the name that the caller knows
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: PathLike) -> None:
+    """Try whether :func:`write_atomically` could begin: make the temporary file, and take it away again. Permissions
+    alone do not tell, for root has all of them.
+
+    Raises:
+        OSError: naming ``path``.
+    """
+    if _is_special(Path(path)):
+        return
+    temporary = _temporary(Path(os.path.realpath(path)))
+    try:
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
 def _is_special(path: Path) -> bool:

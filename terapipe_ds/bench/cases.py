@@ -19,6 +19,9 @@ PLAN = "plan"
 """In the place of a number of slices: what the planner makes of the costs that this run has measured. ``plan:8``: of
 at most eight slices."""
 
+AUTO = "auto"
+"""The schedule that a config may ask for: the planner's choice, here among those with one part per stage."""
+
 DEEPSPEED = ("1f1b", "dualpipev")
 TERAPIPE = tuple(name for name in SCHEDULE_NAMES if name != "dapple")  # which is 1f1b by another name
 TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
@@ -37,36 +40,59 @@ Slices = int | str | tuple[int, ...]
 """A number of equal slices, ``PLAN`` with or without a limit, or lengths in tokens."""
 
 
+def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
+    """Of the model, as pipelines cut it: with embedding, learned positions, final norm and head."""
+    return work.layers + 3 + ((gpt or {}).get("positions") == "learned")
+
+
 @dataclass(frozen=True)
 class Case:
-    """One competitor, at every accumulation in ``accumulations`` (empty: at all of the run)."""
+    """One competitor, at every accumulation in ``accumulations`` (empty: at all of the run).
+
+    ``given_chunks`` and ``options``: what a config says of its own schedule besides the name; lists are tuples here.
+    """
 
     system: str
     schedule: str
     slices: Slices = 1
     accumulations: tuple[int, ...] = ()
+    given_chunks: int | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
         """What tables and plots call it."""
         if self.system != "terapipe":
             return f"{self.system} {self.schedule}"
-        slices = self.slices
+        slices, name = self.slices, f"terapipe {self.schedule}"
+        name += "".join(f" {key}={value}" for key, value in self.schedule_options.items())
+        name += "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
         if isinstance(slices, tuple):
-            return f"terapipe {self.schedule}, {len(slices)} given slices"
+            return f"{name}, {len(slices)} given slices"
         if self.planned:
             limit = "" if self.max_slices is None else f", <= {self.max_slices}"
-            return f"terapipe {self.schedule}, planned{limit}"
-        return f"terapipe {self.schedule}, {slices} slice{'' if slices == 1 else 's'}"
+            return f"{name}, planned{limit}"
+        return f"{name}, {slices} slice{'' if slices == 1 else 's'}"
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """``terapipe.schedule_options`` of ours."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in self.options}
 
     @property
     def cut(self) -> str:
-        """Into which parts ours cuts the layers: a key of ``CUTS``. The others measure nothing by it."""
+        """Into which parts ours cuts the layers: a key of ``CUTS``, or other words where a config gives other numbers
+        of parts. The others measure nothing by it."""
+        if self.given_chunks is not None:
+            few = {1: "whole stages", 2: "halves"}
+            return few.get(self.given_chunks, f"{self.given_chunks} parts per stage")
         return next((name for name, schedules in CUTS.items() if self.schedule in schedules), "whole stages")
 
     @property
     def chunks_per_stage(self) -> int:
         """``terapipe.chunks_per_stage`` of ours."""
+        if self.given_chunks is not None:
+            return self.given_chunks
         return 2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1
 
     @property
@@ -95,9 +121,12 @@ class Case:
             return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
         if self.schedule in BIDIRECTIONAL and work.stages % 2:
             return f"{self.schedule} needs an even number of stages, this is {work.stages}"
-        layers = work.layers + 3  # embedding, final norm and head
-        if self.schedule in TWO_PARTS and 2 * work.stages > layers:
-            return f"{self.schedule} cuts the model in {2 * work.stages} parts, it has {layers} layers"
+        if isinstance(self.slices, int) and self.slices > work.sequence_length:
+            return f"{self.slices} slices are more than the {work.sequence_length} tokens of a sequence; give fewer"
+        layers = num_layers(work)
+        parts = work.stages * (self.given_chunks or (2 if self.schedule in TWO_PARTS else 1))
+        if parts > layers:
+            return f"{self.schedule} cuts the model in {parts} parts, it has {layers} layers"
         return None
 
 
@@ -167,11 +196,16 @@ PRESETS = {
 }  # fmt: skip
 
 
+_WHOLE_STAGES = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1), Case("torch", "gpipe"))
+"""Of each system, whole micro-batches through whole stages with any accumulation: bounds are made of one of them."""
+
+
 def choose(
     preset: Preset, *, full: bool, systems: Sequence[str] | None, schedules: Sequence[str] | None,
     slices: Sequence[Slices] | None,
 ) -> tuple[Case, ...]:  # fmt: skip
-    """The competitors that the options leave or add. The stock engine stays where its system does: ratios need it.
+    """The competitors that the options leave or add. The stock engine stays where its system does: ratios need it; and
+    something unsliced always runs: bounds need its seconds.
 
     Raises:
         BenchError: names that nobody knows, or nothing left.
@@ -190,6 +224,9 @@ def choose(
     found = [case for case in found if systems is None or case.system in systems]
     if not found:
         raise BenchError("--systems, --schedules and --slices leave nothing to run: widen one of them")
+    whole = [case for case in _WHOLE_STAGES if systems is None or case.system in systems]
+    if not set(whole) & set(found):
+        found = [whole[0], *found]
     return tuple(dict.fromkeys(found))
 
 

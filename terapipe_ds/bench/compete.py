@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from terapipe_ds.bench.cases import Case, Job
 from terapipe_ds.bench.drivers import Driver, build_driver
 from terapipe_ds.bench.orders import to_json
-from terapipe_ds.bench.ranks import gpt_config, micro_batches, progress_bar
+from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.machine import device_name
 
@@ -34,7 +34,7 @@ def compete(job: Job, folder: Path) -> tuple[dict[str, Any], list[Driver]]:
     """
     from terapipe_ds.bench.planned import Planned
 
-    drivers, errors = _build_all(job)
+    drivers, errors = _build_all(job, Agreement(folder))
     planned = Planned.measure(job, folder)  # beside what is there while steps run
     data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
     bar = _bar(job, drivers)
@@ -61,7 +61,7 @@ def _vocabulary(job: Job) -> int:
     return int(gpt_config(job.work, job.gpt).vocab_size)
 
 
-def _build_all(job: Job) -> tuple[dict[int, Driver], dict[int, str]]:
+def _build_all(job: Job, agreement: Agreement) -> tuple[dict[int, Driver], dict[int, str]]:
     """The drivers by the index of their case, and what those said that no rank can build."""
     drivers: dict[int, Driver] = {}
     errors: dict[int, str] = {}
@@ -74,7 +74,7 @@ def _build_all(job: Job) -> tuple[dict[int, Driver], dict[int, str]]:
             drivers[index] = build_driver(case, job)
         except Exception as error:  # a case that cannot be had is a row that says why
             problem = str(error).split("\n")[0] or type(error).__name__
-        problem = next((said for said in _from_everyone(job, problem) if said), None)
+        problem = agreement.problem(problem, case.label)
         if problem:
             drivers.pop(index, None)
             errors[index] = problem
@@ -97,6 +97,7 @@ def _open_runs(
             run["error"] = problem
             continue
         run |= {"slices": plan.lengths, "seconds": [], "losses": [], "events": []}
+        drivers[index].use_schedule(planned.schedule(case, accumulation, plan))
         drivers[index].restart()
     return runs
 
@@ -210,12 +211,6 @@ def _on_accelerator() -> bool:
 def _synchronize() -> None:
     if _on_accelerator():
         get_accelerator().synchronize()
-
-
-def _from_everyone(job: Job, mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * job.work.stages
-    torch_dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _bar(job: Job, drivers: dict[int, Driver]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terapipe_ds.bench.cases import Case, Job
+from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.orders import of_dualpipev
 from terapipe_ds.bench.ranks import build_engine
 from terapipe_ds.bench.recorder import EngineRecorder, InstructionRecorder, Recorder
@@ -36,6 +36,9 @@ class Driver:
     def prepare(self, accumulation: int, plan: SlicePlan) -> None:
         """The next steps have this many micro-batches, cut like this."""
         raise NotImplementedError
+
+    def use_schedule(self, name: str) -> None:
+        """The next steps run this one, where there is a choice."""
 
     def step(self, micro_batches: MicroBatches) -> float | None:
         """One optimizer step; the mean loss of its micro-batches, on ranks that know it."""
@@ -125,9 +128,10 @@ class TeraPipeDriver(Driver):
     """Our engine."""
 
     def __init__(self, case: Case, job: Job) -> None:
+        self._schedule = case.schedule if case.schedule != AUTO else CUTS[case.cut][-1]  # until one is chosen
         section = {
-            "enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage, "slices": 1,
-            "granularity_tokens": 1,
+            "enabled": True, "schedule": self._schedule, "schedule_options": case.schedule_options,
+            "chunks_per_stage": case.chunks_per_stage, "slices": 1, "granularity_tokens": 1,
         }  # fmt: skip
         if job.ds_config is not None:
             section = {**job.ds_config.get("terapipe", {}), **section}
@@ -138,14 +142,19 @@ class TeraPipeDriver(Driver):
 
     def prepare(self, accumulation: int, plan: SlicePlan) -> None:
         self._engine.set_train_batch_size(self._work.micro_batch * accumulation)
-        self._engine.use_slice_plan(plan, self._case.schedule)
+        self._engine.use_slice_plan(plan, self._schedule)
+
+    def use_schedule(self, name: str) -> None:
+        self._schedule = name
 
     def step(self, micro_batches: MicroBatches) -> float | None:
         return float(self._engine.train_batch(iter(micro_batches)))
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
-        chunks = self._case.chunks_per_stage
-        return build(self._case.schedule, self._work.stages, accumulation, plan.num_slices, chunks_per_stage=chunks)
+        return build(
+            self._schedule, self._work.stages, accumulation, plan.num_slices,
+            chunks_per_stage=self._case.chunks_per_stage, **self._case.schedule_options,
+        )  # fmt: skip
 
     def parameters(self) -> list[Tensor]:
         return list(self._engine.module.parameters())

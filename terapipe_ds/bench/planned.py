@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as torch_dist
 
-from terapipe_ds.bench.cases import CUTS, Case, Job
+from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.ranks import build_engine, gpt_config, micro_batches
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import plan_slices
+from terapipe_ds.planner import best_schedule, plan_slices
 
 
 @dataclass
 class Planned:
-    """What was measured before the first turn, by the cut of the layers. ``costs`` are there where something needs
-    them and they can be had: with fewer cores than stages bytes are what they are, but seconds mean nothing."""
+    """What was measured before the first turn, by the cut of the layers. With fewer cores than stages its seconds are
+    processor time, as those of the replayed steps are."""
 
     job: Job
     costs: dict[str, list[CostModel]] = field(default_factory=dict)
@@ -33,18 +34,20 @@ class Planned:
         """Let an engine measure its slices as ``"slices": "auto"`` does: one with whole stages, and one with
         another cut where a plan is asked for. A collective."""
         planned, ours = cls(job), [case for case in job.cases if case.system == "terapipe"]
-        for cut in dict.fromkeys("whole stages" if not case.planned else case.cut for case in ours):
-            planned._measure(cut, folder / cut.replace(" ", "-"))
+        for cut, case in {case.cut if case.planned else "whole stages": case for case in ours}.items():
+            one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
+            planned._measure(cut, one, folder / cut.replace(" ", "-"))
         return planned
 
-    def _measure(self, cut: str, folder: Path) -> None:
-        job, schedule = self.job, CUTS[cut][-1]
+    def _measure(self, cut: str, case: Case, folder: Path) -> None:
+        job = self.job
         section = {
-            "enabled": True, "schedule": schedule, "chunks_per_stage": Case("terapipe", schedule).chunks_per_stage,
+            "enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage,
             "slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)},
         }  # fmt: skip
         work = dataclasses.replace(job.work, accumulation=1)
         engine = build_engine(section, work, ds_config=job.ds_config, gpt=job.gpt)
+        engine.slice_clock = time.process_time if job.replayed else None
         data = micro_batches(work, 1, int(gpt_config(work, job.gpt).vocab_size))
         engine.train_batch(iter(data))
         engine.destroy()
@@ -52,28 +55,28 @@ class Planned:
         memory_path = next(folder.glob("profile-*.memory.json"))
         (path,) = [file for file in folder.glob("profile-*.json") if file != memory_path]
         self.memory[cut] = json.loads(memory_path.read_text())
-        if not job.replayed:
-            self.profiles[cut] = path.read_text()
-            self.costs[cut] = CostModel.from_profile(Profile.from_json(self.profiles[cut]))
+        self.profiles[cut] = path.read_text()
+        self.costs[cut] = CostModel.from_profile(Profile.from_json(self.profiles[cut]))
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
-        """The planner's plan, the same on all ranks.
-
-        Raises:
-            ValueError: nothing was measured.
-        """
-        if case.cut not in self.costs:
-            raise ValueError("to measure and plan slices, the machine needs a core for each stage")
+        """The planner's plan, the same on all ranks."""
         plans: list[Any] = [None]
         if torch_dist.get_rank() == 0:
             result = plan_slices(
                 self.costs[case.cut], self.job.work.sequence_length, self.job.work.stages, accumulation,
                 self.job.granularity, case.schedule, case.max_slices, chunks_per_stage=case.chunks_per_stage,
+                schedule_options=case.schedule_options,
             )  # fmt: skip
             plans = [result.plan]
         torch_dist.broadcast_object_list(plans, src=0)
         plan: SlicePlan = plans[0]
         return plan
+
+    def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:
+        """The case's own one; of "auto", the best with ``plan`` of those that have one part per stage."""
+        if case.schedule != AUTO:
+            return case.schedule
+        return best_schedule(self.costs[case.cut], plan, self.job.work.stages, accumulation).schedule
 
     def found(self) -> dict[str, Any]:
         """For the record of a rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import logging
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing import connection
@@ -25,6 +27,8 @@ _ARGUMENTS = {
     "layers": (8, "decoder layers"),
     "heads": (8, "attention heads"),
 }
+
+_ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; who fails ends it
 
 USUAL_SETTINGS: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
@@ -75,12 +79,13 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Run ``target(rank, rendezvous_file, *arguments)`` in a process per rank, and wait for all.
 
-    Raises RuntimeError when a rank fails, after the others were ended; its traceback is on stderr.
+    Raises RuntimeError when a rank fails, after the others were ended; its traceback is on stderr. A rank that raises
+    ends there and then, whatever threads and messages it has: others may be waiting for it.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         shared = (str(Path(folder) / "store"), *arguments)
-        ranks = [context.Process(target=target, args=(rank, *shared)) for rank in range(num_ranks)]
+        ranks = [context.Process(target=_end_at_once, args=(target, rank, *shared)) for rank in range(num_ranks)]
         for process in ranks:
             process.start()
         try:
@@ -97,6 +102,47 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
+    try:
+        target(*arguments)
+    except Exception:  # the interpreter's own end waits for threads, and torch's for messages
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class Agreement:
+    """What each rank says of a step that all take, by way of files: a rank that failed says so while others wait for
+    it in a collective of that step, where no other collective would reach them.
+
+    Args:
+        folder: all ranks see it.
+        patience_s: how long a rank that failed waits for what the others say.
+    """
+
+    def __init__(self, folder: Path, patience_s: float = 60.0) -> None:
+        import torch.distributed as torch_dist
+
+        self._rank, self._size = torch_dist.get_rank(), torch_dist.get_world_size()
+        self._store = torch_dist.FileStore(str(folder / "agreement"), self._size)
+        self._patience_s, self._steps = patience_s, 0
+
+    def problem(self, mine: str | None, what: str) -> str | None:
+        """What the first rank said that has a problem with step ``what``; None where all are well. A collective.
+
+        Raises:
+            RuntimeError: this rank has one and others do not come: they wait for it within the step.
+        """
+        keys = [f"{self._steps}/{rank}" for rank in range(self._size)]
+        self._steps += 1
+        self._store.set(keys[self._rank], mine or "")
+        try:
+            self._store.wait(keys, datetime.timedelta(seconds=self._patience_s if mine else _ALL_DAY_S))
+        except RuntimeError:
+            raise RuntimeError(f"{what}: rank {self._rank} failed alone, so that others wait for it: {mine}") from None
+        return next((said for said in (self._store.get(key).decode() for key in keys) if said), None)
 
 
 def keep_memory() -> None:

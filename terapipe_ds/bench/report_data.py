@@ -33,12 +33,15 @@ class Run:
     step_s_all: tuple[float, ...] = ()
     tokens_per_s: float | None = None
     bound_s: float | None = None
+    ratio_to_stock: float | None = None
     predicted_s: float | None = None
     bubble: float | None = None
     peak_bytes: tuple[float | None, ...] | None = None
     predicted_peak_bytes: tuple[float | None, ...] | None = None
     static_bytes: tuple[float | None, ...] | None = None
     exposed_comm_s: float | None = None
+    drift: float | None = None
+    off_core_s: float | None = None
     loss: float | None = None
     planned: bool = False
     replayed: bool = False
@@ -105,9 +108,12 @@ class Group:
         return None
 
     def ratio(self, run: Run) -> float | None:
-        """How many times as fast as the stock engine (its median over this one's), or None."""
+        """How many times as fast as the stock engine, or None: the median over the turns, as the benchmark has written
+        it; of results without it, the stock engine's median over this one's."""
         stock = self.stock(run.replayed)
-        return stock.step_s / run.step_s if stock is not None and run.ok else None
+        if stock is None or not run.ok:
+            return None
+        return stock.step_s / run.step_s if run.ratio_to_stock is None else run.ratio_to_stock
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,7 @@ _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
 _COUNT = _Kind("a whole number of at least 1", _is_count)
 _NUMBER = _Kind("a number", _is_number)
 _AMOUNT = _Kind("a finite number of at least 0", lambda v: _is_number(v) and math.isfinite(v) and v >= 0)
+_RATIO = _Kind("a ratio above 0", _is_seconds)
 _SECONDS = _Kind("seconds above 0", _is_seconds)
 _STEPS = _Kind("a list of times in seconds", lambda v: isinstance(v, list) and v != [] and all(map(_is_seconds, v)))
 _LENGTHS = _list_of(_is_count, "a list of slice lengths in tokens")
@@ -200,6 +207,12 @@ _FIGURES = {
     "exposed_comm_s": _or_null(_AMOUNT), "loss": _or_null(_NUMBER),
 }  # fmt: skip
 """What every run without an error has. null: not known for this system."""
+
+_MORE_FIGURES = {
+    "ratio_to_stock": _or_null(_RATIO), "predicted_peak_bytes": _or_null(_BYTES), "static_bytes": _or_null(_BYTES),
+    "drift": _or_null(_RATIO), "off_core_s": _or_null(_AMOUNT),
+}  # fmt: skip
+"""What may be missing: older results do not have it."""
 
 
 def _need(data: dict[str, Any], key: str, where: str, kind: _Kind) -> Any:
@@ -232,8 +245,7 @@ def _read_run(data: object, where: str) -> Run:
         return Run(system, schedule, slices, error=_need(data, "error", where, _TEXT), **same)
     slices = tuple(_need(data, "slices", where, _LENGTHS))
     figures = {key: _need(data, key, where, kind) for key, kind in _FIGURES.items()}
-    for key in ("predicted_peak_bytes", "static_bytes"):
-        figures[key] = _take(data, key, where, _or_null(_BYTES))
+    figures |= {key: _take(data, key, where, kind) for key, kind in _MORE_FIGURES.items()}
     for key in ("peak_bytes", "predicted_peak_bytes", "static_bytes"):
         if figures[key] is not None:
             if len(figures[key]) != same["stages"]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
+from terapipe_ds.bench.quiet import sentences
 from terapipe_ds.bench.report_data import Group, Result, Run
 
 EQUAL_WITHIN = 0.005
@@ -17,8 +19,9 @@ DEFINITIONS = (
     ("step", "step_s",
      "Median wall time of train_batch after a barrier, loading data, reduce and optimizer step included."),
     ("fastest – slowest", "step_s_all", "The shortest and the longest of the single steps."),
-    ("× stock", "", "The median step of DeepSpeed's stock engine (1F1B) at the same accumulation over this one: 2 is "
-     "twice as fast. Replayed rows are compared with a replayed stock row only."),
+    ("× stock", "ratio_to_stock", "The step of DeepSpeed's stock engine (1F1B) at the same accumulation over this "
+     "one's of the same turn, the median over the turns: 2 is twice as fast. Where the result does not have it, the "
+     "median step over the median step. Replayed rows are compared with a replayed stock row only."),
     ("of bound", "bound_s", "bound_s over step_s. bound_s is the largest over stages of m × (unsliced forward "
      "+ backward seconds measured in this run) / (1 − the schedule's ideal bubble), plus measured reduce and optimizer "
      "seconds."),
@@ -121,7 +124,7 @@ def torch_sentence(group: Group) -> str | None:
 
 
 def notes(result: Result) -> list[str]:
-    """What a reader must know before believing the table: replays, failures, losses that differ."""
+    """What a reader must know before believing the table: replays, failures, losses that differ, a busy machine."""
     found = []
     if any(run.replayed for run in result.runs):
         found.append(
@@ -134,7 +137,13 @@ def notes(result: Result) -> list[str]:
         found.append(f"{len(failed)} of {len(result.runs)} runs could not be made; the tables say why.")
     for group in result.groups:
         found.extend(_loss_note(result, group))
-    return found
+    return found + [f"{said[0].upper()}{said[1:]}." for said in sentences({"runs": _quietness(result)})]
+
+
+def _quietness(result: Result) -> list[dict[str, Any]]:
+    """The figures of a quiet machine, as the terminal's table has them."""
+    keys = ("label", "accumulation", "replayed", "step_s", "drift", "off_core_s")
+    return [{key: getattr(run, key) for key in keys} for run in result.runs if run.ok]
 
 
 def _loss_note(result: Result, group: Group) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.cases import BenchError, Job
+from terapipe_ds.bench.cases import AUTO, BenchError, Job
 from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
 from terapipe_ds.bench.orders import from_json
 from terapipe_ds.bench.quiet import drift, off_core_s
@@ -140,8 +140,12 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What it is, whatever came of it."""
         slices = list(self.plan.lengths) if self.error is None else []
+        name, label = self.case.schedule, self.case.label
+        if name == AUTO and self.error is None:
+            name = f"{AUTO} ({self.schedule.name})"
+            label = label.replace(AUTO, name, 1)
         return {
-            "system": self.case.system, "schedule": self.case.schedule, "label": self.case.label, "slices": slices,
+            "system": self.case.system, "schedule": name, "label": label, "slices": slices,
             "accumulation": self.accumulation, "stages": self.job.work.stages, "planned": self.case.planned,
             "replayed": self.job.replayed,
         }  # fmt: skip

@@ -35,13 +35,21 @@ def read_json(path: str, option: str) -> dict[str, Any]:
 
 
 def check_output(path: str | None, option: str) -> None:
-    """Refuse a path without the name of a file, before anything is computed for it; None is no path.
+    """Refuse a path where no file can be written, before anything is computed for it; None is no path, "-" is stdout.
 
     Raises:
-        CommandError: the path is empty or ".".
+        CommandError: the path is empty or a folder.
+        OSError: its folder is not there, or nothing can be written in it.
     """
-    if path is not None and not Path(path).name:
+    from terapipe_ds.files import check_writable
+
+    if path is None or path == "-":
+        return
+    if not Path(path).name:
         raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
+    if Path(path).is_dir():
+        raise CommandError(f"{option} {path} is a folder: give the name of a file")
+    check_writable(path)
 
 
 def check_counts(arguments: argparse.Namespace, limits: dict[str, int]) -> None:

@@ -7,11 +7,14 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import CommandError, check_output, read_json
+from terapipe_ds.plan import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ _GRANULARITY = 64
 
 
 _NOT_ON_GPU = ("systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay")
+_ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
+"""A word that is an absolute path, or the one of --option=/path."""
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 
 
@@ -92,10 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.preset not in PRESETS:
         raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
     for option in ("json", "html"):
-        path = getattr(arguments, option)
-        check_output(path, f"--{option}")
-        if path is not None and not Path(path).absolute().parent.is_dir():  # before minutes of measuring
-            raise CommandError(f"--{option} {path}: there is no such folder; give a path in one that exists")
+        check_output(getattr(arguments, option), f"--{option}")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if arguments.preset.startswith("gpu-"):
         _check_gpu_options(arguments)
@@ -103,7 +105,10 @@ def run(arguments: argparse.Namespace) -> None:
 
         result = run_on_gpu(arguments.preset, full=arguments.full)
     else:
+        if arguments.device == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
         result = _train(arguments)
+    result = {"command": command_line(arguments.words), **result}
     if arguments.json:  # first: whatever the table and the report come to, the figures are kept
         from terapipe_ds.files import write_text
 
@@ -115,6 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
         from terapipe_ds.bench.report import write_report
 
         write_report(result, arguments.html)
+    _check_ours_ran(result)
     if arguments.check_replay:
         _check_replay(result)
 
@@ -149,9 +155,8 @@ def job_of(arguments: argparse.Namespace) -> Job:
         ds_config, gpt, work = _own_model(arguments, work, given)
     elif arguments.device == "cuda":
         ds_config, gpt = BF16_SETTINGS, {"dtype": "bfloat16"}
-    for name, value in [*dataclasses.asdict(work).items(), ("pairs", _pairs(arguments, preset))]:
-        if value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
+    counts = {**dataclasses.asdict(work), "pairs": _pairs(arguments, preset), "granularity": arguments.granularity}
+    _check_sizes(work, gpt, counts)
     accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
     cases = choose(
         preset, full=arguments.full, systems=arguments.systems, schedules=arguments.schedules,
@@ -171,6 +176,33 @@ def job_of(arguments: argparse.Namespace) -> Job:
         work, cases, tuple(accumulations), _pairs(arguments, preset), min(arguments.granularity, work.sequence_length),
         arguments.device, replayed, ds_config, gpt,
     )  # fmt: skip
+
+
+def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) -> None:
+    """Refuse in one line what ranks would find, each of them, after seconds."""
+    for name, value in counts.items():
+        if value < 1:
+            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
+    from terapipe_ds.bench.cases import num_layers
+    from terapipe_ds.bench.ranks import gpt_config
+    from terapipe_ds.models.gpt import GPTConfigError
+
+    try:
+        gpt_config(work, gpt)
+    except GPTConfigError as error:
+        raise CommandError(f"--hidden {work.hidden} --heads {work.heads} --layers {work.layers}: {error}") from None
+    layers = num_layers(work, gpt)
+    if work.stages > layers:
+        raise CommandError(
+            f"--stages {work.stages}: the model has {layers} layers, embedding, norm and head among them; give at most "
+            f"{layers}"
+        )
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as a shell would read it, without the folders of this machine."""
+    named = shlex.join(["terapipe", *(_ABSOLUTE.sub(lambda path: Path(path[0]).name, word) for word in words)])
+    return named.encode("utf-8", "replace").decode()  # names of files need not be text
 
 
 def _train(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -214,18 +246,33 @@ def _own_model(
 
 
 def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[Any]:
-    """What the config's own section says, as a competitor."""
-    from terapipe_ds.bench.cases import PLAN, TERAPIPE, Case
+    """What the config's own section says, as a competitor.
+
+    Raises:
+        CommandError: it asks for an order, or a choice, that the benchmark does not run.
+    """
+    from terapipe_ds.bench.cases import AUTO, PLAN, Case
     from terapipe_ds.config import TeraPipeConfig
 
     section = TeraPipeConfig.from_deepspeed(ds_config)
     if not section.enabled or (systems is not None and "terapipe" not in systems):
         return []
+    given = f"--config: terapipe.schedule = {show_value(section.schedule)}"
+    if section.schedule.endswith(".csv"):
+        raise CommandError(f"{given}: here schedules run by name, not from files; name one, or give --schedules")
+    if section.schedule == AUTO and section.chunks_per_stage != 1:
+        raise CommandError(
+            f"{given} with chunks_per_stage = {section.chunks_per_stage}: here it chooses among those with one part "
+            "per stage; remove chunks_per_stage, or name a schedule"
+        )
     slices: Any = section.slices
-    schedule = section.schedule if section.schedule in TERAPIPE else "seq1f1b"
     if not isinstance(slices, int):
         slices = PLAN if slices == "auto" else tuple(slices)
-    return [Case("terapipe", schedule, slices)]
+    options = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in section.schedule_options.items())
+    case = Case("terapipe", section.schedule, slices, options=options)
+    if section.chunks_per_stage != case.chunks_per_stage:
+        case = dataclasses.replace(case, given_chunks=section.chunks_per_stage)
+    return [case]
 
 
 def _pairs(arguments: argparse.Namespace, preset: Any) -> int:
@@ -258,6 +305,8 @@ def _slices(given: list[str] | None, length: int) -> list[Any] | None:
                 f"--slices {text!r}: give numbers >= 1, 'plan', 'plan:N' with N >= 1, or lengths that sum to {length} "
                 "tokens"
             )
+        if not known[1] and int(text) > length:
+            raise CommandError(f"--slices {text}: more slices than the {length} tokens of a sequence; give fewer")
         found.append(text if known[1] else int(text))
     numbers = [n for n in found if isinstance(n, int)]
     if len(numbers) > 1 and sum(numbers) == length:
@@ -271,6 +320,13 @@ def _require_devices(stages: int) -> None:
     if not torch.cuda.is_available() or torch.cuda.device_count() < stages:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         raise CommandError(f"--device cuda: {stages} stages need {stages} CUDA devices, here are {count}; use the cpu")
+
+
+def _check_ours_ran(result: dict[str, Any]) -> None:
+    """A benchmark in which every run with token slices failed is no success; the figures of others are written."""
+    errors = [row.get("error") for row in result["runs"] if row["system"] == "terapipe"]
+    if errors and all(errors):
+        raise CommandError(f"no run of terapipe could be made; the first one's error: {errors[0]}")
 
 
 def _check_replay(result: dict[str, Any]) -> None:

@@ -82,6 +82,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     """
 
     verify_only: bool = False  # the first batch is checked and then the process ends
+    slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     loss: Any  # of the last slice: DeepSpeed's attribute, without type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

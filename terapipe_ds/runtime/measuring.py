@@ -134,9 +134,11 @@ def _measured(
     weight_s = weights(probe, lengths, peers)
     memory = _memory(engine, probe, lengths, specs, _all_tell_peaks(probe, peers))
     samples = with_weights(measured.samples(), weight_s)
+    # a clock of one's own is for machines that are busy with the other stages
+    warning = noise_warning(samples) if engine.slice_clock is None else None
     shares = layer_shares(probe, lengths, Trials.of(engine)) if _wants_shares(engine) else None
     return PartCosts(
-        place.part_id, samples, (), (), memory, noise_warning(samples), measured.seconds,
+        place.part_id, samples, (), (), memory, warning, measured.seconds,
         engine.grid.get_data_parallel_rank(), shares,
     )  # fmt: skip
 
@@ -170,7 +172,7 @@ def _probe(
     return StageProbe(
         engine.module, engine.module, length, device, store, part_id=place.part_id, inputs=inputs, labels=labels,
         is_last=place.is_last, loss_fn=engine.module.loss_fn, autocast=partial(autocast_if_enabled, engine),
-        weights=engine.weight_gradients,
+        weights=engine.weight_gradients, clock=engine.slice_clock,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class StageProbe:
         loss_fn: of the last stage, None where the model computes the loss itself.
         autocast: a context in which the engine runs the layers.
         weights: of the layers, where W is measured as well.
+        clock: in the place of the wall's; processor time of this process where several of them share a core.
     """
 
     module: nn.Module
@@ -69,8 +70,13 @@ class StageProbe:
     loss_fn: Callable[[Any, Any], Any] | None = None
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
     weights: WeightGradients = field(default_factory=WeightGradients)
+    clock: Callable[[], float] | None = None
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
+
+    def now_s(self) -> float:
+        """By the clock, once the device has done what it was told."""
+        return _now_s() if self.clock is None else self.clock()
 
     def receive(self, tokens: int, spec: MessageSpec) -> None:
         """What the stage before hands on for slices of ``tokens`` tokens; the values are made up."""
@@ -79,22 +85,22 @@ class StageProbe:
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveProbe]:
         """Seconds of F of the slice of ``tokens`` tokens after ``prefix`` tokens, and what its B needs."""
         active = self._active(tokens, prefix)
-        begin_s = _now_s()
+        begin_s = self.now_s()
         live = LiveProbe(active, *self._forward(active))
-        return _now_s() - begin_s, live
+        return self.now_s() - begin_s, live
 
     def backward(self, live: LiveProbe) -> float:
         """Seconds of B of a slice whose F has run."""
-        begin_s = _now_s()
+        begin_s = self.now_s()
         self._backward(live)
-        return _now_s() - begin_s
+        return self.now_s() - begin_s
 
     def weight(self, tokens: int) -> float:
         """Seconds of W of a slice of ``tokens`` tokens, after its F and B."""
         with self._split_backward(tokens) as key:
-            begin_s = _now_s()
+            begin_s = self.now_s()
             self.weights.compute(key, nullcontext)
-            return _now_s() - begin_s
+            return self.now_s() - begin_s
 
     def weight_bytes(self, tokens: int) -> int:
         """Bytes that such a slice keeps from its B to its W."""
@@ -186,15 +192,15 @@ class StageProbe:
         activation checkpointing a layer's B has its F in it, but not that of the loss."""
         active = self._active(tokens, 0)
         functions: Any = self.module.forward_funcs
-        layers = LayerByLayer(functions, _now_s)
+        layers = LayerByLayer(functions, self.now_s)
         whole, self.layers = self.layers, layers
         try:
             live = LiveProbe(active, *self._forward(active))
         finally:
             self.layers = whole
-        begin_s = _now_s()
+        begin_s = self.now_s()
         self._backward(live)
-        loss = (begin_s - layers.ended_s, _now_s() - begin_s) if self.is_last else (0.0, 0.0)
+        loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
         with push_slice(active):
             seconds = layers.backward()
         again = getattr(self.module, "activation_checkpoint_interval", 0) > 0

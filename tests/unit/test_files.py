@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import terapipe_ds
-from terapipe_ds.files import write_atomically, write_text
+from terapipe_ds.files import check_writable, write_atomically, write_text
 
 PACKAGE = Path(terapipe_ds.__file__).parent
 WRITING_METHODS = {"write_text", "write_bytes", "savefig", "tofile"}
@@ -22,6 +22,18 @@ ALLOWED = {
     ("bench/report_svg.py", "figure.savefig(buffer"),  # into memory
     ("files.py", "temporary.write_text(text"),
 }
+
+
+def test_what_can_be_written_is_known_before(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.write_text("old")
+    for path in (tmp_path / "new", there, Path("/dev/null")):
+        check_writable(path)
+    assert there.read_text() == "old" and list(tmp_path.iterdir()) == [there]
+    for path in (tmp_path / "missing" / "new", there / "new", Path("/proc/new"), tmp_path / ("x" * 300)):
+        with pytest.raises(OSError) as caught:
+            check_writable(path)
+        assert caught.value.filename == str(path)  # the name that the caller knows
 
 
 def test_what_was_there_is_there_after_a_failure(tmp_path: Path) -> None:

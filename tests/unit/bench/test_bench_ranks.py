@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,40 @@ def test_the_last_rank_may_end_while_nobody_looks(
     else:
         with pytest.raises(RuntimeError, match=said):
             spawn_ranks(end_with, 2, [0, code])
+
+
+def fail_with_a_thread(rank: int, rendezvous: str) -> None:
+    """Like gloo's threads and messages on their way, the thread outlives whatever waits for its end."""
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("no such model")
+
+
+def test_a_rank_that_raises_ends_whatever_its_threads_do(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 ended with exit code 1"):
+        spawn_ranks(fail_with_a_thread, 1)
+    assert "no such model" in capfd.readouterr().err
+
+
+def build(rank: int, rendezvous: str, folder: str) -> None:
+    """A step that one rank cannot take and both have ended, and one in which the other waits for it."""
+    import torch
+    import torch.distributed as torch_dist
+
+    torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    agreement = ranks.Agreement(Path(folder), patience_s=0.2)
+    Path(folder, f"{rank}").write_text(agreement.problem("both" if rank == 1 else None, "first step") or "")
+    assert agreement.problem(None, "second step") is None
+    if rank == 0:
+        torch_dist.all_reduce(torch.zeros(1))
+    agreement.problem("no layers" if rank == 1 else None, "third step")
+
+
+def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 1"):
+        spawn_ranks(build, 2, str(tmp_path))
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["both"] * 2
+    error = capfd.readouterr().err
+    assert "RuntimeError: third step: rank 1 failed alone, so that others wait for it: no layers" in error
 
 
 def count_threads(rank: int, rendezvous: str, out: str, shared: bool) -> None:

@@ -132,6 +132,26 @@ def test_the_best_row_alone_is_marked() -> None:
     assert page.row("torch 1f1b")[0].endswith("fastest")
 
 
+def test_ratios_are_those_of_the_turns_where_the_result_has_them() -> None:
+    stock, sliced = STOCK | {"ratio_to_stock": 1.0}, SLICED | {"ratio_to_stock": 1.75}
+    (group,) = read_result(result(stock, sliced)).groups
+    assert [group.ratio(run) for run in group.runs if run.system == "terapipe"] == [1.75]
+    (older,) = read_result(result(STOCK, SLICED)).groups  # 2.0 s and 1.25 s
+    assert [older.ratio(run) for run in older.runs if run.system == "terapipe"] == [pytest.approx(1.6)]
+    assert "terapipe is 1.75× as fast" in headline(read_result(result(stock, sliced)))
+    with pytest.raises(ReportError, match=r"ratio_to_stock = '-1'.*a ratio above 0 or null"):
+        read_result(result(STOCK | {"ratio_to_stock": -1}))
+
+
+def test_the_notes_say_how_quiet_the_machine_was() -> None:
+    busy = SLICED | {"off_core_s": 0.125, "drift": 1.04}
+    said = " ".join(notes(read_result(result(STOCK, busy))))
+    assert "Busy: other programs had a core for up to 10.0% of a step" in said
+    assert "Drift: an unsliced micro-batch took" in said and "1.040 with m = 1." in said
+    assert notes(read_result(result(STOCK, SLICED | {"off_core_s": 0.01, "drift": 0.99}))) == []
+    assert notes(read_result(result(STOCK, failed("terapipe", "zbv", 1, "no") | {"drift": 9.0})))[1:] == []
+
+
 def test_activations_are_a_share_of_the_stock_engines() -> None:
     """By hand: stock keeps 900 - 100 = 800 on stage 0, slices 400 - 100 = 300 on stage 1; predicted 840 and 294."""
     memory = {"peak_bytes": [900, 500], "static_bytes": [100, 100], "predicted_peak_bytes": [940, 460]}

@@ -19,8 +19,9 @@ from terapipe_ds.bench.run import result_of
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
 from terapipe_ds.commands import bench as command
-from terapipe_ds.schedule import build
-from terapipe_ds.simulator import UnitCosts
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import build, to_csv
+from terapipe_ds.simulator import UnitCosts, simulate
 from terapipe_ds.timeline import Timeline
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=8, micro_batch=2, hidden=4, layers=2, heads=1)
@@ -170,6 +171,10 @@ def test_options_narrow_and_widen() -> None:
     ]  # fmt: skip
     widened = cases_of(slices=[4, 16])
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
+    assert cases_of(schedules=["terapipe"], slices=[4], systems=["terapipe"]) == [
+        "terapipe 1f1b, 1 slice", "terapipe terapipe, 4 slices",  # something unsliced, for the bound
+    ]  # fmt: skip
+    assert cases_of(schedules=["zbv"], systems=["torch"]) == ["torch gpipe", "torch zbv"]
     with pytest.raises(BenchError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])
     with pytest.raises(BenchError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
@@ -182,6 +187,8 @@ def test_what_cannot_run_says_why() -> None:
     assert "multiple of 2" in (Case("torch", "interleaved1f1b").problem(WORK, 5) or "")
     assert "accumulation >= 2" in (Case("torch", "1f1b").problem(WORK, 1) or "")
     assert Case("terapipe", "seq1f1b", 8).problem(WORK, 1) is None
+    assert "9 slices are more than the 8 tokens" in (Case("terapipe", "seq1f1b", 9).problem(WORK, 1) or "")
+    assert "in 6 parts, it has 5" in (Case("terapipe", "interleaved", 1, given_chunks=3).problem(WORK, 1) or "")
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -231,6 +238,73 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
     assert (job.work.micro_batch, job.work.sequence_length) == (3, 64)
     assert job.ds_config == settings and job.cases[-1] == Case("terapipe", "terapipe", (40, 24))
     assert job.cases[:4] == PRESETS["cpu-2stage"].cases[:4]
+
+
+def configured(tmp_path: Path, **section: Any) -> Job:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"terapipe": {"enabled": True, **section}}))
+    return command.job_of(arguments("--config", str(config), "--model", "tiny", "--sequence-length", "64"))
+
+
+def test_what_a_config_says_of_its_schedule_is_run(tmp_path: Path) -> None:
+    dapple = configured(tmp_path, schedule="dapple", slices=8, schedule_options={"policy": "B"}).cases[-1]
+    assert dapple == Case("terapipe", "dapple", 8, options=(("policy", "B"),))
+    assert dapple.schedule_options == {"policy": "B"} and dapple.label == "terapipe dapple policy=B, 8 slices"
+    zbv = configured(tmp_path, schedule="zbv", slices=4, chunks_per_stage=2, schedule_options={"slots": [4, 5, 3]})
+    assert zbv.cases[-1].schedule_options == {"slots": [4, 5, 3]} and zbv.cases[-1].given_chunks is None
+    looped = configured(tmp_path, schedule="interleaved", chunks_per_stage=3).cases[-1]
+    assert (looped.chunks_per_stage, looped.cut, looped.slices) == (3, "3 parts per stage", PLAN)
+    assert configured(tmp_path, schedule="auto").cases[-1] == Case("terapipe", "auto", PLAN)
+
+
+def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path) -> None:
+    order = tmp_path / "order.csv"
+    order.write_text(to_csv(build("seq1f1b", 2, 1, 4)))
+    with pytest.raises(ValueError, match=r"order.csv': here schedules run by name, not from files; name one"):
+        configured(tmp_path, schedule=str(order), slices=4)
+    with pytest.raises(ValueError, match=r"with chunks_per_stage = 2: here it chooses among those with one part"):
+        configured(tmp_path, schedule="auto", chunks_per_stage=2)
+
+
+def test_auto_is_the_best_schedule_for_the_slices_at_hand() -> None:
+    planned = Planned(command.job_of(arguments()), costs={"whole stages": [UnitCosts(2048)] * 2})  # type: ignore[list-item]
+    plan = SlicePlan.equal(2048, 8)
+    chosen = planned.schedule(Case("terapipe", "auto", 8), 2, plan)
+    names = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
+    makespans = {name: simulate(build(name, 2, 2, 8), plan, UnitCosts(2048)).makespan_s for name in names}
+    assert makespans[chosen] == pytest.approx(min(makespans.values()))
+    assert makespans[chosen] < 0.99 * max(makespans.values())
+    assert planned.schedule(Case("terapipe", "1f1b", 8), 2, plan) == "1f1b"
+
+
+def test_a_row_names_the_schedule_that_auto_has_chosen() -> None:
+    cases = (CASES[0], Case("terapipe", "auto", 2), CASES[2])
+    row = result_of(Job(WORK, cases, (1,), 2), "x", MACHINE, ranks())["runs"][1]
+    assert (row["schedule"], row["label"]) == ("auto (seq1f1b)", "terapipe auto (seq1f1b), 2 slices")
+
+
+def test_the_result_has_the_command_without_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("terapipe_ds.bench.run.run_benchmark", lambda job, preset: result())
+    path = tmp_path / "my results.json"
+    assert main(["bench", "--config=ds.json", "--schedules", "1f1b", "--json", str(path)]) == 2  # no such config
+    assert main(["bench", "--schedules", "1f1b", "--systems=terapipe", "--json", str(path)]) == 0
+    command_line = json.loads(path.read_text())["command"]
+    assert command_line == "terapipe bench --schedules 1f1b --systems=terapipe --json 'my results.json'"
+    assert command.command_line(["bench", "--html=/a/b.html", "--json", "c/d.json"]) == (
+        "terapipe bench --html=b.html --json c/d.json"
+    )
+
+
+def result() -> dict[str, Any]:
+    return result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())
+
+
+def test_no_success_without_a_run_of_ours() -> None:
+    failed = {"system": "terapipe", "error": "no such thing"}
+    command._check_ours_ran({"runs": [{"system": "terapipe"}, failed]})
+    command._check_ours_ran({"runs": [{"system": "torch", "error": "no"}]})
+    with pytest.raises(ValueError, match="no run of terapipe could be made; the first one's error: no such thing"):
+        command._check_ours_ran({"runs": [{"system": "deepspeed"}, failed]})
 
 
 @pytest.mark.parametrize(("changes", "told"), [
@@ -303,10 +377,18 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--slices", "plan:0"], "--slices 'plan:0'"),
     (["--slices", "8,"], "--slices ''"),
     (["--layers", "0"], "--layers 0: give a number >= 1"),
-    (["--json", "/no/such/folder/x.json"], "no such folder"),
+    (["--stages", "5", "--layers", "1"], "--stages 5: the model has 4 layers"),
+    (["--hidden", "33", "--heads", "2"], "hidden_size=33 does not divide by num_heads=2"),
+    (["--granularity", "0"], "--granularity 0: give a number >= 1"),
+    (["--granularity", "-5"], "--granularity -5: give a number >= 1"),
+    (["--slices", "200", "--sequence-length", "128"], "--slices 200: more slices than the 128 tokens"),
+    (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: No such file or directory"),
+    (["--json", "/proc/x.json"], "/proc/x.json: "),
+    (["--html", "/"], "--html '/' has no file name"),
+    (["--html", "/usr"], "--html /usr is a folder: give the name of a file"),
     (["--config", "ds.json"], "ds.json"),
     (["--device", "cuda"], "need 2 CUDA devices"),
-    (["--check-replay", "--stages", "8"], "no measured times"),
+    (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
     (["--check-replay", "--device", "cuda"], "replays take the CPU time"),
 ])  # fmt: skip
 def test_refusals_are_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -64,6 +65,14 @@ def probe(request: pytest.FixtureRequest) -> Iterator[StageProbe]:
             probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
     with untouched(probe.module):
         yield probe
+
+
+def test_a_clock_in_the_place_of_the_walls(probe: StageProbe) -> None:
+    """One that goes on by a second whenever it is looked at: what begins and ends takes one."""
+    probe.output_spec(8)
+    probe.clock = itertools.count().__next__
+    seconds, live = probe.forward(8, 8)
+    assert (seconds, probe.backward(live)) == (1, 1)
 
 
 def test_any_slice_runs_in_any_order(probe: StageProbe) -> None:

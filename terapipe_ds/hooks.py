@@ -129,6 +129,7 @@ HOOKS: tuple[Hook, ...] = (
     Hook(_PIPELINE, "PipelineEngine._exec_schedule", "runs the actions", ("pipe_schedule",)),
     Hook(_PIPELINE, "PipelineEngine.train_batch", "runs a step", ("data_iter",)),
     Hook(_PIPELINE, "PipelineEngine.eval_batch", "runs an evaluation", ("data_iter",)),
+    Hook(_ENGINE, "DeepSpeedEngine.compile", "compiles the layers, which slices do without"),
     *_hooks(_PIPELINE, "", {
         "times what a stage does": "BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER "
         "PIPE_SEND_OUTPUT_TIMER",

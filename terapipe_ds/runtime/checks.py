@@ -54,7 +54,7 @@ def check_eval_call(*args: Any, **kwargs: Any) -> None:
 
 
 def problem_of_layers(engine: Any) -> str | None:
-    """What of this stage's layers mixes tokens by more than attention; None where all is well. Stages differ in it."""
+    """What of this stage's layers cannot run slice by slice; None where all is well. Stages differ in it."""
     if engine.has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -64,9 +64,10 @@ def problem_of_layers(engine: Any) -> str | None:
     unpatched = problem_of_insertions(engine.module)
     if unpatched is not None:
         return unpatched
-    slices = engine.terapipe_config.slices
-    if slices == 1 or (isinstance(slices, tuple) and len(slices) == 1):
+    if _is_whole(engine.terapipe_config):
         return None
+    if _has_compiled(engine.module):
+        return f"layers of this stage {_COMPILED}"
     names = [f"{name} ({type(m).__name__})" for name, m in engine.module.named_modules() if _mixes_tokens(m)]
     if not names:
         return None
@@ -74,6 +75,33 @@ def problem_of_layers(engine: Any) -> str | None:
         f"layers that mix the tokens of a sequence, and would see only those of a slice: {', '.join(names[:4])}"
         f"{' and more' if len(names) > 4 else ''}. Only sliced_attention may do so; set terapipe.slices to 1 to train "
         "this model."
+    )
+
+
+def check_compile_call(config: TeraPipeConfig) -> None:
+    """Refuse ``engine.compile()`` for the same reason as layers that are compiled already."""
+    if not _is_whole(config):
+        raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
+
+
+def _is_whole(config: TeraPipeConfig) -> bool:
+    return config.slices == 1 or (isinstance(config.slices, tuple) and len(config.slices) == 1)
+
+
+_COMPILED = (
+    "are compiled by torch.compile, which knows nothing of slices: it compiles them again for every place of a slice "
+    "in the sequence, and gives up after eight. Remove torch.compile, or set terapipe.slices to 1"
+)
+
+
+def _has_compiled(module: nn.Module) -> bool:
+    """Modules and functions alike; without torch's compiler, which takes a second to import."""
+    functions = [function for function in getattr(module, "forward_funcs", ()) if not isinstance(function, nn.Module)]
+    return any(
+        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in module.modules()
+    ) or any(
+        hasattr(each, "_torchdynamo_orig_callable") and not getattr(each, "_torchdynamo_disable", False)
+        for each in functions
     )
 
 

@@ -26,6 +26,7 @@ from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checkpoints import warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
+    check_compile_call,
     check_eval_call,
     check_module,
     check_train_call,
@@ -156,6 +157,15 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         check_train_call()
         with self._guarded():
             return super().train_batch(data_iter)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's ``compile``, where sequences are whole.
+
+        Raises:
+            TeraPipeConfigError: they are cut in slices.
+        """
+        check_compile_call(self.terapipe_config)
+        super().compile(*args, **kwargs)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate in slices; same arguments and result as DeepSpeed's ``eval_batch``.

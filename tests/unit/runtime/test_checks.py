@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.checks import (
+    check_compile_call,
     problem_of_given_slices,
     problem_of_layers,
     problem_of_lengths,
@@ -55,6 +58,38 @@ def test_only_a_few_are_named() -> None:
 def test_experts_are_refused_whatever_the_slices() -> None:
     for slices in (1, 4):
         assert "deepspeed.moe" in str(problem(nn.Linear(4, 4), slices, has_moe_layers=True))
+
+
+def compiled_in_place() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.compile()
+    return layer
+
+
+@pytest.mark.parametrize("compiled", [lambda: torch.compile(nn.Linear(4, 4)), compiled_in_place])
+def test_compiled_layers_are_refused_where_sequences_are_cut(compiled: Callable[[], nn.Module]) -> None:
+    """Nothing is compiled here: that happens at the first call."""
+    found = problem(nn.Sequential(compiled()))
+    assert found is not None and "torch.compile" in found and "set terapipe.slices to 1" in found
+    assert problem(compiled(), slices=1) is None
+
+
+def test_compiled_functions_among_the_layers_are_refused() -> None:
+    def told(function: Any) -> str | None:
+        module = nn.Sequential(nn.Linear(4, 4))
+        module.forward_funcs = [module[0], function]  # type: ignore[assignment]
+        config = TeraPipeConfig(enabled=True, slices=4)
+        return problem_of_layers(SimpleNamespace(module=module, terapipe_config=config, has_moe_layers=False))
+
+    assert "torch.compile" in str(told(torch.compile(lambda x: 2 * x)))
+    assert told(lambda x: 2 * x) is None
+    assert told(torch.compiler.disable(lambda x: 2 * x)) is None
+
+
+def test_compile_of_the_engine_is_refused_where_sequences_are_cut() -> None:
+    with pytest.raises(TeraPipeConfigError, match=r"engine.compile\(\) layers are compiled by torch.compile"):
+        check_compile_call(TeraPipeConfig(enabled=True, slices="auto"))
+    check_compile_call(TeraPipeConfig(enabled=True, slices=1))
 
 
 class TestMultiples:

@@ -110,8 +110,8 @@ class Case:
         """Whether it competes with that many micro-batches."""
         return not self.accumulations or accumulation in self.accumulations
 
-    def problem(self, work: Workload, accumulation: int) -> str | None:
-        """Why it cannot run with these sizes, or None."""
+    def problem(self, work: Workload, accumulation: int, gpt: dict[str, Any] | None = None) -> str | None:
+        """Why it cannot run with these sizes, or None; ``gpt`` as in `Job`."""
         if self.schedule == "dualpipev" and accumulation < 2 * work.stages:
             return f"DualPipeV needs accumulation >= {2 * work.stages} (two per stage), this is {accumulation}"
         if (self.system, self.schedule) == ("torch", "1f1b") and accumulation < work.stages:
@@ -123,7 +123,7 @@ class Case:
             return f"{self.schedule} needs an even number of stages, this is {work.stages}"
         if isinstance(self.slices, int) and self.slices > work.sequence_length:
             return f"{self.slices} slices are more than the {work.sequence_length} tokens of a sequence; give fewer"
-        layers = num_layers(work)
+        layers = num_layers(work, gpt)
         parts = work.stages * (self.given_chunks or (2 if self.schedule in TWO_PARTS else 1))
         if parts > layers:
             return f"{self.schedule} cuts the model in {parts} parts, it has {layers} layers"

@@ -35,7 +35,8 @@ def compete(job: Job, folder: Path) -> tuple[dict[str, Any], list[Driver]]:
     from terapipe_ds.bench.planned import Planned
 
     drivers, errors = _build_all(job, Agreement(folder))
-    planned = Planned.measure(job, folder)  # beside what is there while steps run
+    going = [job.cases[index] for index in drivers]
+    planned = Planned.measure(job, going, folder)  # beside what is there while steps run
     data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
     bar = _bar(job, drivers)
     for index, driver in drivers.items():  # what is made at the first step, in whatever it allocates and compiles
@@ -66,7 +67,7 @@ def _build_all(job: Job, agreement: Agreement) -> tuple[dict[int, Driver], dict[
     drivers: dict[int, Driver] = {}
     errors: dict[int, str] = {}
     for index, case in enumerate(job.cases):
-        problems = [case.problem(job.work, m) for m in job.accumulations if case.runs_at(m)]
+        problems = [case.problem(job.work, m, job.gpt) for m in job.accumulations if case.runs_at(m)]
         if problems and all(problems):
             continue
         problem = None
@@ -91,8 +92,9 @@ def _open_runs(
             continue
         run: dict[str, Any] = {"case": index, "accumulation": accumulation}
         runs.append(run)
-        plan, problem = _plan(job, case, accumulation, planned)
-        problem = case.problem(job.work, accumulation) or errors.get(index) or problem
+        plan, problem = None, case.problem(job.work, accumulation, job.gpt) or errors.get(index)
+        if problem is None:
+            plan, problem = _plan(job, case, accumulation, planned)
         if problem or plan is None:
             run["error"] = problem
             continue
@@ -215,7 +217,7 @@ def _synchronize() -> None:
 
 def _bar(job: Job, drivers: dict[int, Driver]) -> Any:
     pairs = [(i, m) for i in drivers for m in job.accumulations if job.cases[i].runs_at(m)]
-    runs = sum(not job.cases[i].problem(job.work, m) for i, m in pairs)
+    runs = sum(not job.cases[i].problem(job.work, m, job.gpt) for i, m in pairs)
     return progress_bar(torch_dist.get_rank(), len(drivers) + runs * (1 + job.pairs), "bench")
 
 

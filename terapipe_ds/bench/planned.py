@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from terapipe_ds.planner import best_schedule, plan_slices
 
 @dataclass
 class Planned:
-    """What was measured before the first turn, by the cut of the layers. With fewer cores than stages its seconds are
-    processor time, as those of the replayed steps are."""
+    """What was measured before the first turn, by the cut of the layers. With fewer cores than stages the seconds of
+    slices are processor time, as those of the replayed steps are; messages are timed by the clock all the same."""
 
     job: Job
     costs: dict[str, list[CostModel]] = field(default_factory=dict)
@@ -30,10 +31,14 @@ class Planned:
     memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
-    def measure(cls, job: Job, folder: Path) -> Planned:
+    def measure(cls, job: Job, cases: Sequence[Case], folder: Path) -> Planned:
         """Let an engine measure its slices as ``"slices": "auto"`` does: one with whole stages, and one with
-        another cut where a plan is asked for. A collective."""
-        planned, ours = cls(job), [case for case in job.cases if case.system == "terapipe"]
+        another cut where a plan is asked for. A collective.
+
+        Args:
+            cases: of the job, those that can be built.
+        """
+        planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
         for cut, case in {case.cut if case.planned else "whole stages": case for case in ours}.items():
             one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
             planned._measure(cut, one, folder / cut.replace(" ", "-"))
@@ -59,17 +64,26 @@ class Planned:
         self.costs[cut] = CostModel.from_profile(Profile.from_json(self.profiles[cut]))
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
-        """The planner's plan, the same on all ranks."""
-        plans: list[Any] = [None]
+        """The planner's plan, the same on all ranks. A collective.
+
+        Raises:
+            ValueError: on all ranks: there is none.
+        """
+        found: list[Any] = [None, None]
         if torch_dist.get_rank() == 0:
-            result = plan_slices(
-                self.costs[case.cut], self.job.work.sequence_length, self.job.work.stages, accumulation,
-                self.job.granularity, case.schedule, case.max_slices, chunks_per_stage=case.chunks_per_stage,
-                schedule_options=case.schedule_options,
-            )  # fmt: skip
-            plans = [result.plan]
-        torch_dist.broadcast_object_list(plans, src=0)
-        plan: SlicePlan = plans[0]
+            try:
+                found[0] = plan_slices(
+                    self.costs[case.cut], self.job.work.sequence_length, self.job.work.stages, accumulation,
+                    self.job.granularity, case.schedule, case.max_slices, chunks_per_stage=case.chunks_per_stage,
+                    schedule_options=case.schedule_options,
+                ).plan  # fmt: skip
+            except ValueError as error:
+                found[1] = str(error)
+        torch_dist.broadcast_object_list(found, src=0)
+        plan, problem = found
+        if problem is not None:
+            raise ValueError(problem)
+        assert isinstance(plan, SlicePlan)
         return plan
 
     def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:

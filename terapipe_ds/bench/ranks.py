@@ -141,7 +141,10 @@ class Agreement:
         try:
             self._store.wait(keys, datetime.timedelta(seconds=self._patience_s if mine else _ALL_DAY_S))
         except RuntimeError:
-            raise RuntimeError(f"{what}: rank {self._rank} failed alone, so that others wait for it: {mine}") from None
+            raise RuntimeError(
+                f"{what}: others have not come in {self._patience_s if mine else _ALL_DAY_S:g} s"
+                + f", and may wait for rank {self._rank}, which failed: {mine}" * bool(mine)
+            ) from None
         return next((said for said in (self._store.get(key).decode() for key in keys) if said), None)
 
 

@@ -35,20 +35,22 @@ def read_json(path: str, option: str) -> dict[str, Any]:
 
 
 def check_output(path: str | None, option: str) -> None:
-    """Refuse a path where no file can be written, before anything is computed for it; None is no path, "-" is stdout.
+    """Refuse a path where no file can be written, before anything is computed for it; None is no path.
 
     Raises:
-        CommandError: the path is empty or a folder.
-        OSError: its folder is not there, or nothing can be written in it.
+        CommandError: the path is empty, a folder, or in none that exists.
+        OSError: nothing can be written there.
     """
     from terapipe_ds.files import check_writable
 
-    if path is None or path == "-":
+    if path is None:
         return
     if not Path(path).name:
         raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
     if Path(path).is_dir():
         raise CommandError(f"{option} {path} is a folder: give the name of a file")
+    if not Path(path).absolute().parent.is_dir():
+        raise CommandError(f"{option} {path}: there is no such folder; give a path in one that exists")
     check_writable(path)
 
 

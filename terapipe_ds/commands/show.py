@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.lowered and arguments.stage is None:
         raise CommandError("--lowered needs --stage N: give the stage to print")
-    check_output(arguments.csv, "--csv")
+    check_output(None if arguments.csv == "-" else arguments.csv, "--csv")
     try:
         arguments.from_csv = arguments.from_csv or arguments.file
         schedule = read_schedule(arguments) if arguments.from_csv else _build_schedule(arguments)

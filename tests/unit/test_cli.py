@@ -139,7 +139,7 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("simulate", *UNIT, "--unit-send", "-1"), "send_s gives -0.625 for 5 tokens after 0"),
         (("simulate", *UNIT, "--micro-batches", "0"), "num_micro_batches is 0"),
         (("simulate", *UNIT, "--picture", "x.jpg"), "end the name in .png"),
-        (("simulate", *UNIT, "--trace", "no/such/dir.json"), "No such file or directory"),
+        (("simulate", *UNIT, "--trace", "no/such/dir.json"), "there is no such folder"),
         (("simulate", *UNIT[:-3], "--slices", "x", "--unit"), "--slices is 'x'"),
         (("simulate", *UNIT[:-3], "--slices", "4", "--unit"), "is a number of slices: give --sequence-length"),
         (("simulate", *UNIT[:-3], "--slices", "0", "--sequence-length", "8", "--unit"), "num_slices = 0"),

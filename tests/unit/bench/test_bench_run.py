@@ -228,6 +228,33 @@ def test_the_limit_of_a_plan_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[0] > 8 and counts[1:] == [8, 5]  # slices cost nothing but their tokens: the more, the better
 
 
+def test_a_plan_that_cannot_be_is_told_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone plans; the others are in the broadcast by then."""
+    told: list[Any] = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: told.append(list(objects)))
+    job = command.job_of(arguments("--stages", "3"))
+    planned = Planned(job, costs={"whole stages": [UnitCosts(2048)] * 3})  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="even"):
+        planned.plan(Case("terapipe", "chimera-seq", PLAN), 4)
+    assert told[0][0] is None and "even" in told[0][1]
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+
+    def hear(objects: list[Any], src: int) -> None:
+        objects[:] = told[0]
+
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", hear)
+    with pytest.raises(ValueError, match="even"):
+        planned.plan(Case("terapipe", "chimera-seq", PLAN), 4)
+
+
+def test_learned_positions_are_a_layer() -> None:
+    case = Case("terapipe", "zbv", 1)
+    work = Workload(stages=4, accumulation=1, sequence_length=8, micro_batch=1, hidden=8, layers=4, heads=1)
+    assert "in 8 parts, it has 7" in (case.problem(work, 1) or "")
+    assert case.problem(work, 1, {"positions": "learned"}) is None
+
+
 def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24]}
@@ -257,11 +284,13 @@ def test_what_a_config_says_of_its_schedule_is_run(tmp_path: Path) -> None:
     assert configured(tmp_path, schedule="auto").cases[-1] == Case("terapipe", "auto", PLAN)
 
 
-def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path) -> None:
-    order = tmp_path / "order.csv"
-    order.write_text(to_csv(build("seq1f1b", 2, 1, 4)))
+def test_what_the_benchmark_cannot_run_of_a_config_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # messages cut long paths short
+    Path("order.csv").write_text(to_csv(build("seq1f1b", 2, 1, 4)))
     with pytest.raises(ValueError, match=r"order.csv': here schedules run by name, not from files; name one"):
-        configured(tmp_path, schedule=str(order), slices=4)
+        configured(tmp_path, schedule="order.csv", slices=4)
     with pytest.raises(ValueError, match=r"with chunks_per_stage = 2: here it chooses among those with one part"):
         configured(tmp_path, schedule="auto", chunks_per_stage=2)
 
@@ -311,7 +340,6 @@ def test_no_success_without_a_run_of_ours() -> None:
     ({"fp16": {"enabled": True}}, "fp16"), ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
     ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}, "grad_accum_dtype"),
     ({"zero_optimization": {"stage": 1}}, "ZeRO"), ({**BF16_SETTINGS, "zero_optimization": {"stage": 2}}, "ZeRO"),
-
     ({"optimizer": {"type": "Lamb"}}, "Lamb"), ({"gradient_clipping": 1.0}, "clipping"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
 ])  # fmt: skip
@@ -382,7 +410,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--granularity", "0"], "--granularity 0: give a number >= 1"),
     (["--granularity", "-5"], "--granularity -5: give a number >= 1"),
     (["--slices", "200", "--sequence-length", "128"], "--slices 200: more slices than the 128 tokens"),
-    (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: No such file or directory"),
+    (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: there is no such folder"),
     (["--json", "/proc/x.json"], "/proc/x.json: "),
     (["--html", "/"], "--html '/' has no file name"),
     (["--html", "/usr"], "--html /usr is a folder: give the name of a file"),

@@ -66,8 +66,9 @@ def problem_of_layers(engine: Any) -> str | None:
         return unpatched
     if _is_whole(engine.terapipe_config):
         return None
-    if _has_compiled(engine.module):
-        return f"layers of this stage {_COMPILED}"
+    compiled = _compiled(engine.module)
+    if compiled:
+        return f"layers of this stage ({', '.join(compiled[:4])}{' and more' * (len(compiled) > 4)}) {_COMPILED}"
     names = [f"{name} ({type(m).__name__})" for name, m in engine.module.named_modules() if _mixes_tokens(m)]
     if not names:
         return None
@@ -94,15 +95,22 @@ _COMPILED = (
 )
 
 
-def _has_compiled(module: nn.Module) -> bool:
-    """Modules and functions alike; without torch's compiler, which takes a second to import."""
-    functions = [function for function in getattr(module, "forward_funcs", ()) if not isinstance(function, nn.Module)]
-    return any(
-        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None for each in module.modules()
-    ) or any(
-        hasattr(each, "_torchdynamo_orig_callable") and not getattr(each, "_torchdynamo_disable", False)
-        for each in functions
-    )
+def _compiled(module: nn.Module) -> list[str]:
+    """Names of modules and functions; without torch's compiler, which takes a second to import."""
+    held = [function for part in getattr(module, "_held", ()) for function in part.forward_funcs]
+    functions = [each for each in (*getattr(module, "forward_funcs", ()), *held) if not isinstance(each, nn.Module)]
+    modules = [
+        name or type(each).__name__ for name, each in module.named_modules()
+        if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
+        or _is_compiled_function(each.forward)
+    ]  # fmt: skip
+    return modules + [getattr(each, "__name__", repr(each)) for each in functions if _is_compiled_function(each)]
+
+
+def _is_compiled_function(function: Any) -> bool:
+    """``torch.compiler.disable`` marks its functions in the same way, and one more."""
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
 
 
 def slice_length_multiple(module: Any) -> int:

@@ -31,7 +31,7 @@ class PipelineGroups:
     """The groups of the pipeline this rank is in; the first three are None with one stage.
 
     Forward and backward traffic have groups of their own, so that an activation never waits behind a gradient.
-    ``more``: those of each wire, (source stage, stage, tag), where the backend needs them.
+    ``by_wire``: those of each wire, (source stage, stage, tag), where the backend keeps the order of what is posted.
     """
 
     ranks: tuple[int, ...]
@@ -40,7 +40,7 @@ class PipelineGroups:
     control: Any = None
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
     peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
-    more: Mapping[tuple[int, int, int], tuple[Any, Any]] = field(default_factory=dict)
+    by_wire: Mapping[tuple[int, int, int], tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def num_replicas(self) -> int:
@@ -54,18 +54,22 @@ class PipelineGroups:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
 
-    def wire(self, what: str, stage_id: int, towards: bool, device: torch.device, tag: int = 0) -> Wire:
-        """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``; ``tag`` tells it
-        from others between the same stages."""
+    def wire(self, what: str, stage_id: int, towards: bool, device: torch.device, tag: int | None = None) -> Wire:
+        """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``.
+
+        Args:
+            tag: tells it from others between the same stages, see ``Layout.tag``; None: between any two stages, where
+                nothing is posted ahead.
+        """
         activations, gradients = self.activations, self.gradients
-        if self.more:
+        if self.by_wire and tag is not None:
             own_id = self.ranks.index(torch_dist.get_rank())
             ends = (own_id, stage_id) if towards == (what == "activations") else (stage_id, own_id)
-            activations, gradients = self.more.get((*ends, tag), (activations, gradients))
+            activations, gradients = self.by_wire[(*ends, tag)]
         group = activations if what == "activations" else gradients
         name = f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})"
         staged = needs_staging(group, device)
-        return Wire(self.ranks[stage_id], group, self.control, device, name, staged, stage_id, tag)
+        return Wire(self.ranks[stage_id], group, self.control, device, name, staged, stage_id, tag or 0)
 
     def connect(self, layout: Layout, stage_id: int, device: torch.device) -> None:
         """Send one number over each link, all stages in one order, which cannot deadlock.
@@ -108,13 +112,13 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         groups = [(torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for _ in rounds]
         control = torch_dist.new_group(ranks, backend="gloo")
-        more = {
+        by_wire = {
             (source, target, layout.tag(source_chunk, target_chunk)): pair
             for wires, pair in zip(rounds, groups, strict=True)
             for source, source_chunk, target, target_chunk in wires
         }
         if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), *groups[0], control, everyone, peers, more)
+            mine = PipelineGroups(tuple(ranks), *groups[0], control, everyone, peers, by_wire)
     return mine
 
 

@@ -122,7 +122,6 @@ class Layout:
                         found.append((*source, *target))
         return found
 
-
     def tag(self, source_chunk: int, target_chunk: int) -> int:
         """Tells the messages of a wire from those of others between the same two stages, in the same direction."""
         return source_chunk * self.chunks_per_stage + target_chunk

@@ -75,7 +75,7 @@ class StageProbe:
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
     def now_s(self) -> float:
-        """By the clock, once the device has done what it was told."""
+        """Once the device has done what it was told; or what ``clock`` says, where there is one."""
         return _now_s() if self.clock is None else self.clock()
 
     def receive(self, tokens: int, spec: MessageSpec) -> None:

@@ -34,7 +34,7 @@ WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody ca
 
 def best_where_layers_stand(
     engine: Any, cuts: Cuts, length: int, limit_bytes: float | None
-) -> tuple[PlanResult, list[str]]:  # fmt: skip
+) -> tuple[PlanResult, list[str]]:
     """The plan and schedule to run, and lines for the log: the ranking of all schedules, and what to write in the
     config where one that wants the layers elsewhere is faster by more than 1 %.
 

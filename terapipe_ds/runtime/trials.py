@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.runtime.watchdog import is_lost_connection
 
-PATIENCE_S = 10.0  # at most: peers that meet in the layers are no more than a layer apart
+PATIENCE_S = 10.0  # at most: peers meet in the layers, so that none is far ahead of the others
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.05
 _numbers: dict[tuple[int, ...], Any] = {}  # of the trials of these ranks in this process; peers make the same ones
 
@@ -63,7 +63,8 @@ class Trials:
         return cls(() if peers is None else peers.ranks, engine.global_rank, patience_s)
 
     def failure(self, error: Exception | None, what: str, remedy: str = "") -> Failure | None:
-        """What failed in the trial that has just ended, on the first of the peers that failed; None where none did.
+        """What failed in the trial that has just ended: on this rank, or else on the first peer that failed; None where
+        nothing did.
 
         A collective over the peers.
 
@@ -72,7 +73,8 @@ class Trials:
             what, remedy: which trial that was, and how to do without it, for the message of an error.
 
         Raises:
-            TrialError: this rank failed, and a peer that waits for it in the layers does not come.
+            TrialError: this rank failed, and a peer that waits for it in the layers does not come; or peers come from
+                another trial.
             Exception: ``error`` itself where it says that a peer is gone.
         """
         if isinstance(error, TrialError):  # of a trial inside of this one
@@ -94,7 +96,7 @@ class Trials:
         store = self._store or torch_dist.distributed_c10d._get_default_store()
         number = next(_numbers.setdefault(self._ranks, itertools.count(1)))
         keys = {rank: f"terapipe_ds/trials/{self._ranks}/{number}/{rank}" for rank in self._ranks}
-        store.set(keys[self._rank], json.dumps(own))
+        store.set(keys[self._rank], json.dumps([own, what]))
         begin_s, look_s = time.monotonic(), _LOOK_S
         while not store.check(list(keys.values())):
             if own is not None and time.monotonic() - begin_s > self._patience_s:
@@ -104,7 +106,14 @@ class Trials:
             time.sleep(look_s)
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
         said = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-        return [None if one is None else Failure(one[0], one[1], rank) for rank, one in said.items()]
+        elsewhere = {rank: other for rank, (_, other) in said.items() if other != what}
+        if elsewhere:  # what failed there was no trial, or the next one here: the ranks would wait for each other
+            raise TrialError(
+                f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are "
+                + "; ".join(f"at {other}, on rank {rank} ({said[rank][0] or 'came through'})"
+                            for rank, other in elsewhere.items())
+            ) from error  # fmt: skip
+        return [None if one is None else Failure(one[0], one[1], rank) for rank, (one, _) in said.items()]
 
     def _alone(self, own: Failure, missing: Sequence[int], what: str, remedy: str) -> str:
         waiting = f"its tensor-parallel peers, ranks {list(missing)}, have" if len(missing) > 1 else (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,14 @@ def test_a_benchmark_in_processes_of_its_own() -> None:
 def test_in_bf16_all_hold_the_same_bytes_and_learn_the_same(tmp_path: Path) -> None:
     """bf16 weights and gradients; beside them, in fp32, weights, sums of gradients, and two states of Adam."""
     cases = (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 2), Case("torch", "zbv"), Case("torch", "1f1b"))
-    job = Job(WORK, cases, (4,), 1, granularity=16, ds_config=BF16_SETTINGS, gpt={"dtype": "bfloat16"}, replayed=True)
+    fast = {**BF16_SETTINGS, "optimizer": {"type": "Adam", "params": {"lr": 2e-2, "torch_adam": True, "fused": True}}}
+    job = Job(WORK, cases, (4,), 3, granularity=16, ds_config=fast, gpt={"dtype": "bfloat16"}, replayed=True)
     rows = rows_of(job, tmp_path)
     assert [row.get("error") for row in rows] == [None] * len(cases)
     losses = [row["loss"] for row in rows]
-    assert max(losses) - min(losses) < 1e-2 * losses[0]
+    first = math.log(gpt_config(WORK).vocab_size)  # of a model that knows nothing
+    assert max(losses) < first - 0.3
+    assert max(losses) - min(losses) < 0.1 * (first - max(losses))
     parameters = sum(p.numel() for layer in gpt_layers(gpt_config(WORK)) for p in layer.build().parameters())
     for row in rows:
         assert sum(row["static_bytes"]) == pytest.approx(parameters * (2 + 2 + 4 * 4), rel=0.02)  # padding, steps

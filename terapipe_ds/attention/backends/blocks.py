@@ -38,7 +38,8 @@ class BlockKernel:
     prefix_bytes: int | None = None  # of dK of the prefix at a time in a backward; None: the whole prefix at once
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
-        """The kernel's forward on one block: output, log-sum-exp, state. As many key heads as query heads."""
+        """The kernel's forward on one block: output, log-sum-exp, state. With as many key heads as query heads, or with
+        fewer where the kernel says so."""
         raise NotImplementedError
 
     def run_backward(

@@ -66,11 +66,21 @@ def compiled_in_place() -> nn.Module:
     return layer
 
 
-@pytest.mark.parametrize("compiled", [lambda: torch.compile(nn.Linear(4, 4)), compiled_in_place])
+def compiled_forward() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda: torch.compile(nn.Linear(4, 4)), compiled_in_place, compiled_forward],
+    ids=["wrapped", "in place", "forward"],
+)  # fmt: skip
 def test_compiled_layers_are_refused_where_sequences_are_cut(compiled: Callable[[], nn.Module]) -> None:
     """Nothing is compiled here: that happens at the first call."""
     found = problem(nn.Sequential(compiled()))
     assert found is not None and "torch.compile" in found and "set terapipe.slices to 1" in found
+    assert "(1.0)" in found  # its name
     assert problem(compiled(), slices=1) is None
 
 

@@ -92,7 +92,7 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
     def act(trials: Trials, rank: int) -> Any:
         if rank == 1:
             ended.wait(5.0)
-            return trials.failure(None, "it")
+            return trials.failure(None, "timing layers")
         try:
             return trials.failure(BROKEN if rank == 0 else None, "timing layers", "leave it out")
         finally:
@@ -107,6 +107,18 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
         "out"
     )
     assert late == through == Failure("ValueError", "the layer is\nbroken", 0)
+
+
+def test_ranks_at_different_trials_end_at_once(store: Any) -> None:
+    """One has failed before the trial that the other ended: they would wait for each other from now on."""
+    def act(trials: Trials, rank: int) -> Any:
+        return trials.failure(BROKEN if rank else None, "verifying layer 3" if rank else "running layer 3 in fp32")
+
+    first, second = on_ranks(store, (0, 1), act)
+    assert isinstance(first, TrialError) and isinstance(second, TrialError)
+    assert "running layer 3 in fp32 ended on rank 0 (it came through)" in str(first)
+    assert "at verifying layer 3, on rank 1 (" in str(first) and "the layer is" in str(first)
+    assert "at running layer 3 in fp32, on rank 0 (came through)" in str(second) and second.__cause__ is BROKEN
 
 
 def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_says_so(

@@ -263,7 +263,7 @@ def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str
     [
         (("--model", "llama-3-8b", "--device", "h100", "--stages", "4", "--sequence-length", "100000000",
           "--granularity", "1"), "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules"),
-        ((*SMALL, "--out", "no-such-folder/plan.json"), "no-such-folder/plan.json: No such file or directory; give a"),
+        ((*SMALL, "--out", "no-such-folder/plan.json"), "no-such-folder/plan.json: there is no such folder; give a"),
         ((), "give --model and --device, or --profile"),
         (("--model", "gpt3-1b", "--device", "v100"), "--stages is missing"),
         (("--model", "gpt3-2b", "--device", "v100", "--stages", "4"), "did you mean"),

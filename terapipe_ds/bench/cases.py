@@ -178,7 +178,7 @@ _USUAL = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1))
 PRESETS = {
     # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
     # stages); with several, ZBV has the smallest bubble. Of ours no schedule of halves: to measure their costs takes a
-    # minute, and those that go both ways were faster in every run of --full.
+    # minute, and where they competed with those that go both ways these were faster.
     "cpu-2stage": Preset(
         _TWO, (1, 4), 5,
         (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", "plan:8", (1,)),

@@ -23,6 +23,7 @@ from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.machine import device_name
+from terapipe_ds.runtime.probe import synchronize
 
 _PINGS = 5
 
@@ -162,11 +163,11 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
     recorder, apart = driver.recorder, _on_accelerator()
     recorder.clear()
     recorder.on = not apart
-    _synchronize()
+    synchronize()
     torch_dist.barrier()
     begin_s = time.perf_counter()
     run["losses"].append(driver.step(batch))
-    _synchronize()  # stages without a loss to read have only queued their last work
+    synchronize()  # stages without a loss to read have only queued their last work
     run["seconds"].append(time.perf_counter() - begin_s)
     recorder.on = True
     if apart:
@@ -193,7 +194,7 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
 
 
 def _round_trip(rank: int, message: torch.Tensor) -> float:
-    _synchronize()
+    synchronize()
     begin_s = time.perf_counter()
     if rank == 0:
         torch_dist.send(message, 1)
@@ -201,18 +202,13 @@ def _round_trip(rank: int, message: torch.Tensor) -> float:
     else:
         torch_dist.recv(message, 0)
         torch_dist.send(message, 0)
-    _synchronize()  # NCCL's calls return when they are queued
+    synchronize()  # NCCL's calls return when they are queued
     return time.perf_counter() - begin_s
 
 
 def _on_accelerator() -> bool:
     """Whether work is queued on a device that runs beside this process."""
     return not get_accelerator().is_synchronized_device()
-
-
-def _synchronize() -> None:
-    if _on_accelerator():
-        get_accelerator().synchronize()
 
 
 def _bar(job: Job, drivers: dict[int, Driver]) -> Any:

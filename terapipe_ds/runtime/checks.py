@@ -97,8 +97,9 @@ _COMPILED = (
 
 def _compiled(module: nn.Module) -> list[str]:
     """Names of modules and functions; without torch's compiler, which takes a second to import."""
-    held = [function for part in getattr(module, "_held", ()) for function in part.forward_funcs]
-    functions = [each for each in (*getattr(module, "forward_funcs", ()), *held) if not isinstance(each, nn.Module)]
+    parts = getattr(module, "_held", (module,))  # of all chunks, where a stage holds several
+    layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
+    functions = [each for each in layers if not isinstance(each, nn.Module)]
     modules = [
         name or type(each).__name__ for name, each in module.named_modules()
         if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None

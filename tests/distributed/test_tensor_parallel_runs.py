@@ -182,13 +182,17 @@ def _with_a_fault(kind: str, rank: int) -> None:
         train(engine, batches(1))
 
 
-@pytest.mark.parametrize(("kind", "rank"), [("raises", 1), ("hangs", 2)])
-def test_a_tensor_parallel_rank_that_fails_ends_all(
-    kind: str, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its peer waits inside of a layer, the other stage for a message."""
+@pytest.fixture
+def whole_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have the time to end by themselves, and nothing is cut from what they say."""
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
     monkeypatch.setattr(harness, "GRACE_S", 20.0)
+
+
+@pytest.mark.usefixtures("whole_reports")
+@pytest.mark.parametrize(("kind", "rank"), [("raises", 1), ("hangs", 2)])
+def test_a_tensor_parallel_rank_that_fails_ends_all(kind: str, rank: int) -> None:
+    """Its peer waits inside of a layer, the other stage for a message."""
     with pytest.raises(RankFailure) as failure:
         rank_pool(4).run(_with_a_fault, kind=kind, rank=rank)
     outputs = [report.output for report in failure.value.reports]
@@ -257,6 +261,7 @@ def _broken_when_whole(self: tp.DecoderLayer, hidden: torch.Tensor) -> torch.Ten
     return _forward(self, hidden)
 
 
+@pytest.mark.usefixtures("whole_reports")
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -266,12 +271,8 @@ def _broken_when_whole(self: tp.DecoderLayer, hidden: torch.Tensor) -> torch.Ten
     ],
     ids=["timed", "verified", "W"],
 )
-def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(
-    kind: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(kind: str, says: str) -> None:
     """The peer waits in a collective of the layer, which nothing can interrupt; without an end here, for a minute."""
-    monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
-    monkeypatch.setattr(harness, "GRACE_S", 20.0)
     with pytest.raises(RankFailure) as failure:
         rank_pool(2).run(_tried_with_a_fault, kind=kind, ranks=[1], patience_s=1.0, timeout_s=40)
     assert [report.status for report in failure.value.reports] == ["died", "raised"]

@@ -12,6 +12,7 @@ import pytest
 from terapipe_ds.bench import compete
 from terapipe_ds.bench.cases import Job
 from terapipe_ds.bench.recorder import Recorder
+from terapipe_ds.runtime import probe
 from tests.unit.bench.test_bench_run import WORK
 
 
@@ -55,7 +56,8 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, happened: list[str], on_device: bool) -> None:
-    monkeypatch.setattr(compete, "get_accelerator", lambda: Accelerator(happened, on_device))
+    for module in (compete, probe):
+        monkeypatch.setattr(module, "get_accelerator", lambda: Accelerator(happened, on_device))
 
 
 def test_on_a_device_the_timed_step_is_not_the_recorded_one(

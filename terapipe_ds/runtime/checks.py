@@ -65,7 +65,7 @@ def problem_of_layers(engine: Any) -> str | None:
     unpatched = problem_of_insertions(engine.module)
     if unpatched is not None:
         return unpatched
-    if _is_whole(engine.terapipe_config):
+    if engine.terapipe_config.is_one_slice:
         return None
     compiled = _compiled(engine.module)
     if compiled:
@@ -83,12 +83,8 @@ def problem_of_layers(engine: Any) -> str | None:
 
 def check_compile_call(config: TeraPipeConfig) -> None:
     """Refuse ``engine.compile()`` for the same reason as layers that are compiled already."""
-    if not _is_whole(config):
+    if not config.is_one_slice:
         raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
-
-
-def _is_whole(config: TeraPipeConfig) -> bool:
-    return config.slices == 1 or (isinstance(config.slices, tuple) and len(config.slices) == 1)
 
 
 _COMPILED = (

@@ -1,0 +1,229 @@
+"""What is refused where sequences are cut, what is let through because it says so, and what the first batch tells."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.attention import PlainAttentionError, allow_attention_within_slice
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.verify import VerifyError
+from tests.distributed import engines
+from tests.distributed.engines import (
+    batches,
+    build,
+    config,
+    differences,
+    engine_of,
+    gpt_layers,
+    logged,
+    run_training,
+    section,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "off": {},
+    "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
+    "non_reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+}
+
+
+def weights(module: nn.Module) -> None:
+    """The same in every engine."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+class FeatureAttention(nn.Module):
+    """Attention of the four quarters of a token's features to each other: right in slices, and no affair of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16, dtype=torch.float64)
+        weights(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with allow_attention_within_slice():
+            return self.attend(hidden)
+
+    def attend(self, hidden: Tensor) -> Tensor:
+        quarters = self.mix(hidden).unflatten(-1, (4, 4))
+        return hidden + F.scaled_dot_product_attention(quarters, quarters, quarters).flatten(-2)
+
+
+class FeatureAttentionUnsaid(FeatureAttention):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.attend(hidden)
+
+
+class FeatureConvolution(nn.Module):
+    """A convolution over features, which says so."""
+
+    slice_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv1d(1, 1, 3, padding=1, dtype=torch.float64))
+        weights(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden.flatten(0, 1).unsqueeze(1)).view_as(hidden)
+
+
+class FeatureConvolutionUnsaid(FeatureConvolution):
+    slice_safe = False
+
+
+class TokenConvolution(nn.Module):
+    """A causal convolution over tokens that claims to be right in slices, and begins anew in each of them."""
+
+    slice_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(16, 16, 3, dtype=torch.float64)
+        weights(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(F.pad(hidden.transpose(1, 2), (2, 0))).transpose(1, 2)
+
+
+def layers_with(kind: type[nn.Module]) -> list[Any]:
+    """On the second of two stages."""
+    layers = gpt_layers()
+    return [*layers[:-2], LayerSpec(kind), *layers[-2:]]
+
+
+def job_trained(kind: type[nn.Module], checkpointing: str) -> dict[str, float]:
+    def layers() -> list[Any]:
+        return layers_with(kind)
+
+    data = batches(2)
+    stock = run_training(layers, None, data)  # its reentrant checkpointing fails where the embedding is in the range
+    return differences(run_training(layers, section(), data, **CHECKPOINTING[checkpointing]), stock)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_attention_that_is_allowed_trains_as_in_the_stock_engine(checkpointing: str) -> None:
+    found = rank_pool(2).run(job_trained, kind=FeatureAttention, checkpointing=checkpointing)
+    assert violations(found) == {}
+
+
+def test_a_layer_that_is_slice_safe_trains_as_in_the_stock_engine() -> None:
+    assert violations(rank_pool(2).run(job_trained, kind=FeatureConvolution, checkpointing="off")) == {}
+
+
+def job_unsaid_attention() -> str:
+    with engine_of(layers_with(FeatureAttentionUnsaid), section(), stages=1) as engine:
+        with pytest.raises(PlainAttentionError) as caught:
+            engine.train_batch(iter(batches(1)[0]))
+        return str(caught.value)
+
+
+def test_attention_that_is_not_allowed_is_refused_though_no_slice_has_four_tokens() -> None:
+    (message,) = rank_pool(1).run(job_unsaid_attention)
+    assert "slice [0, 8) of a sequence of 23 tokens" in message and "queries of shape [2, 8, 4, 4]" in message
+    assert "allow_attention_within_slice" in message
+
+
+def job_unsaid_convolution() -> str:
+    with pytest.raises(TeraPipeConfigError) as caught:
+        build(layers_with(FeatureConvolutionUnsaid), section())
+    return str(caught.value)
+
+
+def test_a_layer_that_does_not_say_it_is_slice_safe_is_refused_on_every_rank() -> None:
+    for message in rank_pool(2).run(job_unsaid_convolution):
+        assert "on rank 1: layers that mix the tokens" in message and ".inner.0 (Conv1d)" in message
+        assert "slice_safe = True" in message
+
+
+def job_verified() -> str:
+    with engine_of(layers_with(TokenConvolution), section(verify="first_batch")) as engine:
+        with pytest.raises(VerifyError) as caught:
+            engine.train_batch(iter(batches(1)[0]))
+        return str(caught.value)
+
+
+def test_the_check_of_results_knows_nothing_of_slice_safe() -> None:
+    for message in rank_pool(2).run(job_verified):
+        assert "(TokenConvolution): output of tokens 8.. differs" in message
+
+
+# -- what the first batch tells ------------------------------------------------------------------------------
+
+
+def _with_passenger(data: list[Any]) -> list[Any]:
+    """Inputs (tokens, a number); layers take the tokens alone."""
+    return [((tokens, torch.ones(2, 1)), labels) for tokens, labels in data]
+
+
+class TokensOnly(nn.Module):
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        return inputs[0]
+
+
+def job_log(terapipe: dict[str, Any] | None = None, said: bool = True, **options: Any) -> list[str]:
+    """The lines of two training batches and an evaluation about inputs and clipping. ``said``: the config says how to
+    clip."""
+    stages = options.pop("stages", 2)
+    layers = [LayerSpec(TokensOnly), *gpt_layers("float32")]
+
+    def without_clipping(**changes: Any) -> dict[str, Any]:
+        found = config(**changes)
+        del found["gradient_clipping"]
+        return found
+
+    with logged() as lines, mock.patch.object(engines, "config", config if said else without_clipping):
+        with engine_of(layers, {**section(), **(terapipe or {})}, stages=stages, **options) as engine:
+            for _ in range(2):
+                engine.train_batch(iter(_with_passenger(batches(1)[0])))
+            engine.eval_batch(iter(_with_passenger(batches(1)[0])))
+    return [line for line in lines if line.startswith(("cut in", "gradient_clipping"))]
+
+
+def test_rank_0_says_once_which_inputs_are_cut() -> None:
+    first, second = rank_pool(2).run(job_log)
+    assert first == [
+        "cut in slices, in dimension 1: input 0 (int64 [2, 23]); whole with each slice: input 1 (float32 [2, 1])"
+    ]
+    assert second == []
+
+
+def test_nothing_is_said_of_whole_sequences() -> None:
+    assert rank_pool(2).run(job_log, terapipe={"slices": 1, "schedule": "1f1b"}) == [[], []]
+
+
+CLIPS = [
+    ({"said": False}, "gradient_clipping is 1 (DeepSpeed's default, for the config does not say)"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 (as the config says)"),
+]
+CLIPS_ALIKE: list[dict[str, Any]] = [
+    {"gradient_clipping": 0.0},
+    {"gradient_clipping": 0.5, "stages": 1},
+    {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}},
+    {"gradient_clipping": 0.5, "bf16": {"enabled": True}},
+]
+
+
+@pytest.mark.parametrize(("options", "told"), CLIPS, ids=["default", "set"])
+def test_rank_0_says_where_the_stock_engine_clips_by_another_norm(options: dict[str, Any], told: str) -> None:
+    first, second = rank_pool(2).run(job_log, terapipe={"slices": 1, "schedule": "1f1b"}, **options)
+    (line,) = first
+    assert line.startswith(told) and 'set "gradient_clipping": 0 in both configs' in line and "\n" not in line
+    assert second == []
+
+
+@pytest.mark.parametrize("options", CLIPS_ALIKE, ids=str)
+def test_nothing_is_said_where_both_engines_clip_alike(options: dict[str, Any]) -> None:
+    ranks = options.get("stages", 2)
+    assert rank_pool(ranks).run(job_log, terapipe={"slices": 1, "schedule": "1f1b"}, **options) == [[]] * ranks

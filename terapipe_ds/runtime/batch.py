@@ -45,7 +45,8 @@ def sequence_length(labels: Sequence[torch.Tensor], dim: int) -> int:
             return int(tensor.size(dim))
     raise BatchError(
         f"no label tensor has dimension {dim} (terapipe.sequence_dim), so the sequence length is unknown; label "
-        f"shapes: {shapes(labels)}. Give labels of shape [batch, sequence] or set terapipe.sequence_dim."
+        f"shapes: {shapes(labels)}. Labels have a place for each token, [batch, sequence]. For what has no sequence "
+        '(images, say), set "slices": 1, "schedule": "1f1b" in the terapipe section: micro-batches stay whole.'
     )
 
 

@@ -74,7 +74,7 @@ ALIKE = {
     "data raises on the first stage": ("OSError|BatchError", r"the disk is gone"),
     "data raises on the last stage": ("OSError|BatchError", r"the disk is gone"),
     "data ends here, raises there": ("OSError|BatchError", r"the disk is gone"),
-    "labels without a sequence": ("BatchError", r"no label tensor has dimension 1.*set terapipe.sequence_dim"),
+    "labels without a sequence": ("BatchError", r'no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'),
     "inputs without a sequence": ("BatchError", r"no input tensor has the sequence.*set terapipe.sequence_dim"),
     "inputs shorter than labels": ("BatchError", r"\[2, 15\].*must have the same length"),
     "empty sequences": ("BatchError", r"\[2, 0\] has no tokens"),

@@ -51,7 +51,8 @@ def test_the_script_ends_at_its_first_batch_with_the_report(tmp_path: Path) -> N
         env={**ENVIRONMENT, **rendezvous}, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr[-4000:]
-    assert "verify: 2 slices (6 + 6) of a sequence of 12 tokens do not give what the whole sequence gives:" in done.stdout
+    heading = "verify: 2 slices (6 + 6) of a sequence of 12 tokens do not give what the whole sequence gives:"
+    assert heading in done.stdout
     assert "layer 2 (RunningSum): output of tokens 6.. differs by" in done.stdout
     assert "a running sum over tokens" in done.stdout
     assert "trained" not in done.stdout and "Traceback" not in done.stderr

@@ -15,7 +15,7 @@ from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.runtime.trials import Failure
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
 from terapipe_ds.runtime.verify.check import Differs, LayerCheck, in_fp32, without_random_numbers
-from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf
+from terapipe_ds.runtime.verify.layout import ALONE, Layout, PerSlice, TensorPeersOf
 from terapipe_ds.runtime.verify.losses import LossCheck
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
 
@@ -45,6 +45,15 @@ class Inputs:
 
     values: Values
     layouts: list[Layout]
+
+    def to(self, device: torch.device) -> Inputs:
+        """Copies on ``device``, which share memory with nothing."""
+        moved = [t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in self.values.tensors]
+        layouts = [
+            PerSlice(tuple(v.detach().to(device) for v in each.values)) if isinstance(each, PerSlice) else each
+            for each in self.layouts
+        ]
+        return Inputs(self.values.with_tensors(moved), layouts)
 
 
 @dataclass

@@ -109,6 +109,13 @@ def check_stage(
         finally:
             runner.store.reset()
         failed = peers.trials.failure(caught, f"verifying {layer}")
+        if failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
+            caught = stage.error = None  # and with it what the layer kept
+            stage.notes.append(f"{layer}: not checked: there is not enough memory beside what training needs")
+            if not _forward_only(check, f"running {layer} once more"):
+                return stage
+            inputs = Inputs(check.outputs, check.output_layouts)
+            continue
         if failed is not None:
             finding = Finding(layer.layer_id, str(layer), _raised(failed), _cause_of(caught), raised=True)
             stage.findings.append(finding)
@@ -124,6 +131,19 @@ def check_stage(
         inputs = Inputs(check.outputs, check.output_layouts)
     stage.outputs = inputs
     return stage
+
+
+def _forward_only(check: LayerCheck, what: str) -> bool:
+    """Find out what the layer gives, without graphs; False where it cannot run even so."""
+    caught = None
+    try:
+        with torch.no_grad():
+            check.compare_outputs(check.run_whole(), check.run_slices())
+    except Exception as error:
+        caught = error
+    finally:
+        check.runner.store.reset()
+    return check.peers.trials.failure(caught, what) is None
 
 
 def _not_a_number(layer: NamedLayer, outputs: Sequence[Tensor]) -> Finding | None:

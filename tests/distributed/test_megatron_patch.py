@@ -67,10 +67,10 @@ def compare(root: str, stages: int, terapipe: dict[str, Any]) -> tuple[str, str,
     return stock, ours, differences(run, expected)
 
 
-def refusal(root: str, stages: int) -> str:
+def refusal(root: str, stages: int, **changes: Any) -> str:
     """What this rank is told instead of training."""
     try:
-        trained(root, stages, section())
+        trained(root, stages, section(**changes))
     except ValueError as error:
         return str(error)
     return "trained"
@@ -84,15 +84,15 @@ def test_slices_train_as_the_whole_sequence(changes: dict[str, Any], tmp_path: P
     assert violations([errors for _, _, errors in told]) == {}
 
 
-def test_without_the_weights_of_slices_the_comparison_fails(tmp_path: Path) -> None:
+def test_without_the_weights_of_slices_it_does_not_train(tmp_path: Path) -> None:
     mini_megatron.write(tmp_path)
     path = tmp_path / "megatron/model/gpt_model.py"
     source = path.read_text()
     assert "= terapipe_patch.slice_weight," in source
     # by the helper's own name, so that the check at start passes
     path.write_text(EVERY_SLICE_ALIKE + source.replace("= terapipe_patch.slice_weight,", "= slice_weight,"))
-    told = rank_pool(2).run(compare, root=str(tmp_path), stages=2, terapipe=section(slices=[7, 16]))
-    assert "gradient" in violations([errors for _, _, errors in told])
+    for told in rank_pool(2).run(refusal, root=str(tmp_path), stages=2, slices=[7, 16]):
+        assert "\n  loss_fn: the loss " in told and "loss_fn.slice_weight(labels)" in told
 
 
 def test_a_missing_insertion_is_told_on_every_rank_before_training(tmp_path: Path) -> None:
@@ -117,5 +117,7 @@ def test_an_insertion_in_a_branch_that_never_runs_stops_before_the_first_step(tm
         source = source.replace(old, new)
     path.write_text(source)
     (told,) = rank_pool(1).run(refusal, root=str(tmp_path), stages=1)
+    assert told.startswith("verify: ") and "(Layer): output of tokens" in told
+    (told,) = rank_pool(1).run(refusal, root=str(tmp_path), stages=1, verify="off")
     assert "did not call sliced attention" in told and "transformer.py" in told
 

@@ -35,7 +35,7 @@ _BLIND = {
     "attention": f"attention of its own (a softmax over the slice's own tokens), not sliced attention: {_SLICED}",
     "convolution": f"a convolution or shift over tokens, which needs the last tokens of the slice before; {_CANNOT}",
     "running": f"a running sum over tokens, which begins at zero in every slice; {_CANNOT}",
-    "product": f"a product over the slice's own tokens (attention without softmax, or a mixing matrix): {_SLICED}",
+    "product": f"a product over the slice's own tokens (attention without softmax, or a mixing matrix); {_CANNOT}",
     "normalisation": f"a normalisation or a mean over the tokens of the slice; {_CANNOT}",
 }
 _ORDER = ("attention", "convolution", "running", "normalisation", "product")
@@ -88,7 +88,10 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
         if kind in kinds:
             return f"it mixes tokens: {_BLIND[kind]}"
     if sliced:
-        return f"it uses sliced_attention and nothing else of it mixes tokens, so that probably {_OWN_LENGTH}"
+        return (
+            "it uses sliced_attention and no other operation that is known to mix tokens: "
+            f"either {_OWN_LENGTH}; or a shift or a recurrence over tokens is written by hand; {_CANNOT}"
+        )
     if routed is not None:
         return _capacity(routed)
     return f"it mixes tokens otherwise than by sliced_attention; {_CANNOT}"

@@ -19,6 +19,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.layout import WireEnds
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.trials import Trials
@@ -88,7 +89,7 @@ def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
             if stage_id != mine:
                 _hear_notes(engine, stage_id)
                 if follows == mine:
-                    inputs = _hear(engine, stage_id, device)
+                    inputs = _hear(engine, layout.own_wire(part_id), device)
                 continue
             if part_id == 0:
                 inputs = _first_inputs(engine, micro_batch, device)
@@ -100,7 +101,7 @@ def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
             _tell_others(engine, None)
             inputs = part.outputs
             if follows is not None and follows != mine:
-                _tell(engine, follows, inputs)
+                _tell(engine, layout.own_wire(part_id), inputs)
     return found
 
 
@@ -182,10 +183,10 @@ def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
     return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
 
 
-def _tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
+def _tell(engine: Any, ends: WireEnds, outputs: Inputs | None) -> None:
     """Send what the whole sequence gives to the stage of the next part; None where there is nothing."""
-    groups = engine._groups
-    peer = groups.ranks[stage_id]
+    groups, wire = engine._groups, engine._wires.activations(ends)
+    peer = wire.peer
     if outputs is None:
         torch_dist.send_object_list([None], dst=peer, group=groups.control)
         return
@@ -193,25 +194,22 @@ def _tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
     layouts = [_on_host(layout) for layout in outputs.layouts]
     torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
-    wire = groups.wire("activations", stage_id, towards=True, device=torch.device(engine.device))
     for tensor in tensors:
-        torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
+        wire.isend(wire.outgoing(tensor)).wait()
 
 
-def _hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
-    """What the stage of the part before sends by :func:`_tell`."""
-    groups = engine._groups
-    peer, told = groups.ranks[stage_id], [None]
-    torch_dist.recv_object_list(told, src=peer, group=groups.control)
+def _hear(engine: Any, ends: WireEnds, device: torch.device) -> Inputs | None:
+    """Receive what the stage of the part before sends by :func:`_tell`."""
+    groups, wire, told = engine._groups, engine._wires.activations(ends), [None]
+    torch_dist.recv_object_list(told, src=wire.peer, group=groups.control)
     message: Any = told[0]
     if message is None:
         return None
     spec, layouts = message
-    wire = groups.wire("activations", stage_id, towards=False, device=device)
     tensors = []
     for each in spec.tensors:
         buffer = wire.buffer(each)
-        torch_dist.recv(buffer, peer, group=wire.group)
+        wire.irecv(buffer).wait()
         tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
     return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
 

@@ -41,8 +41,8 @@ def job_count(
     """Three steps and two evaluations, and what was printed."""
     section = engines.section(trace_dir=trace_dir, **(changes or {}))
     printed = io.StringIO()
-    with counted_waits() as waits, contextlib.redirect_stdout(printed):
-        with engines.engine_of(engines.gpt_layers(dtype), section, stages=2, **options) as engine:
+    with engines.engine_of(engines.gpt_layers(dtype), section, stages=2, **options) as engine:
+        with counted_waits() as waits, contextlib.redirect_stdout(printed):
             for batch in engines.batches(3):
                 engine.train_batch(iter(batch))
                 engine.eval_batch(iter(batch))

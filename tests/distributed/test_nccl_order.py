@@ -49,13 +49,13 @@ def parameters() -> Iterator[Any]:
         yield pytest.param(*case, id=f"{stages}-{schedule}-{slices}-{'eager' if eager else 'lazy'}", marks=marks)
 
 
-@pytest.mark.parametrize(("stages", "schedule", "slices", "eager"), parameters())
+@pytest.mark.parametrize(("stages", "schedule", "slices", "eager"), list(parameters()))
 def test_every_schedule(stages: int, schedule: str, slices: Any, eager: bool) -> None:
     assert_right(rank_pool(stages).run(train_over_nccl, schedule=schedule, stages=stages, slices=slices, eager=eager))
 
 
 def test_there_are_eleven_schedules() -> None:
-    assert len(set(schedule for _, schedule, _, _ in EVERYTHING)) == len(SCHEDULE_NAMES) >= 11
+    assert len({schedule for _, schedule, _, _ in EVERYTHING}) == len(SCHEDULE_NAMES) >= 11
 
 
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -190,7 +190,8 @@ HOOKS: tuple[Hook, ...] = (
     *_hooks("deepspeed.runtime.activation_checkpointing", "checkpointing", {
         "recomputes layers": "non_reentrant_checkpoint",
         "forgets what an evaluation would recompute": "reset",
-        "says how activations are checkpointed": "PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING",
+        "says how activations are checkpointed": "PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING "
+        "SYNCHRONIZE",
         "keeps random states": "get_cuda_rng_tracker",
     }),
     *_hooks("deepspeed.accelerator", "", {"names the device": "get_accelerator"}),
@@ -234,6 +235,7 @@ HOOKS: tuple[Hook, ...] = (
         "counts operations": "FlopsProfiler.start_profile FlopsProfiler.stop_profile FlopsProfiler.end_profile "
         "FlopsProfiler.print_model_profile module_flop_count module_mac_count",
     }),
+    *_hooks("deepspeed.comm.comm", "", {"waits for the device after each operation": "comms_logger"}),
     *_hooks("torch.autograd", "", {
         "measures tensor bytes": "ProfilerConfig ProfilerState",
         "defines sliced attention": "Function function.once_differentiable",

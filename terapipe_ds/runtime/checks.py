@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.integrations.insertions import problem_of_insertions
 from terapipe_ds.planner import granularity_for
+from terapipe_ds.runtime.groups import Wires
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -159,6 +162,35 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
             "slice_length_multiple", config.granularity_tokens, granularity, multiple,
         )  # fmt: skip
     return config.model_copy(update={"granularity_tokens": granularity})
+
+
+def check_device_waits(wires: Wires) -> None:
+    """Refuse what would wait for the whole device within a batch; asked before each, for it may be switched on late.
+
+    Such a wait ends when every receive that is posted ahead has its message. That may be a gradient which follows from
+    the very slice that is running, so that it never comes.
+    """
+    reasons = [reason for is_on, reason in _DEVICE_WAITS if wires.post_on_device and is_on()]
+    if reasons:
+        raise TeraPipeConfigError(
+            f"{'; '.join(reasons)}. With several stages receives are posted ahead, and a wait for the whole device "
+            "waits for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
+            "wall_clock_breakdown, which wait for the current stream alone."
+        )
+
+
+_DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: ds_checkpointing.SYNCHRONIZE,
+     "activation_checkpointing.synchronize_checkpoint_boundary waits for the device at each checkpoint: set it to "
+     "false"),
+    (lambda: ds_comm.comms_logger.enabled,
+     "comms_logger waits for the device after each operation of deepspeed.comm, those of layers among them: set "
+     "comms_logger.enabled to false"),
+    (lambda: os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
+     "CUDA_LAUNCH_BLOCKING=1 waits for each kernel, and so for each receive where it is posted: unset it, or look for "
+     "the error with one stage"),
+)  # fmt: skip
+"""What can be told of beforehand, and what to do about it."""
 
 
 def _kinds_in(module: ModuleType) -> tuple[type, ...]:

@@ -28,6 +28,7 @@ from terapipe_ds.runtime.checkpoints import warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
     check_compile_call,
+    check_device_waits,
     check_eval_call,
     check_module,
     check_train_call,
@@ -106,8 +107,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
         self._groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, self._groups)
-        self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        self._links = StageLinks(self._groups, self._layout, self.stage_id, torch.device(self.device))
+        self._wires = self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        self._links = StageLinks(self._wires, self._layout, self.stage_id)
         self._source = BatchSource(
             self.terapipe_config,
             self._next_batch,
@@ -258,6 +259,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
         check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
+        check_device_waits(self._wires)
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))

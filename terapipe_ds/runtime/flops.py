@@ -5,6 +5,10 @@ the first replica counts the forwards of its layers on all slices of the first m
 operations as one forward of the whole micro-batch, but for attention, where a slice reads its prefix and not what comes
 after it. Each stage prints its own profile after the step, in one piece; with ``output_file``, stage 0 writes that file
 and stage k ``<output_file>.stage<k>``. (DeepSpeed switches ``wall_clock_breakdown`` on as well where the profiler is.)
+
+DeepSpeed waits for the whole device before and after each module. Receives are posted ahead here, and one of them may
+be for a gradient that follows from the very module: a hang over NCCL. So the times come from events of the current
+stream, which are read after the step.
 """
 
 from __future__ import annotations
@@ -12,14 +16,16 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.profiling.flops_profiler import profiler as ds_profiler
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from torch import Tensor
+from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.sliced import calls_measured_by
@@ -35,6 +41,7 @@ class StageFlops(FlopsProfiler):
         self._engine = engine
         grid = engine.grid
         self._is_chosen = grid.get_data_parallel_rank() == 0 and grid.get_slice_parallel_rank() == 0
+        self._clock = _ModuleClock()
 
     # -- counting ----------------------------------------------------------------------------------------------------
 
@@ -52,6 +59,7 @@ class StageFlops(FlopsProfiler):
         if active.start == 0:
             self._stop()
             super().start_profile()
+            self._clock.start(self.model.modules())
         try:
             with calls_measured_by(_counted):
                 yield
@@ -85,6 +93,7 @@ class StageFlops(FlopsProfiler):
         if not is_due:
             return
         engine = self._engine
+        self._clock.stop()
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             self.print_model_profile(
@@ -109,6 +118,52 @@ class StageFlops(FlopsProfiler):
         target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, text + "\n")
+
+
+class _ModuleClock:
+    """Times the forwards of modules in the place of DeepSpeed's hooks, into the attribute that those fill."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[Any, Any, Any]] = []  # a module, when it began and when it was done
+
+    def start(self, modules: Iterable[nn.Module]) -> None:
+        """Take the hooks that wait for the device away; the profiler takes away those that replace them."""
+        self._spans.clear()
+        for module in modules:
+            each: Any = module  # its attributes are the profiler's
+            if hasattr(each, "__start_time_hook_handle__"):
+                each.__start_time_hook_handle__.remove()
+                each.__start_time_hook_handle__ = each.register_forward_pre_hook(self._begin)
+                each.__end_time_hook_handle__.remove()
+                each.__end_time_hook_handle__ = each.register_forward_hook(self._end)
+
+    def _begin(self, module: Any, inputs: Any) -> None:
+        module.__start_time__ = _mark()
+
+    def _end(self, module: Any, inputs: Any, outputs: Any) -> None:
+        self._spans.append((module, module.__start_time__, _mark()))
+
+    def stop(self) -> None:
+        """Read the times, when nothing is posted ahead."""
+        for module, begin, end in self._spans:
+            module.__duration__ += _seconds(begin, end)
+        self._spans.clear()
+
+
+def _mark() -> Any:
+    """Return the time, or an event of the current stream where the device runs behind the host."""
+    if get_accelerator().use_host_timers():
+        return time.perf_counter()
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class _WithoutTimers:

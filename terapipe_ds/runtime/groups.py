@@ -19,28 +19,58 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.header import TensorPeers
-from terapipe_ds.runtime.layout import Layout, rounds_of
-from terapipe_ds.runtime.link import Wire
+from terapipe_ds.runtime.layout import Layout, WireEnds, rounds_of
+from terapipe_ds.runtime.link import LinkError, Wire
 from terapipe_ds.runtime.staging import needs_staging
 
 logger = logging.getLogger("terapipe_ds")
 
 
+class Wires:
+    """The wires of one stage, by their ends in the layout.
+
+    ``PipelineGroups.connect`` makes them: each has carried a number the way that its messages go. There is no other way
+    to a wire, and so none to one that would connect its ends in the middle of something else.
+    """
+
+    def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]]) -> None:
+        self._by_ends = by_ends
+
+    def activations(self, ends: WireEnds) -> Wire:
+        """Return the wire from the first of the ends to the other."""
+        return self._both(ends)[0]
+
+    def gradients(self, ends: WireEnds) -> Wire:
+        """Return the wire back from the second of the ends."""
+        return self._both(ends)[1]
+
+    @property
+    def post_on_device(self) -> bool:
+        """Whether a receive that is posted ahead is at work on the device, where it waits for its message."""
+        return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
+
+    def _both(self, ends: WireEnds) -> tuple[Wire, Wire]:
+        if ends not in self._by_ends:
+            raise LinkError(
+                f"there is no wire (source stage, chunk, stage, chunk) = {ends} here; connected are "
+                f"{sorted(self._by_ends)}. Take one of Layout.wires() that begins or ends on this stage."
+            )
+        return self._by_ends[ends]
+
+
 @dataclass(frozen=True)
 class PipelineGroups:
-    """The groups of the pipeline this rank is in; the first three are None with one stage.
+    """The groups of the pipeline this rank is in.
 
-    Forward and backward traffic have groups of their own, so that an activation never waits behind a gradient.
-    ``by_wire``: those of each wire, (source stage, stage, tag), where the backend keeps the order of what is posted.
+    ``by_wire``: for each wire those of activations and of gradients, which are never the same, so that an activation
+    never waits behind a gradient; empty with one stage.
     """
 
     ranks: tuple[int, ...]
-    activations: Any = None
-    gradients: Any = None
-    control: Any = None
+    by_wire: Mapping[WireEnds, tuple[Any, Any]] = field(default_factory=dict)
+    control: Any = None  # on the CPU; None with one stage
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
     peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
-    by_wire: Mapping[tuple[int, int, int], tuple[Any, Any]] = field(default_factory=dict)
 
     @property
     def num_replicas(self) -> int:
@@ -54,43 +84,42 @@ class PipelineGroups:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
 
-    def wire(self, what: str, stage_id: int, towards: bool, device: torch.device, tag: int | None = None) -> Wire:
-        """The wire of ``what`` ("activations" or "gradients") to (``towards``) or from ``stage_id``.
+    def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
+        """Send one number over each wire, all stages in one order, which cannot deadlock; returns those of this stage.
 
-        Args:
-            tag: tells it from others between the same stages, see ``Layout.tag``; None: between any two stages, where
-                nothing is posted ahead.
-        """
-        activations, gradients = self.activations, self.gradients
-        if self.by_wire and tag is not None:
-            own_id = self.ranks.index(torch_dist.get_rank())
-            ends = (own_id, stage_id) if towards == (what == "activations") else (stage_id, own_id)
-            activations, gradients = self.by_wire[(*ends, tag)]
-        group = activations if what == "activations" else gradients
-        name = f"{what} {'to' if towards else 'from'} stage {stage_id} (rank {self.ranks[stage_id]})"
-        staged = needs_staging(group, device)
-        return Wire(self.ranks[stage_id], group, self.control, device, name, staged, stage_id, tag or 0)
-
-    def connect(self, layout: Layout, stage_id: int, device: torch.device) -> None:
-        """Send one number over each link, all stages in one order, which cannot deadlock.
-
-        NCCL connects two ranks when they first meet and blocks until both are there; in the middle of a batch one could
-        wait on the activations and the other on the gradients.
+        NCCL connects two ranks when the first message goes from one to the other in a group, and blocks until both are
+        there; in the middle of a batch one could wait on the activations and the other on the gradients.
         """
         if stage_id == 0:
             self._warn_of_one_queue(device)
-        for source, source_chunk, target, target_chunk in sorted(layout.wires(), key=lambda wire: (wire[0] % 2, wire)):
-            tag = layout.tag(source_chunk, target_chunk)
-            for what, sender, receiver in (("activations", source, target), ("gradients", target, source)):
-                if stage_id not in (sender, receiver):
-                    continue
-                wire = self.wire(what, receiver if stage_id == sender else sender, stage_id == sender, device, tag)
+        connected: dict[WireEnds, tuple[Wire, Wire]] = {}
+        for ends in sorted(layout.wires(), key=lambda ends: (ends[0] % 2, ends)):
+            source, _, target, _ = ends
+            if stage_id not in (source, target):
+                continue
+            both = self._wires(ends, stage_id, layout.tag(ends), device)
+            for wire, sender in zip(both, (source, target), strict=True):
                 number = torch.zeros(1, device="cpu" if wire.staged else device)
                 exchange = torch_dist.send if stage_id == sender else torch_dist.recv
-                exchange(number, wire.peer, group=wire.group, tag=tag)
+                exchange(number, wire.peer, group=wire.group, tag=wire.tag)
+            connected[ends] = both
+        return Wires(connected)
+
+    def _wires(self, ends: WireEnds, stage_id: int, tag: int, device: torch.device) -> tuple[Wire, Wire]:
+        source, _, target, _ = ends
+        peer_id = target if stage_id == source else source
+        peer, kinds = self.ranks[peer_id], (("activations", stage_id == source), ("gradients", stage_id == target))
+        activations, gradients = (
+            Wire(
+                peer, group, self.control, device, f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})",
+                needs_staging(group, device), peer_id, tag,
+            )
+            for group, (what, sends) in zip(self.by_wire[ends], kinds, strict=True)
+        )  # fmt: skip
+        return activations, gradients
 
     def _warn_of_one_queue(self, device: torch.device) -> None:
-        if device.type != "cuda" or self.activations is None or needs_staging(self.activations, device):
+        if device.type != "cuda" or any(needs_staging(group, device) for group, _ in self.by_wire.values()):
             return
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             logger.warning(
@@ -108,17 +137,13 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     mine = PipelineGroups(ranks=(torch_dist.get_rank(),), everyone=everyone, peers=peers)
     if grid.pipe_parallel_size == 1:
         return mine
-    rounds = wires_apart(layout) if _keeps_order() else [[]]
+    rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         groups = [(torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for _ in rounds]
         control = torch_dist.new_group(ranks, backend="gloo")
-        by_wire = {
-            (source, target, layout.tag(source_chunk, target_chunk)): pair
-            for wires, pair in zip(rounds, groups, strict=True)
-            for source, source_chunk, target, target_chunk in wires
-        }
+        by_wire = {ends: pair for wires, pair in zip(rounds, groups, strict=True) for ends in wires}
         if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), *groups[0], control, everyone, peers, by_wire)
+            mine = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers)
     return mine
 
 
@@ -127,9 +152,9 @@ def _keeps_order() -> bool:
     return torch_dist.get_backend() != "gloo"
 
 
-def wires_apart(layout: Layout) -> list[list[tuple[int, int, int, int]]]:
+def wires_apart(layout: Layout) -> list[list[WireEnds]]:
     """The wires of a layout by groups that keep the order of all that a rank posts: none holds two of one stage."""
-    return rounds_of(layout.wires(), ends=lambda wire: (wire[0], wire[2])) or [[]]
+    return rounds_of(layout.wires(), ends=lambda wire: (wire[0], wire[2]))
 
 
 def _tensor_peers(grid: Any) -> TensorPeers | None:

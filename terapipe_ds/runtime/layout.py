@@ -11,6 +11,9 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
 
+WireEnds = tuple[int, int, int, int]
+"""``(source stage, source chunk, stage, chunk)`` of a way of activations between two stages; gradients go back."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -106,8 +109,8 @@ class Layout:
             "places, a micro-batch must stay in one chunk from the first part to the last"
         )
 
-    def wires(self) -> list[tuple[int, int, int, int]]:
-        """``(source stage, source chunk, stage, chunk)`` of every way of activations between two stages.
+    def wires(self) -> list[WireEnds]:
+        """Return every way of activations between two stages.
 
         A micro-batch keeps its direction: a copy of a part hands on to the copy of the next part that has its chunk,
         where there is one.
@@ -122,8 +125,13 @@ class Layout:
                         found.append((*source, *target))
         return found
 
-    def tag(self, source_chunk: int, target_chunk: int) -> int:
-        """Tells the messages of a wire from those of others between the same two stages, in the same direction."""
+    def own_wire(self, part_id: int) -> WireEnds:
+        """Return the way from the own place of a part to that of the next one, which stands on another stage."""
+        return (*self.homes(part_id)[0], *self.homes(part_id + 1)[0])
+
+    def tag(self, ends: WireEnds) -> int:
+        """Tell the messages of a wire from those of others between the same two stages, in the same direction."""
+        _, source_chunk, _, target_chunk = ends
         return source_chunk * self.chunks_per_stage + target_chunk
 
 

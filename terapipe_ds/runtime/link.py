@@ -96,7 +96,8 @@ class MessageSpec:
 @dataclass(frozen=True)
 class Wire:
     """Where the messages of one channel go: a peer rank, the group of this direction and the control group (gloo,
-    CPU). ``staged``: by way of the host's memory, see ``staging``."""
+    CPU). ``staged``: by way of the host's memory, see ``staging``. An engine has its wires from
+    ``PipelineGroups.connect``."""
 
     peer: int
     group: Any
@@ -106,6 +107,14 @@ class Wire:
     staged: bool = False
     peer_stage_id: int = -1
     tag: int = 0  # of this link among those of the same two ranks; backends without tags have a group for each
+
+    def isend(self, tensor: torch.Tensor) -> Any:
+        """Begin to send what ``outgoing`` gave; returns what to wait for."""
+        return torch_dist.isend(tensor, self.peer, group=self.group, tag=self.tag)
+
+    def irecv(self, buffer: torch.Tensor) -> Any:
+        """Begin to receive into a ``buffer``; returns what to wait for."""
+        return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self.tag)
 
     def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
@@ -151,7 +160,7 @@ class SendChannel:
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
         """Send without blocking. ``consumed_at``: the place in the peer's order of the unit that waits for it."""
         ready = [self.wire.outgoing(t) for t in tensors]
-        works = [torch_dist.isend(t, self.wire.peer, group=self.wire.group, tag=self.wire.tag) for t in ready]
+        works = [self.wire.isend(t) for t in ready]
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
@@ -214,10 +223,7 @@ class ReceiveChannel:
             if posted.spec is None:
                 return
             posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
-            posted.works = tuple(
-                torch_dist.irecv(buffer, self.wire.peer, group=self.wire.group, tag=self.wire.tag)
-                for buffer in posted.buffers
-            )
+            posted.works = tuple(self.wire.irecv(buffer) for buffer in posted.buffers)
 
     def wait(self, unit: Unit) -> tuple[MessageSpec, Tensors]:
         """The message of ``unit``, which must be the next one of the schedule. Blocks until it is here."""

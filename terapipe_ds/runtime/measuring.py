@@ -25,11 +25,11 @@ from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.data import DrawnMicroBatch
-from terapipe_ds.runtime.groups import PipelineGroups
+from terapipe_ds.runtime.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layer_times import layer_shares
-from terapipe_ds.runtime.layout import Layout, Place, rounds_of
-from terapipe_ds.runtime.link import MessageSpec
+from terapipe_ds.runtime.layout import Layout, Place, WireEnds, rounds_of
+from terapipe_ds.runtime.link import MessageSpec, Wire
 from terapipe_ds.runtime.parted import activate, parameters_of_part
 from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
@@ -106,7 +106,7 @@ def measure_parts(
                 found.append(_measured(engine, place, probe, specs[place.part_id], peers, share))
     finally:
         store.reset()
-    links, message_s = _links(specs, layout, groups, mine, peers, torch.device(engine.device))
+    links, message_s = _links(specs, layout, groups, engine._wires, mine, peers)
     return [
         dataclasses.replace(costs, links=tuple(links[costs.part_id]), message_s=tuple(message_s[costs.part_id].items()))
         for costs in found
@@ -204,7 +204,7 @@ def _heard(groups: PipelineGroups, stage_id: int) -> MessageSpec:
 
 
 def _links(
-    specs: dict[int, _Specs], layout: Layout, groups: PipelineGroups, stage_id: int, peers: Peers, device: torch.device
+    specs: dict[int, _Specs], layout: Layout, groups: PipelineGroups, wires: Wires, stage_id: int, peers: Peers
 ) -> tuple[dict[int, list[LinkSample]], dict[int, dict[int, float]]]:
     """By part: the link to the next one, and what the messages of one F or B take of this stage's own time, for the
     smallest, a middle and the largest slice. A stage tries one link at a time."""
@@ -214,14 +214,17 @@ def _links(
     costs = {part_id: dict.fromkeys(chosen, 0.0) for part_id in specs}
     for links in _rounds(layout):
         peers.barrier()
-        for part_id, source, target in links:
+        for part_id, ends in links:
+            source, _, target, _ = ends
             if stage_id not in (source, target):
                 continue
             sends = stage_id == source
             mine, other = (part_id, target) if sends else (part_id + 1, source)
+            both = wires.activations(ends), wires.gradients(ends)
+            outgoing, incoming = both if sends else both[::-1]
             for tokens in chosen:
                 spec = _spec_over(specs[part_id][tokens] if sends else None, groups, other)
-                trips = [_there_and_back(spec, groups, other, sends, device) for _ in range(1 + _LINK_REPEATS)][1:]
+                trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(1 + _LINK_REPEATS)][1:]
                 costs[mine][tokens] += statistics.median(own_s for _, own_s in trips)
                 if sends:
                     sent_s = statistics.median(seconds for seconds, _ in trips)
@@ -232,11 +235,12 @@ def _links(
     return samples, costs
 
 
-def _rounds(layout: Layout) -> list[list[tuple[int, int, int]]]:
-    """The links between own places of parts, (part, its stage, stage of the next part), in rounds in which every stage
-    has one at most."""
-    links = ((part_id, layout.owner(part_id), layout.owner(part_id + 1)) for part_id in range(layout.num_parts - 1))
-    return rounds_of((link for link in links if link[1] != link[2]), ends=lambda link: link[1:])
+def _rounds(layout: Layout) -> list[list[tuple[int, WireEnds]]]:
+    """Return the links between own places of parts, each with the part that sends activations, in rounds in which
+    every stage has one at most."""
+    links = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
+    between_stages = (link for link in links if link[1][0] != link[1][2])
+    return rounds_of(between_stages, ends=lambda link: (link[1][0], link[1][2]))
 
 
 def _spec_over(mine: MessageSpec | None, groups: PipelineGroups, other: int) -> MessageSpec:
@@ -248,28 +252,28 @@ def _spec_over(mine: MessageSpec | None, groups: PipelineGroups, other: int) -> 
 
 
 def _there_and_back(
-    spec: MessageSpec, groups: PipelineGroups, other: int, sends: bool, device: torch.device
+    spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool
 ) -> tuple[float, float]:
-    """Seconds of one way, and of this stage's own time that one message takes.
+    """Return the seconds of one way, and those of this stage's own time that one message takes.
+
+    The wires are those of training, connected the way that they go: another pair of ends would have to connect first,
+    and a stage that does so with one neighbour keeps the other one waiting.
 
     On a CPU that is all the processor time of sending or receiving, whichever thread carries the message: there is no
     other processor. On an accelerator it is the calls alone.
     """
-    ahead, behind = ("activations", "gradients") if sends else ("gradients", "activations")
-    outgoing = groups.wire(ahead, other, towards=True, device=device)
-    incoming = groups.wire(behind, other, towards=False, device=device)
-    there = [torch.zeros(t.shape, dtype=t.dtype, device=device) for t in spec.tensors]
+    there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
     back = [incoming.buffer(t) for t in spec.tensors]
     synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    works: list[Any] = [torch_dist.irecv(buffer, incoming.peer, group=incoming.group) for buffer in back]
+    works: list[Any] = [incoming.irecv(buffer) for buffer in back]
     called_s = time.perf_counter() - begin_s
     if not sends:
         _wait(works)
         works = []
     again_s = time.perf_counter()
     ready = [outgoing.outgoing(tensor) for tensor in there]
-    works += [torch_dist.isend(tensor, outgoing.peer, group=outgoing.group) for tensor in ready]
+    works += [outgoing.isend(tensor) for tensor in ready]
     called_s += time.perf_counter() - again_s
     _wait(works)
     for buffer, tensor in zip(back, spec.tensors, strict=True):

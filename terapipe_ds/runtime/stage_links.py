@@ -12,8 +12,8 @@ import torch
 
 from terapipe_ds.runtime.batch import Tensors
 from terapipe_ds.runtime.buffers import BatchInFlight, Places
-from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.groups import Wires
+from terapipe_ds.runtime.layout import Layout, WireEnds
 from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Unit
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.schedule.action import Action, Kind
@@ -41,7 +41,7 @@ class StageLinks:
     what one hands on waits here for the other.
     """
 
-    def __init__(self, groups: PipelineGroups, layout: Layout, stage_id: int, device: torch.device) -> None:
+    def __init__(self, wires: Wires, layout: Layout, stage_id: int) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id = layout, stage_id
         self._batch: BatchInFlight | None = None
@@ -49,35 +49,29 @@ class StageLinks:
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
         self._towards: dict[int, list[SendChannel]] = defaultdict(list)  # by the stage that receives
         self._handed: dict[tuple[Kind, int, Unit], tuple[MessageSpec, Tensors]] = {}
-        for source, source_chunk, target, target_chunk in layout.wires():
-            tag = layout.tag(source_chunk, target_chunk)
+        for ends in layout.wires():
+            source, source_chunk, target, target_chunk = ends
             if stage_id == source:
-                self._connect_next(self._channels[source_chunk], groups, target, device, tag)
+                self._add_next(self._channels[source_chunk], wires, ends)
             elif stage_id == target:
-                self._connect_previous(self._channels[target_chunk], groups, source, device, tag)
+                self._add_previous(self._channels[target_chunk], wires, ends)
 
-    def _connect_next(
-        self, mine: _PartChannels, groups: PipelineGroups, stage_id: int, device: torch.device, tag: int
-    ) -> None:
-        sending = mine.activations_out = SendChannel(groups.wire("activations", stage_id, True, device, tag))
+    def _add_next(self, mine: _PartChannels, wires: Wires, ends: WireEnds) -> None:
+        sending = mine.activations_out = SendChannel(wires.activations(ends))
 
         def gradient_spec(unit: Unit) -> MessageSpec | None:
             sent = sending.announced.get(self._signature(unit))
             return None if sent is None else sent.gradient()
 
-        mine.gradients_in = ReceiveChannel(
-            groups.wire("gradients", stage_id, False, device, tag), gradient_spec, _never_learned
-        )
-        self._towards[stage_id].append(sending)
+        mine.gradients_in = ReceiveChannel(wires.gradients(ends), gradient_spec, _never_learned)
+        self._towards[sending.wire.peer_stage_id].append(sending)
 
-    def _connect_previous(
-        self, mine: _PartChannels, groups: PipelineGroups, stage_id: int, device: torch.device, tag: int
-    ) -> None:
-        wire = groups.wire("activations", stage_id, False, device, tag)
+    def _add_previous(self, mine: _PartChannels, wires: Wires, ends: WireEnds) -> None:
+        wire = wires.activations(ends)
         announced = AnnouncedSpecs(wire, self._signature)
         mine.activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
-        mine.gradients_out = SendChannel(groups.wire("gradients", stage_id, True, device, tag))
-        self._towards[stage_id].append(mine.gradients_out)
+        mine.gradients_out = SendChannel(wires.gradients(ends))
+        self._towards[wire.peer_stage_id].append(mine.gradients_out)
 
     # -- a batch -----------------------------------------------------------------------------------------------------
 

@@ -46,10 +46,11 @@ def _exchange(device: torch.device) -> bool:
     from terapipe_ds.runtime.link import MessageSpec, ReceiveChannel, SendChannel, TensorSpec
 
     rank, everyone = distributed.get_rank(), distributed.group.WORLD
-    made = groups.PipelineGroups((0, 1), everyone, everyone, everyone)
-    made.connect(Layout.plain(2), rank, device)
+    layout = Layout.plain(2)
+    (ends,) = layout.wires()
+    made = groups.PipelineGroups((0, 1), {ends: (everyone, everyone)}, everyone)
+    wire = made.connect(layout, rank, device).activations(ends)
     spec = MessageSpec((TensorSpec((4, 8), torch.bfloat16, True),), is_tuple=False)
-    wire = made.wire("activations", 1 - rank, towards=rank == 0, device=device)
     values = torch.arange(32, device=device, dtype=torch.bfloat16).view(4, 8)
     assert wire.staged
     if rank == 0:

@@ -281,10 +281,12 @@ def test_one_queue_of_the_device_is_warned_of(
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    made = groups.PipelineGroups((0, 1), object(), object(), object())
+    made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
     with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        made.connect(Layout.plain(1), 0, torch.device(device))  # which has no wires to connect
+        wires = made.connect(Layout.plain(1), 0, torch.device(device))  # which has no wires to connect
     assert ["CUDA_DEVICE_MAX_CONNECTIONS=1" in record.getMessage() for record in caplog.records] == [True] * expected
+    with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
+        wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
 
 
 def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""Trainings with NCCL's order emulated, run inside the ranks, and the stock engine's beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.runtime import profiler
+from terapipe_ds.schedule import CHUNKED_SCHEDULES
+from tests.distributed import engines, tuple_models
+from tests.distributed.nccl_emulator import emulated_nccl
+
+LENGTH = 24
+NUM_MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How far a training was from the stock engine's, and what was posted meanwhile."""
+
+    differences: dict[str, float] = field(default_factory=dict)
+    evaluation_error: float = 0.0
+    messages: int = 0
+    connections: tuple[tuple[int, int, int], ...] = ()
+    synchronized_while_posted: tuple[str, ...] = ()
+
+
+def train_over_nccl(
+    schedule: str,
+    stages: int,
+    slices: int | str | list[int],
+    eager: bool,
+    patience_s: float = 30.0,
+    changes: dict[str, Any] | None = None,
+    num_layers: int | None = None,
+    mixed: bool = False,
+    **options: Any,
+) -> Trained:
+    """Train three steps, with an evaluation before the second and the third, as the stock engine does in one stage.
+
+    Args:
+        changes: of the `terapipe` section. The first batch is verified unless they say otherwise.
+        mixed: layers hand on tensors of several dtypes.
+        options: of `engines.build`.
+    """
+    chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
+    section = engines.section(
+        schedule=schedule, slices=slices, granularity_tokens=8, verify="first_batch", stall_timeout_s=60,
+        **{**chunks, **(changes or {})},
+    )  # fmt: skip
+    num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
+    make = tuple_models.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
+    data = _mixed_batches() if mixed else engines.batches(3, num_micro_batches=NUM_MICRO_BATCHES, length=LENGTH)
+    options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
+    with emulated_nccl(eager, patience_s) as nccl, _few_rounds():
+        ours, evaluated = _train(make, section, data, stages=stages, **options)
+        seen = tuple(nccl.synchronized_while_posted)
+    stock, expected = _train(make, None, data, stages=1, **options)
+    return Trained(
+        engines.differences(ours, stock), engines.error_of(evaluated, expected), nccl.messages,
+        tuple(nccl.connections), seen,
+    )  # fmt: skip
+
+
+def _mixed_batches() -> list[engines.Batch]:
+    seeds = range(NUM_MICRO_BATCHES)
+    return [[tuple_models.guided_micro_batch(100 * step + seed) for seed in seeds] for step in range(3)]
+
+
+def _few_rounds() -> contextlib.AbstractContextManager[Any]:
+    """What is measured is not looked at here, so that as many rounds as there must be will do."""
+    return mock.patch.object(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
+
+
+def _train(
+    layers: Callable[[], Sequence[Any]], section: dict[str, Any] | None, data: Sequence[engines.Batch], **options: Any
+) -> tuple[engines.Run, list[float]]:
+    evaluated: list[float] = []
+
+    def evaluate(engine: PipelineEngine, step: int) -> None:
+        if step:
+            evaluated.append(float(engine.eval_batch(iter(data[0]))))
+
+    return engines.run_training(layers, section, data, before_step=evaluate, **options), evaluated

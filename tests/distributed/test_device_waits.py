@@ -1,0 +1,128 @@
+"""What DeepSpeed's and our own options wait for within a batch, with a stand-in for a device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.comm import comm as ds_comm
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.checks import check_device_waits
+from terapipe_ds.runtime.groups import Wires
+from terapipe_ds.runtime.link import Wire
+from tests.distributed import engines
+from tests.distributed.device_waits import Waits, counted_waits
+from tests.distributed.harness import rank_pool
+
+FLOPS = {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 2, "detailed": True}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "flops profiler": {"flops_profiler": FLOPS},
+    "wall clock breakdown": {"wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 1},
+    "checkpointing": {"module": {"activation_checkpoint_interval": 1},
+                      "activation_checkpointing": {"profile": True}},
+    "half precision and ZeRO": {"dtype": "bfloat16", "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
+    "dynamic loss scale": {"dtype": "float16", "fp16": {"enabled": True, "initial_scale_power": 8}},
+    "numbers looked at, weight gradients apart": {"changes": {"check_finite": "every_step", "schedule": "seq1f1b-zb"}},
+}  # fmt: skip
+
+
+def job_count(
+    dtype: str = "float32", changes: dict[str, Any] | None = None, trace_dir: str | None = None, **options: Any
+) -> tuple[Waits, str]:
+    """Three steps and two evaluations, and what was printed."""
+    section = engines.section(trace_dir=trace_dir, **(changes or {}))
+    printed = io.StringIO()
+    with engines.engine_of(engines.gpt_layers(dtype), section, stages=2, **options) as engine:
+        with counted_waits() as waits, contextlib.redirect_stdout(printed):
+            for batch in engines.batches(3):
+                engine.train_batch(iter(batch))
+                engine.eval_batch(iter(batch))
+    return waits, printed.getvalue()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_action_waits_for_the_device(name: str) -> None:
+    for waits, _ in rank_pool(2).run(job_count, **CASES[name]):
+        assert waits.actions > 100
+        assert waits.device == []
+        assert waits.reads == []
+
+
+def test_the_profiler_times_modules_by_events() -> None:
+    """An event pair of the stand-in is 2 ms apart; a module has one for each slice."""
+    for _, printed in rank_pool(2).run(job_count, flops_profiler=FLOPS):
+        assert "DeepSpeed Flops Profiler" in printed
+        assert "fwd latency:" in printed and "6 ms" in printed
+
+
+def test_traces_wait_for_the_stream_alone(tmp_path: Path) -> None:
+    for waits, _ in rank_pool(2).run(job_count, trace_dir=str(tmp_path)):
+        assert waits.device == waits.reads == []
+    assert len(list(tmp_path.glob("timeline-step*.json"))) == 6
+
+
+def job_count_stock_hooks() -> list[str]:
+    """With the time hooks of DeepSpeed's profiler left in place."""
+    from terapipe_ds.runtime import flops
+
+    with mock.patch.object(flops._ModuleClock, "start"):
+        return job_count(flops_profiler=FLOPS)[0].device
+
+
+def test_the_stand_in_sees_the_profiler_of_deepspeed() -> None:
+    for waits in rank_pool(2).run(job_count_stock_hooks):
+        assert waits and all("_time_hook" in each for each in waits)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def wires(device: str, staged: bool = False) -> Wires:
+    wire = Wire(1, "data", "control", torch.device(device), "activations to stage 1", staged)
+    return Wires({(0, 0, 1, 0): (wire, dataclasses.replace(wire, name="gradients from stage 1"))})
+
+
+REFUSED = {
+    "synchronize_checkpoint_boundary": lambda: mock.patch.object(ds_checkpointing, "SYNCHRONIZE", True),
+    "comms_logger.enabled to false": lambda: mock.patch.object(ds_comm.comms_logger, "enabled", True),
+    "CUDA_LAUNCH_BLOCKING=1": lambda: mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_replaced_is_refused_where_receives_are_on_a_device(words: str) -> None:
+    with REFUSED[words]():
+        with pytest.raises(TeraPipeConfigError, match=rf"{words}.*a hang"):
+            check_device_waits(wires("cuda"))
+        check_device_waits(wires("cpu"))
+        check_device_waits(wires("cuda", staged=True))  # receives are in the host's memory
+        check_device_waits(Wires({}))  # one stage
+    check_device_waits(wires("cuda"))
+
+
+def job_refused() -> list[str]:
+    """On every rank, before the first batch begins, and only as long as it is on."""
+    said = []
+    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+        (batch,) = engines.batches(1)
+        with mock.patch.object(Wires, "post_on_device", True), REFUSED["synchronize_checkpoint_boundary"]():
+            try:
+                engine.train_batch(iter(batch))
+            except TeraPipeConfigError as error:
+                said.append(str(error))
+        engine.train_batch(iter(batch))
+    return said
+
+
+def test_the_engine_refuses_it_on_every_rank() -> None:
+    for said in rank_pool(2).run(job_refused):
+        assert len(said) == 1 and "synchronize_checkpoint_boundary" in said[0]

@@ -1,0 +1,159 @@
+"""No schedule hangs over NCCL, whose order of connections and messages is emulated; see `nccl_emulator`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from terapipe_ds.runtime import groups, measuring
+from terapipe_ds.runtime.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.link import Wire
+from terapipe_ds.schedule import SCHEDULE_NAMES
+from tests.distributed.engines import EXACT, violations
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.nccl_order import Trained, train_over_nccl
+
+IMPATIENT_S = 4.0
+full = pytest.mark.full
+# K, schedule, slices, eager. A bidirectional schedule needs an even K.
+EVERYTHING = [
+    (stages, schedule, slices, eager)
+    for stages in (2, 3, 4)
+    for schedule in SCHEDULE_NAMES
+    if not (schedule.startswith("chimera") and stages % 2)
+    for slices in ("auto", 3)
+    for eager in (False, True)
+]
+SAMPLE = [(3, "seq1f1b", "auto", False), (3, "zbv", "auto", False)]
+
+
+def assert_right(ranks: list[Trained]) -> None:
+    """Nothing was waited for that does not come, and what came was what the stock engine computes."""
+    assert not violations([rank.differences for rank in ranks], EXACT)
+    assert max(rank.evaluation_error for rank in ranks) < 1e-6
+    assert not any(rank.synchronized_while_posted for rank in ranks)
+    for rank in ranks:
+        assert rank.messages > 10
+        assert len(set(rank.connections)) == len(rank.connections)
+
+
+def parameters() -> Iterator[Any]:
+    for case in EVERYTHING:
+        stages, schedule, slices, eager = case
+        marks = () if case in SAMPLE else full
+        yield pytest.param(*case, id=f"{stages}-{schedule}-{slices}-{'eager' if eager else 'lazy'}", marks=marks)
+
+
+@pytest.mark.parametrize(("stages", "schedule", "slices", "eager"), list(parameters()))
+def test_every_schedule(stages: int, schedule: str, slices: Any, eager: bool) -> None:
+    assert_right(rank_pool(stages).run(train_over_nccl, schedule=schedule, stages=stages, slices=slices, eager=eager))
+
+
+def test_there_are_eleven_schedules() -> None:
+    assert len({schedule for _, schedule, _, _ in EVERYTHING}) == len(SCHEDULE_NAMES) >= 11
+
+
+OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "as many data as pipeline ranks": (4, {"schedule": "seq1f1b", "stages": 2, "slices": "auto"}),
+    "both ways beside data parallel": (4, {"schedule": "chimera-seq", "stages": 2, "slices": 3}),
+    "uneven slices": (3, {"schedule": "seq1f1b-zb", "stages": 3, "slices": [5, 16, 3]}),
+    "activation checkpointing": (3, {"schedule": "seq1f1b", "stages": 3, "slices": 3,
+                                     "module": {"activation_checkpoint_interval": 1}}),
+    "numbers looked at": (3, {"schedule": "zbv", "stages": 3, "slices": 3, "changes": {"check_finite": "every_step"}}),
+    "three parts per stage": (2, {"schedule": "seq1f1b-interleaved", "stages": 2, "slices": 3, "num_layers": 6,
+                                  "changes": {"chunks_per_stage": 3}}),
+    "every schedule ranked": (2, {"schedule": "auto", "stages": 2, "slices": "auto"}),
+    "tensors of several dtypes": (3, {"schedule": "seq1f1b", "stages": 3, "slices": 3, "mixed": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=() if name == "tensors of several dtypes" else full) for name in OTHERS
+])  # fmt: skip
+def test_other_layouts(name: str, eager: bool) -> None:
+    ranks, job = OTHERS[name]
+    assert_right(rank_pool(ranks).run(train_over_nccl, eager=eager, **job))
+
+
+# -- what the emulator finds -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def links_measured_over_the_first_group() -> Iterator[None]:
+    """As long as any two stages had a wire over the first group, in which `connect` had connected others."""
+    links = measuring._links
+
+    def over_the_first_group(specs: Any, layout: Any, groups: PipelineGroups, wires: Wires, *rest: Any) -> Any:
+        return links(specs, layout, groups, _OverFirst(wires, next(iter(groups.by_wire.values()))), *rest)
+
+    with mock.patch.object(measuring, "_links", over_the_first_group):
+        yield
+
+
+class _OverFirst(Wires):
+    def __init__(self, wires: Wires, first: tuple[Any, Any]) -> None:
+        self._wires, self._first = wires, first
+
+    def activations(self, ends: Any) -> Wire:
+        return dataclasses.replace(self._wires.activations(ends), group=self._first[0])
+
+    def gradients(self, ends: Any) -> Wire:
+        return dataclasses.replace(self._wires.gradients(ends), group=self._first[1])
+
+
+def wires_that_share_groups() -> contextlib.AbstractContextManager[Any]:
+    """As gloo, which has tags, may have it."""
+    return mock.patch.object(groups, "_keeps_order", lambda: False)
+
+
+@contextlib.contextmanager
+def wires_not_connected() -> Iterator[None]:
+    """The first message of a batch connects."""
+    connect = PipelineGroups.connect
+
+    def only_named(self: PipelineGroups, *arguments: Any) -> Wires:
+        with mock.patch.object(groups.torch_dist, "send"), mock.patch.object(groups.torch_dist, "recv"):
+            return connect(self, *arguments)
+
+    with mock.patch.object(PipelineGroups, "connect", only_named):
+        yield
+
+
+def train_with(fault: Callable[[], contextlib.AbstractContextManager[Any]], **job: Any) -> Trained:
+    with fault():
+        return train_over_nccl(patience_s=IMPATIENT_S, **job)
+
+
+@pytest.mark.parametrize(("fault", "words", "job"), [
+    (links_measured_over_the_first_group, "connects for a message from rank",
+     {"schedule": "seq1f1b", "stages": 3, "slices": "auto", "eager": False}),
+    pytest.param(links_measured_over_the_first_group, "connects for a message from rank",
+                 {"schedule": "zbv", "stages": 3, "slices": "auto", "eager": True}, marks=full),
+    pytest.param(wires_that_share_groups, "waits for the receive of message",
+                 {"schedule": "seq1f1b", "stages": 4, "slices": 3, "eager": True}, marks=full),
+    pytest.param(wires_not_connected, "connects for a message from rank",
+                 {"schedule": "zbv", "stages": 3, "slices": 3, "eager": False}, marks=full),
+])  # fmt: skip
+def test_a_deadlock_ends_in_words(fault: Any, words: str, job: dict[str, Any]) -> None:
+    with pytest.raises(RankFailure, match=f"NCCL would hang: rank . {words}"):
+        rank_pool(job["stages"]).run(train_with, fault=fault, **job)
+
+
+def checkpoints_that_synchronize() -> contextlib.AbstractContextManager[Any]:
+    """DeepSpeed's `synchronize_checkpoint_boundary`, which the engine refuses on a device."""
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    return mock.patch.object(checkpointing, "SYNCHRONIZE", True)
+
+
+def test_waiting_for_the_device_within_a_batch_would_hang() -> None:
+    job = {"schedule": "seq1f1b", "stages": 2, "slices": 3, "eager": False}
+    checkpointed = {"activation_checkpoint_interval": 1}
+    with pytest.raises(RankFailure, match="NCCL would hang: a wait for the whole device waits for the receive of"):
+        rank_pool(2).run(train_with, fault=checkpoints_that_synchronize, module=checkpointed, **job)

@@ -14,7 +14,6 @@ from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.integrations.insertions import problem_of_insertions
-from terapipe_ds.planner import granularity_for
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -152,15 +151,13 @@ def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
     """The config with a granularity that every slice can be cut by; listed slices are taken as they are."""
-    granularity = granularity_for(config.granularity_tokens, multiple, sequence_parallel=True)
-    if granularity == config.granularity_tokens or isinstance(config.slices, tuple):
-        return config
-    if rank == 0:
+    raised = config.with_multiple(multiple)
+    if raised.granularity_tokens != config.granularity_tokens and rank == 0:
         logger.info(
             "terapipe.granularity_tokens is raised from %d to %d: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple", config.granularity_tokens, granularity, multiple,
+            "slice_length_multiple", config.granularity_tokens, raised.granularity_tokens, multiple,
         )  # fmt: skip
-    return config.model_copy(update={"granularity_tokens": granularity})
+    return raised
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

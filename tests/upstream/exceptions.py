@@ -1,0 +1,17 @@
+"""Which of DeepSpeed's own tests do not pass with our engine, and why. `docs/stock-differences.md` has the same list."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Known(NamedTuple):
+    """Why a test fails, and what its failure shows: another failure of it is not the known one."""
+
+    reason: str
+    shows: str
+
+
+EXCEPTIONS: dict[str, Known] = {}
+LEFT_OUT: dict[str, str] = {}
+"""Tests that cannot run here with any engine, and why."""

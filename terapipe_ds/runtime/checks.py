@@ -18,22 +18,16 @@ from terapipe_ds.integrations.insertions import problem_of_insertions
 logger = logging.getLogger("terapipe_ds")
 
 
-def check_module(module: Any) -> None:
-    """Refuse a ``PipelineModule`` whose shapes do not follow from a plan."""
-    if getattr(module, "dynamic_shape", False):
-        raise TeraPipeConfigError(
-            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, "
-            "and sequence lengths may change from batch to batch without it. Remove dynamic_shape."
-        )
-
-
-def check_checkpointing() -> None:
-    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes."""
+def check_checkpointing(in_stock_order: bool = False) -> None:
+    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that is not DeepSpeed's
+    own."""
+    if in_stock_order:
+        return
     if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
         raise TeraPipeConfigError(
             "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
             "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
-            "false."
+            "false, or take DeepSpeed's own order: terapipe.slices 1 with terapipe.schedule \"1f1b\"."
         )
 
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
+from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.parted import activate
@@ -132,7 +133,7 @@ def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
     layers = []
     for index, function in enumerate(module.forward_funcs):
         checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
-        checkpoint = module.activation_checkpoint_func if checkpointed else None
+        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func) if checkpointed else None
         layers.append((NamedLayer(index + module._local_start, function), checkpoint))
     return layers
 

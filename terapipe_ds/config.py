@@ -194,8 +194,8 @@ class TeraPipeConfig(_StrictModel):
         return plan
 
     def granularity_for(self, sequence_length: int) -> int:
-        """By what sequences of that length are cut. A default never refuses: where nobody has set ``granularity_tokens``,
-        it is halved until the number of slices fits, and never larger than the sequence."""
+        """By what sequences of that length are cut. A default never refuses: where nobody has set
+        ``granularity_tokens``, it is halved until the number of slices fits, and never larger than the sequence."""
         granularity = self.granularity_tokens
         if "granularity_tokens" in self.model_fields_set:
             return granularity

@@ -136,7 +136,7 @@ class SliceableTensors:
 
 @dataclass(frozen=True)
 class UncutLabels(SliceableTensors):
-    """Labels in DeepSpeed's own order that are no tensors with a dimension to cut: ``loss_fn`` gets them as they are."""
+    """Labels in DeepSpeed's own order that have no dimension to cut: ``loss_fn`` gets them as they are."""
 
     value: Any
     whole_length: int
@@ -160,7 +160,10 @@ class UncutLabels(SliceableTensors):
 
     def part(self, start: int, stop: int) -> Any:
         if stop - start != self.whole_length:
-            raise BatchError(f"labels of type {type(self.value).__name__} cannot be cut in slices: set terapipe.slices to 1")
+            raise BatchError(
+                f"labels of type {type(self.value).__name__} cannot be cut in slices: give tensors, or set no slices by "
+                "hand"
+            )
         return self.value
 
 

@@ -27,7 +27,7 @@ def check_checkpointing(in_stock_order: bool = False) -> None:
         raise TeraPipeConfigError(
             "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
             "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
-            "false, or take DeepSpeed's own order: terapipe.slices 1 with terapipe.schedule \"1f1b\"."
+            'false, or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
         )
 
 

@@ -65,7 +65,7 @@ def _has_dimension(labels: Any) -> bool:
 
 
 def _length_of(inputs: Any, dim: int) -> int:
-    """Of the first input that has the dimension; 1 where none is known, as on a last stage that is given labels only."""
+    """Of the first input that has the dimension; 1 where none has, as on a last stage that is given labels only."""
     tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)
 

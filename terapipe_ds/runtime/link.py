@@ -146,8 +146,8 @@ class SendChannel:
         elif known != spec:
             raise LinkError(
                 f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {known} before; what a "
-                "stage hands on may depend on the batch size, the sequence length and the slice length only. Anything else takes "
-                "PipelineModule(dynamic_shape=True) with terapipe.slices 1 and terapipe.schedule \"1f1b\""
+                "stage hands on may depend on the batch size, the sequence length and the slice length only. Other "
+                'shapes take PipelineModule(dynamic_shape=True), terapipe.slices 1 and terapipe.schedule "1f1b"'
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:

@@ -94,7 +94,8 @@ def measure_parts(
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
         probes = {place: _probe(engine, place, drawn, shapes, sequence_length, store) for place in places}
     peers: Peers = Alone() if groups.world is None else WorldPeers(groups.world)
-    lengths = sorted({tokens for tokens, _ in grid(sequence_length, engine.terapipe_config.granularity_for(sequence_length))})
+    granularity = engine.terapipe_config.granularity_for(sequence_length)
+    lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
     specs: dict[int, _Specs] = {place.part_id: {} for place in places}
     try:
         with untouched(engine.module, _accumulates_in_fp32(engine)), guard_plain_attention():

@@ -14,7 +14,15 @@ from terapipe_ds.runtime.batch import Tensors
 from terapipe_ds.runtime.buffers import BatchInFlight, Places
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Signature, Unit
+from terapipe_ds.runtime.link import (
+    AnnouncedSpecs,
+    LinkError,
+    MessageSpec,
+    ReceiveChannel,
+    SendChannel,
+    Signature,
+    Unit,
+)
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.schedule.action import Action, Kind
 

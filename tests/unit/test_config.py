@@ -528,7 +528,8 @@ def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tup
     config = read({"slices": 2}).with_multiple(multiple)
     assert config.plan_for(length) == SlicePlan(lengths)
     assert config.granularity_for(5 * 192) == math.lcm(64, multiple)
-    assert read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple).granularity_for(9) == math.lcm(8, multiple)
+    given = read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple)
+    assert given.granularity_for(9) == math.lcm(8, multiple)
 
 
 def test_plan_for_a_list() -> None:

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     tests = options.source.resolve() / "tests"
     missing = [name for name in TESTS if not (tests / name).exists()]
     if missing:
-        parser.error(f"{options.source}: a checkout of DeepSpeed has {', '.join(missing)} in its folder tests; give one")
+        parser.error(f"{options.source}/tests has no {', '.join(missing)}: give a checkout of DeepSpeed")
     with tempfile.TemporaryDirectory(prefix="terapipe-upstream-") as folder:
         command = [
             sys.executable, "-m", "pytest", "-p", "tests.upstream.plugin", "-p", "no:cacheprovider",

@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's own tests do not pass with our engine, and why. `docs/stock-differences.md` has the same list."""
+"""Which of DeepSpeed's own tests do not pass with our engine, and why; as in `docs/stock-differences.md`."""
 
 from __future__ import annotations
 

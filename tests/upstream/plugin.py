@@ -23,10 +23,10 @@ from tests.upstream.ranks import STOCK, prepare_rank, run_prepared
 class PreparedProcesses:
     """`torch.multiprocessing`, whose processes are prepared ranks."""
 
-    def Pool(self, processes: int) -> Any:  # noqa: N802  the name that the tests call
+    def Pool(self, processes: int) -> Any:
         return multiprocessing.Pool(processes, initializer=prepare_rank)
 
-    def Process(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:  # noqa: N802
+    def Process(self, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return multiprocessing.Process(target=run_prepared, args=(target, *args))
 
     def __getattr__(self, name: str) -> Any:

@@ -63,7 +63,7 @@ def _take_over() -> None:
     def initialize(*args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config")
         if isinstance(kwargs.get("model"), deepspeed.PipelineModule):
-            assert isinstance(config, dict), "the config of a pipeline is not given as a dict: teach `ranks` to add to it"
+            assert isinstance(config, dict), f"the config of a pipeline is {config!r}: teach `ranks` to add to it"
             kwargs["config"] = {**config, "terapipe": SECTION}
         built = stock(*args, **kwargs)
         assert ("terapipe" in (kwargs.get("config") or {})) == (type(built[0]).__name__ == "TeraPipeEngine")

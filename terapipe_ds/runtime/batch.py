@@ -161,7 +161,7 @@ class UncutLabels(SliceableTensors):
     def part(self, start: int, stop: int) -> Any:
         if stop - start != self.whole_length:
             raise BatchError(
-                f"labels of type {type(self.value).__name__} cannot be cut in slices: give tensors, or set no slices by "
+                f"labels of type {type(self.value).__name__} cannot be cut: give tensors, or set no slices by "
                 "hand"
             )
         return self.value

@@ -358,7 +358,7 @@ def test_a_default_granularity_refuses_no_short_sequence(schedule: str, slices: 
 
 
 def job_slices_by_hand(data: list[Batch], parted: bool) -> str:
-    options = on_images(loss_fn=loss_of_dict)
+    options = on_images(loss_fn=loss_of_dict, stages=1)
     with engine_of(options.pop("layers")(), WHOLE, **options) as engine:
         engine.use_slice_plan(terapipe_ds.SlicePlan((1, 2)))  # of the images' channels
         with mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", parted):

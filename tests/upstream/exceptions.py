@@ -13,5 +13,3 @@ class Known(NamedTuple):
 
 
 EXCEPTIONS: dict[str, Known] = {}
-LEFT_OUT: dict[str, str] = {}
-"""Tests that cannot run here with any engine, and why."""

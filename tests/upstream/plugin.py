@@ -16,7 +16,7 @@ import deepspeed  # noqa: F401  the installed one, before the tests' own configu
 import pytest
 from torch import multiprocessing
 
-from tests.upstream.exceptions import EXCEPTIONS, LEFT_OUT
+from tests.upstream.exceptions import EXCEPTIONS
 from tests.upstream.ranks import STOCK, prepare_rank, run_prepared
 
 
@@ -33,21 +33,18 @@ class PreparedProcesses:
         return getattr(multiprocessing, name)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems() -> None:
     """All is imported by now: ranks are prepared from here on, and find the installed DeepSpeed alone."""
     import unit.common  # of the checkout
 
     unit.common.mp = PreparedProcesses()
     checkout = Path(unit.common.__file__).parents[2]
     sys.path[:] = [entry for entry in sys.path if entry == "" or Path(entry).resolve() != checkout.resolve()]
-    for item in items:
-        if item.nodeid in LEFT_OUT:
-            item.add_marker(pytest.mark.skip(reason=LEFT_OUT[item.nodeid]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """A list that names tests which are not there has not been looked at for long."""
-    gone = (EXCEPTIONS.keys() | LEFT_OUT.keys()) - {item.nodeid for item in session.items}
+    gone = EXCEPTIONS.keys() - {item.nodeid for item in session.items}
     if gone and not session.config.option.keyword:
         raise pytest.UsageError(f"exceptions.py lists tests that this checkout does not have: {sorted(gone)}")
 

@@ -1,4 +1,4 @@
-# make venv | test | test-full | mutations | demo | lint | clean
+# make venv | test | test-full | upstream-tests | mutations | demo | lint | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Compiled modules are kept, whatever the environment says: tests start hundreds of processes that import the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv test test-full mutations demo lint clean
+.PHONY: venv test test-full upstream-tests mutations demo lint clean
 
 venv: $(STAMP)
 
@@ -39,6 +39,14 @@ test: lint
 test-full: lint
 	TERAPIPE_TEST_FULL=1 $(PYTEST) -n 2 --dist loadfile -m "not alone"
 	TERAPIPE_TEST_FULL=1 $(PYTEST) -m alone
+
+# Other projects' own tests and programs with our engine: folders with checkouts, which stay as they are. Each part runs
+# where its source is given.
+upstream-tests: venv
+	@test -n "$(DEEPSPEED_SOURCE)$(MEGATRON_DEEPSPEED_SOURCE)" || \
+		{ echo "make upstream-tests DEEPSPEED_SOURCE=FOLDER MEGATRON_DEEPSPEED_SOURCE=FOLDER (one of them or both)"; exit 2; }
+	$(if $(DEEPSPEED_SOURCE),$(BIN)/python -m tests.upstream.deepspeed_tests "$(DEEPSPEED_SOURCE)")
+	$(if $(MEGATRON_DEEPSPEED_SOURCE),$(BIN)/python -m tests.upstream.megatron_deepspeed "$(MEGATRON_DEEPSPEED_SOURCE)")
 
 mutations: venv
 	$(BIN)/python -m tests.mutation_check

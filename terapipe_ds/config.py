@@ -10,12 +10,13 @@ import difflib
 import functools
 import hashlib
 import json
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config_conflicts import conflicts_in
 from terapipe_ds.plan import PlanError, SlicePlan, show_value
@@ -121,6 +122,7 @@ class TeraPipeConfig(_StrictModel):
         300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
     )
     trace_dir: _Path | None = Field(None, description="the path of a directory, or null")
+    _multiple: int = PrivateAttr(1)  # what slices are multiples of where nobody has set the granularity
 
     def __init__(self, /, **section: Any) -> None:
         problems: list[str] = []
@@ -169,7 +171,7 @@ class TeraPipeConfig(_StrictModel):
             PlanError: ``sequence_length`` itself is not an integer >= 1.
         """
         whole = SlicePlan.equal(sequence_length, 1)
-        if self.is_stock_order:
+        if self.slices == 1:  # nothing is cut
             return whole
         if self.slices == "auto":
             raise TeraPipeConfigError(
@@ -178,10 +180,12 @@ class TeraPipeConfig(_StrictModel):
             )
         try:
             if isinstance(self.slices, int):
-                return SlicePlan.equal(whole.sequence_length, self.slices, self.granularity_tokens)
+                granularity = self.granularity_for(whole.sequence_length)
+                return SlicePlan.equal(whole.sequence_length, self.slices, granularity)
             plan = SlicePlan(self.slices)
         except PlanError as error:
-            key = "granularity_tokens" if self.granularity_tokens > whole.sequence_length else "slices"
+            too_coarse = self.granularity_for(whole.sequence_length) > whole.sequence_length
+            key = "granularity_tokens" if too_coarse else "slices"
             raise TeraPipeConfigError(f"{_name((key,))} = {show_value(getattr(self, key))}: {error}") from None
         if plan.sequence_length != whole.sequence_length:
             given = f"{_name(('slices',))} = {show_value(list(self.slices))}"
@@ -191,10 +195,33 @@ class TeraPipeConfig(_StrictModel):
             )
         return plan
 
+    def granularity_for(self, sequence_length: int) -> int:
+        """By what sequences of that length are cut. A default never refuses: where nobody has set
+        ``granularity_tokens``, it is halved until the number of slices fits, and never larger than the sequence."""
+        granularity = self.granularity_tokens
+        if "granularity_tokens" in self.model_fields_set:
+            return granularity
+        granularity = math.lcm(granularity, self._multiple)
+        fewest = self.slices if isinstance(self.slices, int) else 1
+        while -(-sequence_length // granularity) < fewest and granularity % (2 * self._multiple) == 0:
+            granularity //= 2
+        return min(granularity, sequence_length)
+
+    def with_multiple(self, multiple: int) -> TeraPipeConfig:
+        """The same, for layers that need every slice to be a multiple of so many tokens. Listed slices are taken as
+        they are."""
+        if multiple == 1 or isinstance(self.slices, tuple):
+            return self
+        if "granularity_tokens" in self.model_fields_set:
+            return self.model_copy(update={"granularity_tokens": math.lcm(self.granularity_tokens, multiple)})
+        config = self.model_copy()
+        config._multiple = multiple
+        return config
+
     def check_granularity(self, sequence_length: int) -> None:
         """Whether sequences of that length can be planned: raises TeraPipeConfigError where one is shorter than a
-        granule."""
-        if self.granularity_tokens > sequence_length:
+        granule that somebody has set."""
+        if self.granularity_for(sequence_length) > sequence_length:
             raise TeraPipeConfigError(
                 f"{_name(('granularity_tokens',))} = {self.granularity_tokens}: larger than a sequence of "
                 f"{sequence_length} tokens; give at most {sequence_length}, or longer sequences"

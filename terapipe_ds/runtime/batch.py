@@ -8,7 +8,7 @@ Where the size alone may deceive, the batch is refused until the config names wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ class SliceableTensors:
         """L, the size of the sliced tensors in ``dim``."""
         return int(self.deciding.size(self.dim))
 
+    @property
+    def rows(self) -> int:
+        """All dimensions but the sequence."""
+        return self.deciding.numel() // max(self.length, 1)
+
     @classmethod
     def of_inputs(
         cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None, is_whole: bool = False
@@ -145,6 +150,39 @@ class SliceableTensors:
     def packed(self, tensors: Tensors) -> Any:
         """``tensors`` in the form in which the user gave them: one tensor, or a tuple."""
         return tensors if self.is_tuple else tensors[0]
+
+
+@dataclass(frozen=True)
+class UncutLabels(SliceableTensors):
+    """Labels in DeepSpeed's own order that have no dimension to cut: ``loss_fn`` gets them as they are."""
+
+    value: Any
+    whole_length: int
+
+    @classmethod
+    def of(cls, labels: Any, length: int) -> UncutLabels:
+        """``length``: what a sequence of the inputs has."""
+        return cls((), (), 0, False, labels, length)
+
+    @property
+    def length(self) -> int:
+        return self.whole_length
+
+    @property
+    def rows(self) -> int:
+        return 1
+
+    def to(self, device: torch.device) -> UncutLabels:
+        """A tensor without dimensions goes to the device, all else stays where it is, as in the stock engine."""
+        return replace(self, value=self.value.to(device)) if torch.is_tensor(self.value) else self
+
+    def part(self, start: int, stop: int) -> Any:
+        if stop - start != self.whole_length:
+            raise BatchError(
+                f"labels of type {type(self.value).__name__} cannot be cut: give tensors, or set no slices by "
+                "hand"
+            )
+        return self.value
 
 
 def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim: int) -> tuple[bool, ...]:

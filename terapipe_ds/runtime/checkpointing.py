@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+
+
+@contextmanager
+def checkpointing_with_gradients(module: Any) -> Iterator[None]:
+    """Around a forward of a ``PipelineModule``: its checkpoints are those of :func:`checkpoint_with_gradients`.
+
+    For that long only: DeepSpeed asks which function a module has by identity, to tell reentrant checkpointing.
+    """
+    given = getattr(module, "activation_checkpoint_func", None)
+    if given is None:  # a measured module of another kind
+        yield
+        return
+    module.activation_checkpoint_func = checkpoint_with_gradients(given)
+    try:
+        yield
+    finally:
+        module.activation_checkpoint_func = given
 
 
 def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:

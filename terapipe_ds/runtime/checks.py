@@ -17,28 +17,21 @@ from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.integrations.insertions import problem_of_insertions
-from terapipe_ds.planner import granularity_for
 from terapipe_ds.runtime.groups import Wires
 
 logger = logging.getLogger("terapipe_ds")
 
 
-def check_module(module: Any) -> None:
-    """Refuse a ``PipelineModule`` whose shapes do not follow from a plan."""
-    if getattr(module, "dynamic_shape", False):
-        raise TeraPipeConfigError(
-            "PipelineModule(dynamic_shape=True) cannot be combined with terapipe: shapes follow from the slice plan, "
-            "and sequence lengths may change from batch to batch without it. Remove dynamic_shape."
-        )
-
-
-def check_checkpointing() -> None:
-    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes."""
+def check_checkpointing(in_stock_order: bool = False) -> None:
+    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that is not DeepSpeed's
+    own."""
+    if in_stock_order:
+        return
     if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
         raise TeraPipeConfigError(
             "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
             "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
-            "false."
+            'false, or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
         )
 
 
@@ -153,15 +146,13 @@ def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
     """The config with a granularity that every slice can be cut by; listed slices are taken as they are."""
-    granularity = granularity_for(config.granularity_tokens, multiple, sequence_parallel=True)
-    if granularity == config.granularity_tokens or isinstance(config.slices, tuple):
-        return config
-    if rank == 0:
+    raised = config.with_multiple(multiple)
+    if raised.granularity_tokens != config.granularity_tokens and rank == 0:
         logger.info(
             "terapipe.granularity_tokens is raised from %d to %d: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple", config.granularity_tokens, granularity, multiple,
+            "slice_length_multiple", config.granularity_tokens, raised.granularity_tokens, multiple,
         )  # fmt: skip
-    return config.model_copy(update={"granularity_tokens": granularity})
+    return raised
 
 
 def check_device_waits(wires: Wires) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import BatchError, SliceableTensors, as_tuple, check_found
+from terapipe_ds.runtime.batch import BatchError, SliceableTensors, UncutLabels, as_tuple, check_found
 from terapipe_ds.runtime.checksum import checksum
 from terapipe_ds.runtime.header import (
     DataSums,
@@ -37,8 +37,9 @@ class DrawnMicroBatch:
     seen: MicroBatchShape | None = None
 
 
-def _split(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+def _split(batch: Any, has_more: bool) -> tuple[Any, Any]:
+    """``has_more``: the stock engine takes the first two elements of what there may be."""
+    if not isinstance(batch, (tuple, list)) or not (len(batch) == 2 or (has_more and len(batch) > 2)):
         raise BatchError(
             f"the data iterator must give (inputs, labels), got {type(batch).__name__}"
             + (f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else "")
@@ -51,17 +52,30 @@ def _is_absent(labels: Any) -> bool:
     return labels is None or (isinstance(labels, (tuple, list)) and len(labels) == 0)
 
 
-def _own(tensors: Any) -> Any:
-    """A copy: all micro-batches are drawn before the first one is used, and a data loader may reuse its memory."""
-    if torch.is_tensor(tensors):
-        return tensors.detach().clone()
-    if isinstance(tensors, (tuple, list)) and all(torch.is_tensor(t) for t in tensors):
-        return tuple(t.detach().clone() for t in tensors)
-    return tensors
+def _own(data: Any) -> Any:
+    """A copy of the tensors in it: all micro-batches are drawn before the first one is used, and a data loader may
+    reuse its memory."""
+    if torch.is_tensor(data):
+        return data.detach().clone()
+    if isinstance(data, (tuple, list)) and all(torch.is_tensor(t) for t in data):
+        return tuple(map(_own, data))
+    return {key: _own(value) for key, value in data.items()} if type(data) is dict else data
+
+
+def _has_dimension(labels: Any) -> bool:
+    """True where something in labels of tensors could be cut."""
+    tensors = (labels,) if torch.is_tensor(labels) else labels
+    return isinstance(tensors, (tuple, list)) and any(not torch.is_tensor(t) or t.dim() > 0 for t in tensors)
+
+
+def _length_of(inputs: Any, dim: int) -> int:
+    """Of the first input that has the dimension; 1 where none has, as on a last stage that is given labels only."""
+    tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)
 
 
 def _shape_of(labels: SliceableTensors) -> MicroBatchShape:
-    return MicroBatchShape(rows=labels.deciding.numel() // max(labels.length, 1), length=labels.length)
+    return MicroBatchShape(rows=labels.rows, length=labels.length)
 
 
 def _number_of(fingerprint: str) -> int:
@@ -180,21 +194,27 @@ class BatchSource:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
-        inputs, labels = _split(batch)
+        inputs, labels = _split(batch, has_more=self._config.is_stock_order)
         drawn = DrawnMicroBatch()
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
-            drawn.seen = None if _is_absent(labels) else _shape_of(drawn.labels)
+            drawn.seen = None if self._tells_nothing(labels) else _shape_of(drawn.labels)
         if self._is_first:
             drawn.inputs = _own(inputs)
-            if not _is_absent(labels):
+            if not self._tells_nothing(labels):
                 # Only a check, as early as possible: the last stage's labels decide.
                 known = self._labels_of(labels)
                 drawn.seen = _shape_of(known)
                 self._found(drawn.inputs, drawn.seen, self._is_cut(known.length))
         return drawn
 
+    def _tells_nothing(self, labels: Any) -> bool:
+        """Of the sequences. In DeepSpeed's own order labels may be anything that ``loss_fn`` takes."""
+        return not _has_dimension(labels) if self._config.is_stock_order else _is_absent(labels)
+
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
+        if self._config.is_stock_order and self._tells_nothing(labels):
+            return UncutLabels.of(_own(labels), _length_of(inputs, self._config.sequence_dim))
         if not _is_absent(labels):
             return self._labels_of(_own(labels))
         if needs_labels:
@@ -219,7 +239,7 @@ class BatchSource:
         length = drawn.labels.length
         if length == 0:
             raise BatchError(f"a batch with labels of shape {list(drawn.labels.deciding.shape)} has no tokens")
-        if length % self._length_multiple:
+        if length % self._length_multiple and not isinstance(drawn.labels, UncutLabels):
             raise BatchError(
                 f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
                 "each slice divides over the ranks of sequence parallelism, and the whole sequence does not. Give "

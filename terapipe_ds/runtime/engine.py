@@ -23,14 +23,12 @@ from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.checkpoint_engine import SafeCheckpoints
-from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.checkpoints import warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
     check_checkpointing,
     check_compile_call,
     check_device_waits,
     check_eval_call,
-    check_module,
     check_train_call,
     problem_of_given_slices,
     problem_of_layers,
@@ -92,7 +90,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
-        check_module(kwargs.get("model"))
         self.slice_length_multiple = slice_length_multiple(kwargs.get("model"))
         self._place: Place | None = None  # of the part that runs now
         given = kwargs["model"], kwargs.get("model_parameters"), kwargs.get("optimizer")
@@ -100,7 +97,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, chosen, kwargs.get("optimizer"))
         super().__init__(*args, **kwargs)
         show_log(self.global_rank)
-        check_checkpointing()
+        check_checkpointing(self.terapipe_config.is_stock_order)
         problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)
         problem = problem or problem_of_copies(self._layout, self.optimizer)
         raise_on_every_rank(problem_of_layers(self) or problem)
@@ -108,7 +105,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, self._groups)
         self._wires = self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        self._links = StageLinks(self._wires, self._layout, self.stage_id)
+        announce_each = self.dynamic_shape and self.terapipe_config.is_stock_order
+        self._links = StageLinks(self._wires, self._layout, self.stage_id, announce_each)
         self._source = BatchSource(
             self.terapipe_config,
             self._next_batch,
@@ -138,7 +136,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._batch: BatchInFlight | None = None
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
         self._parts = self._make_parts()  # by chunk_id; linear layers accumulate in their products from now on
-        self.module.activation_checkpoint_func = checkpoint_with_gradients(self.module.activation_checkpoint_func)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
         self._flops: StageFlops | None = stage_flops(self)
@@ -258,10 +255,12 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
-        check_checkpointing()  # DeepSpeed's checkpointing may have been configured after the engine was built
+        in_stock_order = self.terapipe_config.is_stock_order
+        check_checkpointing(in_stock_order)  # DeepSpeed's may have been configured after the engine was built
         check_device_waits(self._wires)
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._plans.for_batch(drawn, shapes)
+        check_checkpointing(in_stock_order and all(plan.num_slices == 1 for plan in plans))  # none set by hand
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         verify_first_batch(self, training, micro_batches)

@@ -188,6 +188,7 @@ def _cut(module: Any, layout: Layout, method: str) -> None:
     try:
         with contextlib.redirect_stdout(shown):
             module._partition_layers(method=method)
+        module.parts = [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
     finally:
         module.num_stages = num_stages
     print(shown.getvalue().replace("stage=", "part="), end="")

@@ -6,8 +6,9 @@ group that carries this direction only. Receives are posted ahead, sends do not 
 and each is asked for by its unit ``(micro_batch_id, slice_id)``.
 
 Shapes are not sent with each slice: the first message of a signature (mode, rows, sequence length, slice length) is
-announced once, from then on both sides know what a slice of that signature looks like. The gradient of a unit has the
-shape of the activation that was sent for it.
+announced once, from then on both sides know what a slice of that signature looks like. (In DeepSpeed's own order with
+``dynamic_shape`` each message has a signature of its own.) The gradient of a unit has the shape of the activation that
+was sent for it.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ class SendChannel:
         elif known != spec:
             raise LinkError(
                 f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {known} before; what a "
-                "stage hands on may depend on the batch size, the sequence length and the slice length only"
+                "stage hands on may depend on the batch size, the sequence length and the slice length only. Other "
+                'shapes take PipelineModule(dynamic_shape=True), terapipe.slices 1 and terapipe.schedule "1f1b"'
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
@@ -253,13 +255,13 @@ class AnnouncedSpecs:
     def __init__(self, wire: Wire, signature_of: Callable[[Unit], Signature]) -> None:
         self._wire = wire
         self._signature_of = signature_of
-        self._known: dict[Signature, MessageSpec] = {}
+        self.known: dict[Signature, MessageSpec] = {}
 
     def spec_of(self, unit: Unit) -> MessageSpec | None:
-        return self._known.get(self._signature_of(unit))
+        return self.known.get(self._signature_of(unit))
 
     def learn(self, unit: Unit) -> None:
         """Receive the announcement of the unit's signature: the next one that the sender has made."""
         announcement = MessageSpec.blank()
         torch_dist.recv(announcement, self._wire.peer, group=self._wire.control, tag=self._wire.tag)
-        self._known[self._signature_of(unit)] = MessageSpec.decode(announcement)
+        self.known[self._signature_of(unit)] = MessageSpec.decode(announcement)

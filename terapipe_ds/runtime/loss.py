@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.batch import SliceableTensors, UncutLabels
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -39,6 +39,8 @@ def slice_weights(
             slice's factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that
             weight.
     """
+    if isinstance(labels, UncutLabels):
+        return (1.0,) * plan.num_slices  # one, unless slices were set by hand, and then the labels refuse
     if slice_weight is None and loss_reduction == "sum":
         return (1.0,) * plan.num_slices
     if slice_weight is None and loss_reduction == "mean":

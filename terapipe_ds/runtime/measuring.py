@@ -94,7 +94,8 @@ def measure_parts(
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
         probes = {place: _probe(engine, place, drawn, shapes, sequence_length, store) for place in places}
     peers: Peers = Alone() if groups.world is None else WorldPeers(groups.world)
-    lengths = sorted({tokens for tokens, _ in grid(sequence_length, engine.terapipe_config.granularity_tokens)})
+    granularity = engine.terapipe_config.granularity_for(sequence_length)
+    lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
     specs: dict[int, _Specs] = {place.part_id: {} for place in places}
     try:
         with untouched(engine.module, _accumulates_in_fp32(engine)), guard_plain_attention():
@@ -128,7 +129,7 @@ def _measured(
     activate(engine.module, place.chunk_id)
     length, lengths = probe.sequence_length, sorted(specs)
     measured = measure(
-        probe, grid(length, engine.terapipe_config.granularity_tokens), length, num_stages=engine.num_stages,
+        probe, grid(length, engine.terapipe_config.granularity_for(length)), length, num_stages=engine.num_stages,
         num_micro_batches=engine.micro_batches, peers=peers, processor_s=processor_clock(), progress=progress,
     )  # fmt: skip
     weight_s = weights(probe, lengths, peers)

@@ -22,7 +22,6 @@ from deepspeed.runtime import utils as ds_utils
 from terapipe_ds.attention import SliceStore, guard_plain_attention
 from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile
 from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.link import MessageSpec
 from terapipe_ds.runtime.probe import StageProbe, processor_clock
@@ -116,12 +115,10 @@ def partition(layers: Sequence[LayerSpec], num_stages: int, method: str) -> list
 
 
 def _part(job: OfflineJob, start: int, stop: int) -> Any:
-    module = PipelineModule(
+    return PipelineModule(
         list(job.layers[start:stop]), num_stages=1, loss_fn=job.loss_fn,
         activation_checkpoint_interval=job.activation_checkpoint_interval,
     )  # fmt: skip
-    module.activation_checkpoint_func = checkpoint_with_gradients(module.activation_checkpoint_func)
-    return module
 
 
 def _probe(job: OfflineJob, module: Any, part_id: int) -> StageProbe:

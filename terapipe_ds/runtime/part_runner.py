@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import (
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch import Tensors, as_tuple
 from terapipe_ds.runtime.buffers import BatchInFlight, Key, MicroBatchInFlight, SliceInFlight
+from terapipe_ds.runtime.checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layout import Place
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
@@ -146,7 +147,8 @@ class PartRunner:
 
     def _layers(self, inputs: Any, active: ActiveSlice) -> Any:
         flops = self._engine._flops
-        with flops.around(active) if flops is not None else nullcontext():
+        counted = flops.around(active) if flops is not None else nullcontext()
+        with counted, checkpointing_with_gradients(self._engine.module):
             return DeepSpeedEngine.forward(self._engine, inputs)
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:

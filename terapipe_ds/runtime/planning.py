@@ -249,7 +249,7 @@ class AutoPlanner:
         """The best plan for the schedule that the config names."""
         engine, config = self._engine, self._config
         return plan_slices(
-            costs, length, engine.num_stages, engine.micro_batches, config.granularity_tokens, config.schedule,
+            costs, length, engine.num_stages, engine.micro_batches, config.granularity_for(length), config.schedule,
             memory=memory, memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
             placement=engine._layout.placement, schedule_options=config.schedule_options,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import nn
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.buffers import Key
+from terapipe_ds.runtime.checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layer_times import LayerByLayer
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.loss import weighted_loss
@@ -220,7 +221,7 @@ class StageProbe:
         """What the engine's F does, bookkeeping apart."""
         leaves, is_tuple = self._leaves(active)
         copies = tuple(leaf.clone() for leaf in leaves)
-        with push_slice(active):
+        with push_slice(active), checkpointing_with_gradients(self.module):
             if self.autocast is None:
                 outputs = self.layers(copies if is_tuple else copies[0])
             else:

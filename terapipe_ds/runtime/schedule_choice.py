@@ -91,7 +91,7 @@ def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -
     }  # fmt: skip
     costs, shape = cuts.costs(layout.num_parts), (engine.num_stages, engine.micro_batches)
     if config.slices == "auto":
-        result = plan_slices(costs, length, *shape, config.granularity_tokens, "auto", **options)
+        result = plan_slices(costs, length, *shape, config.granularity_for(length), "auto", **options)
     else:
         result = best_schedule(costs, config.plan_for(length), *shape, **options)
     extra_s = cuts.both_ways_s(layout.num_parts) if layout.has_copies else 0.0
@@ -139,7 +139,7 @@ class Cuts:
             "memory_of": None if self.measured_memory is None else self.memory,
         }  # fmt: skip
         if config.slices == "auto":
-            return rank_schedules(self.costs, length, *shape, config.granularity_tokens, **options)
+            return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
         return rank_given(self.costs, config.plan_for(length), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:

@@ -14,7 +14,15 @@ from terapipe_ds.runtime.batch import Tensors
 from terapipe_ds.runtime.buffers import BatchInFlight, Places
 from terapipe_ds.runtime.groups import Wires
 from terapipe_ds.runtime.layout import Layout, WireEnds
-from terapipe_ds.runtime.link import AnnouncedSpecs, LinkError, MessageSpec, ReceiveChannel, SendChannel, Unit
+from terapipe_ds.runtime.link import (
+    AnnouncedSpecs,
+    LinkError,
+    MessageSpec,
+    ReceiveChannel,
+    SendChannel,
+    Signature,
+    Unit,
+)
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.schedule.action import Action, Kind
 
@@ -28,6 +36,7 @@ class _PartChannels:
 
     def __init__(self) -> None:
         self.activations_in: ReceiveChannel | None = None
+        self.announced_in: AnnouncedSpecs | None = None
         self.activations_out: SendChannel | None = None
         self.gradients_in: ReceiveChannel | None = None
         self.gradients_out: SendChannel | None = None
@@ -39,11 +48,15 @@ class StageLinks:
     A message that arrives tells how far its sender has come in its order; whatever that rank had to receive before has
     then arrived as well, and the memory of those sends is given back. Between two parts of this stage there is no wire:
     what one hands on waits here for the other.
+
+    Args:
+        announce_each: shapes may differ from one message to the next, and each is announced; otherwise the first one of
+            a signature is, and the next ones are received as soon as they come.
     """
 
-    def __init__(self, wires: Wires, layout: Layout, stage_id: int) -> None:
+    def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
-        self._layout, self._stage_id = layout, stage_id
+        self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
         self._batch: BatchInFlight | None = None
         self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
@@ -68,7 +81,7 @@ class StageLinks:
 
     def _add_previous(self, mine: _PartChannels, wires: Wires, ends: WireEnds) -> None:
         wire = wires.activations(ends)
-        announced = AnnouncedSpecs(wire, self._signature)
+        announced = mine.announced_in = AnnouncedSpecs(wire, self._signature)
         mine.activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
         mine.gradients_out = SendChannel(wires.gradients(ends))
         self._towards[wire.peer_stage_id].append(mine.gradients_out)
@@ -79,6 +92,8 @@ class StageLinks:
         """Messages are those of ``batch`` from now on."""
         self._batch = batch
         self._handed.clear()
+        if self._announce_each:
+            self._forget_announced()
         key = id(batch.schedule)
         if key not in self._places_of:
             self._places_of[key] = Places(batch.schedule)
@@ -101,8 +116,15 @@ class StageLinks:
             raise LinkError("no batch is open")
         return self._batch
 
-    def _signature(self, unit: Unit) -> tuple[bool, int, int, int]:
-        return self._open().signature(unit)
+    def _signature(self, unit: Unit) -> Signature:
+        return unit if self._announce_each else self._open().signature(unit)
+
+    def _forget_announced(self) -> None:
+        for channels in self._channels:
+            if channels.announced_in is not None:
+                channels.announced_in.known.clear()
+            if channels.activations_out is not None:
+                channels.activations_out.announced.clear()
 
     def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> None:
         """A message has come that ``stage_id`` sends after this computation."""

@@ -1179,7 +1179,6 @@ def job_other_engines() -> dict[str, Any]:
         engine = initialize(model, config(gradient_accumulation_steps=4))
         found["DualPipeV without section"] = type(engine) is DualPipeVEngine
         engine.destroy()
-        found["dynamic_shape"] = refusal(pipeline_module(dynamic_shape=True), enabled)
         partition_activations = mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", True)
         with partition_activations:
             found["partition_activations"] = refusal(pipeline_module(), enabled)
@@ -1246,7 +1245,6 @@ class TestRegistration:
             assert rank["no pipeline"] is True
             assert rank["DualPipeV without section"] is True
             assert re.search("cannot be combined with a DualPipeVModule.*set terapipe.enabled", rank["DualPipeV"])
-            assert re.search(r"dynamic_shape=True.*Remove dynamic_shape", rank["dynamic_shape"])
             for name in ("partition_activations", "partition_activations later"):
                 assert re.search("partition_activations.*to false", rank[name])
 

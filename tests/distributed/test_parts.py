@@ -571,6 +571,41 @@ def test_zbv_with_slots(options: dict[str, Any], last: list[str]) -> None:
     assert all(described == options for *_, described in ranks)
 
 
+# -- seeds ---------------------------------------------------------------------------------------------------
+
+
+class Drawn(nn.Module):
+    """A layer whose weights come from the seed that is set before it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64) * 0.3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(hidden @ self.weight)
+
+
+def seeded_layers() -> list[Any]:
+    """As large as one another, so that both partition methods of DeepSpeed cut them alike."""
+    torch.manual_seed(torch.distributed.get_rank())  # nothing but the seeds of layers makes ranks alike
+    return [LayerSpec(Drawn) for _ in range(8)]
+
+
+def job_seeded(changes: dict[str, Any]) -> dict[str, float]:
+    """The module is built before the plugin is registered, so that the way in which it was cut is guessed."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=generator) for _ in range(8)]
+    data = [list(zip(rows[:2], rows[2:4], strict=True)), list(zip(rows[4:6], rows[6:], strict=True))]
+    options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "module": {"seed_layers": True, "base_seed": 7}}
+    stock = run_training(seeded_layers, None, data, stages=1, **options)
+    return differences(run_training(seeded_layers, section(loss_reduction="mean", **changes), data, **options), stock)
+
+
+@pytest.mark.parametrize("changes", [ZBV, {"schedule": "interleaved", "chunks_per_stage": 2}, BOTH_WAYS])
+def test_seeded_layers_have_the_values_of_the_stock_engine(changes: dict[str, Any]) -> None:
+    assert not violations(rank_pool(2).run(job_seeded, changes=changes))
+
+
 # -- planning ------------------------------------------------------------------------------------------------
 
 

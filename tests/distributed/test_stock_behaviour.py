@@ -12,19 +12,33 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from torch import Tensor, nn
 
 import terapipe_ds
-from tests.distributed.engines import Batch, batches, both, differences, engine_of, error_of, gpt_layers, train
+from tests.distributed.engines import (
+    LENGTH,
+    Batch,
+    batches,
+    both,
+    differences,
+    engine_of,
+    error_of,
+    gpt_layers,
+    run_training,
+    train,
+    violations,
+)
 from tests.distributed.harness import rank_pool
 
 WHOLE = {"enabled": True, "slices": 1, "schedule": "1f1b"}  # the granularity is left alone, as a user would
@@ -175,6 +189,72 @@ def refused_reduction(engine: PipelineEngine) -> tuple[str, float]:
     return str(caught.value), float(engine.train_batch(iter(batches(1)[0])))
 
 
+# -- labels, shapes and checkpoints of any kind ------------------------------------------------------------------------
+
+
+def as_dicts(data: list[Batch]) -> list[Batch]:
+    return [[(pixels, {"classes": classes, "factor": 0.5}) for pixels, classes in batch] for batch in data]
+
+
+def loss_of_dict(outputs: Tensor, labels: dict[str, Any]) -> Tensor:
+    assert type(labels) is dict
+    return F.cross_entropy(outputs, labels["classes"]) * labels["factor"]
+
+
+def loss_of_number(outputs: Tensor, label: Any) -> Tensor:
+    """Of an integer, a tensor without dimensions, or nothing."""
+    return outputs.square().mean() * (2.0 if label is None else label + 1)
+
+
+def labelled(label: Any) -> list[Batch]:
+    return [[(pixels, label) for pixels, _ in batch] for batch in image_batches(3)]
+
+
+def own_loss_layers() -> list[Any]:
+    """The model gives its loss itself."""
+    return [*image_layers(), lambda outputs: outputs.square().mean()]
+
+
+class Mean(nn.Module):
+    """Over the pixels, however many there are."""
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return pixels.mean((2, 3))
+
+
+def sizeless_layers() -> list[Any]:
+    torch.manual_seed(5)
+    head = [nn.Linear(12, 16), F.relu, nn.Linear(16, NUM_CLASSES)]
+    return [LayerSpec(Block, 3, 8), LayerSpec(Block, 8, 12), Mean(), *head]
+
+
+def images_of_sizes(count: int) -> list[Batch]:
+    """Micro-batches of a batch differ in the size of their images, and have labels of one shape."""
+    sizes = [(8, 8), (16, 8), (12, 20), (8, 12), (24, 16), (16, 8)]
+    resized = [(F.interpolate(pixels, sizes[i % len(sizes)]), classes) for i, (pixels, classes) in
+               enumerate(one for batch in image_batches(count) for one in batch)]  # fmt: skip
+    return [resized[2 * i : 2 * i + 2] for i in range(count)]
+
+
+def partitioned(engine: PipelineEngine, contiguous: bool) -> dict[str, Any]:
+    """Trained with DeepSpeed's checkpoints in parts, as a program sets them after the engine is built."""
+    set_here = {"PARTITION_ACTIVATIONS": True, "CONTIGUOUS_CHECKPOINTING": contiguous, "num_layers": 16}
+    with mock.patch.multiple(ds_checkpointing, **set_here):
+        ds_checkpointing.reset()
+        return TEXT(engine)
+
+
+def checkpoint_functions(engine: PipelineEngine) -> list[Any]:
+    """What DeepSpeed asks of the function that checkpoints, before training and between its steps."""
+    found: list[Any] = []
+    for interval in (0, 2, 1):
+        engine.module.set_checkpoint_interval(interval)
+        found.append(engine.module.activation_checkpoint_func.__name__)
+        found.append(engine._reentrant_activation_checkpointing())
+        found.append(vars(train(engine, image_batches(1))))
+    return found
+
+
 TEXT = functools.partial(train_and_evaluate, data=batches(3))
 IMAGES = functools.partial(train_and_evaluate, data=image_batches(3))
 CHECKPOINTED = {"activation_checkpoint_interval": 1, "use_reentrant": False}
@@ -202,6 +282,35 @@ CASES: dict[str, tuple[Callable[[PipelineEngine], Any], dict[str, Any]]] = {
     "bf16, clipped": (TEXT, {"bf16": {"enabled": True}, "gradient_clipping": 0.1}),
     "bf16 and ZeRO 1": (TEXT, {"bf16": {"enabled": True}, **ZERO1, "pipeline": CHECKPOINTED}),
     "fp16 and ZeRO 1": (TEXT, {"fp16": FP16, **ZERO1}),
+    "labels in a dict": (
+        functools.partial(train_and_evaluate, data=as_dicts(image_batches(3))), on_images(loss_fn=loss_of_dict),
+    ),
+    "an integer as label": (
+        functools.partial(train_and_evaluate, data=labelled(3)), on_images(loss_fn=loss_of_number),
+    ),
+    "a label without dimensions": (
+        functools.partial(train_and_evaluate, data=labelled(torch.tensor(0.25))), on_images(loss_fn=loss_of_number),
+    ),
+    "no labels": (functools.partial(train_and_evaluate, data=labelled(None)), on_images(loss_fn=loss_of_number)),
+    "no labels and no loss function": (
+        lambda engine: vars(train(engine, labelled(None))), on_images(layers=own_loss_layers, loss_fn=None),
+    ),
+    "images of different sizes": (
+        functools.partial(train_and_evaluate, data=images_of_sizes(3)),
+        on_images(layers=sizeless_layers, module={"dynamic_shape": True}),
+    ),
+    "text with dynamic shapes": (
+        lambda engine: vars(train(engine, [*batches(1), *batches(1, length=11), *batches(1, length=30, rows=1)])),
+        {"module": {"dynamic_shape": True}},
+    ),
+    "checkpoints in parts": (
+        functools.partial(partitioned, contiguous=False), {"pipeline": CHECKPOINTED},
+    ),
+    "checkpoints in one piece of memory": (
+        functools.partial(partitioned, contiguous=True), {"pipeline": CHECKPOINTED},
+    ),
+    "checkpoint functions": (checkpoint_functions, on_images()),
+    "checkpoint functions without reentrance": (checkpoint_functions, on_images(pipeline={"use_reentrant": False})),
     "sizes": (change_sizes, {}),
     "data sources": (data_sources, {}),
     "questions and errors": (what_users_ask, {}),
@@ -226,6 +335,44 @@ def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
 def job_refused_reduction() -> tuple[str, float]:
     with engine_of(fp32_layers(), WHOLE) as engine:
         return refused_reduction(engine)
+
+
+def job_short(schedule: str, slices: Any) -> tuple[dict[str, float], list[int]]:
+    terapipe = {"enabled": True, "slices": slices, "schedule": schedule}
+    stock = run_training(gpt_layers, None, batches(2))
+    with engine_of(gpt_layers(), terapipe) as engine:
+        return differences(train(engine, batches(2)), stock), list(engine.slice_plan(LENGTH).lengths)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slices", "lengths"),
+    [
+        ("gpipe", 1, [LENGTH]), ("seq1f1b", 1, [LENGTH]), ("zb-h1", 1, [LENGTH]),
+        ("seq1f1b", 5, [8, 4, 4, 4, 3]), ("seq1f1b", "auto", [LENGTH]),
+    ],
+)  # fmt: skip
+def test_a_default_granularity_refuses_no_short_sequence(schedule: str, slices: Any, lengths: list[int]) -> None:
+    ranks = rank_pool(2).run(job_short, schedule=schedule, slices=slices)
+    assert not violations([errors for errors, _ in ranks])
+    assert [plan for _, plan in ranks] == [lengths] * 2
+
+
+def job_slices_by_hand(data: list[Batch], parted: bool) -> str:
+    options = on_images(loss_fn=loss_of_dict, stages=1)
+    with engine_of(options.pop("layers")(), WHOLE, **options) as engine:
+        engine.use_slice_plan(terapipe_ds.SlicePlan((1, 2)))  # of the images' channels
+        with mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", parted):
+            try:
+                engine.train_batch(iter(data[0]))
+            except ValueError as error:
+                return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("parted", "message"), [(False, "labels of type dict cannot be cut"), (True, "partition_act")])
+def test_slices_set_by_hand_are_not_deepspeeds_own_order(parted: bool, message: str) -> None:
+    for found in rank_pool(1).run(job_slices_by_hand, data=as_dicts(image_batches(1)), parted=parted):
+        assert message in found
 
 
 def test_a_reduction_that_does_not_exist_is_refused_on_every_stage() -> None:

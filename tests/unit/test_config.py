@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -508,11 +509,30 @@ def test_plan_for_a_number() -> None:
     assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
 
 
-def test_deepspeeds_own_order_takes_any_length_whatever_the_granularity() -> None:
-    assert read({"slices": 1, "schedule": "1f1b"}).plan_for(3) == SlicePlan((3,))
-    for other in ({"slices": 1}, {"slices": 1, "schedule": "gpipe"}, {"slices": 2, "schedule": "1f1b"}):
-        with pytest.raises(TeraPipeConfigError, match="granularity_tokens = 64"):
-            read(other).plan_for(3)
+@pytest.mark.parametrize("changes", [{}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"granularity_tokens": 64}])
+def test_one_slice_is_the_sequence_whatever_the_granularity(changes: dict[str, Any]) -> None:
+    assert read({"slices": 1, **changes}).plan_for(3) == SlicePlan((3,))
+
+
+@pytest.mark.parametrize(
+    ("slices", "length", "lengths"),
+    [
+        (8, 256, (32,) * 8), (2, 63, (32, 31)), (5, 23, (8, 4, 4, 4, 3)), (3, 3, (1, 1, 1)), (4, 256, (64,) * 4),
+        (4, 300, (128, 64, 64, 44)),
+    ],
+)  # fmt: skip
+def test_a_granularity_that_nobody_set_gives_way(slices: int, length: int, lengths: tuple[int, ...]) -> None:
+    assert read({"slices": slices}).plan_for(length) == SlicePlan(lengths)
+    read({"slices": "auto"}).check_granularity(length)
+
+
+@pytest.mark.parametrize(("multiple", "length", "lengths"), [(6, 48, (24, 24)), (6, 36, (24, 12)), (1, 36, (32, 4))])
+def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tuple[int, ...]) -> None:
+    config = read({"slices": 2}).with_multiple(multiple)
+    assert config.plan_for(length) == SlicePlan(lengths)
+    assert config.granularity_for(5 * 192) == math.lcm(64, multiple)
+    given = read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple)
+    assert given.granularity_for(9) == math.lcm(8, multiple)
 
 
 def test_plan_for_a_list() -> None:
@@ -525,11 +545,13 @@ def test_plan_for_a_list() -> None:
 
 
 def test_plan_for_names_the_key_at_fault() -> None:
-    config = read({"slices": 8})
+    config = read({"slices": 8, "granularity_tokens": 64})
     with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 4,"):
         config.plan_for(256)
     with pytest.raises(TeraPipeConfigError, match=r"^terapipe.granularity_tokens = 64: .* give at most 63$"):
         config.plan_for(63)
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 7,"):
+        read({"slices": 8}).plan_for(7)
     with pytest.raises(TeraPipeConfigError, match=r'terapipe.slices = "auto".* give a number'):
         read({}).plan_for(64)
     for bad in (0, -1, True, 2.0, None):

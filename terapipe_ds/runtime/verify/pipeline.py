@@ -22,6 +22,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
+from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.parted import activate
@@ -260,7 +261,7 @@ def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
     layers = []
     for index, function in enumerate(module.forward_funcs):
         checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
-        checkpoint = module.activation_checkpoint_func if checkpointed else None
+        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func) if checkpointed else None
         layers.append((NamedLayer(index + module._local_start, function), checkpoint))
     return layers
 

@@ -288,3 +288,50 @@ class TestErrors:
         with pytest.raises(OSError, match="disk"):
             source(next_batch, stage_id=0, num_stages=2).draw(1, training=True)
         assert isinstance(reports[0].error, OSError), "the other stages hear of it"
+
+
+WHOLE = {"slices": 1, "schedule": "1f1b"}
+
+
+class TestStockOrder:
+    """Labels that are no tensors go to `loss_fn` as they are; the inputs tell the length where there are any."""
+
+    @pytest.mark.parametrize("labels", [3, None, (), "text", {"a": 1}, torch.tensor(2.0), (torch.tensor(1),)])
+    def test_labels_of_any_kind(self, labels: Any) -> None:
+        drawn, shapes = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+        assert drawn[0].labels is not None and drawn[0].seen is None
+        assert drawn[0].labels.to(torch.device("cpu")).part(0, 12) == labels
+        assert shapes == (MicroBatchShape(1, 12),)
+        with pytest.raises(BatchError, match="cannot be cut"):
+            drawn[0].labels.part(0, 6)
+
+    @pytest.mark.parametrize("inputs", [None, torch.zeros(2), torch.zeros(2, 0)])
+    def test_a_last_stage_that_knows_no_length(self, inputs: Any, reports: list[StageReport]) -> None:
+        of((inputs, 3), stage_id=1, num_stages=2, **WHOLE).draw(1, training=True)
+        assert reports[0].error is None and reports[0].shapes == (MicroBatchShape(1, 1),)
+
+    def test_tensors_in_a_dict_are_copied(self) -> None:
+        """A loader may reuse its memory for the next micro-batch."""
+        labels = {"classes": torch.ones(2), "factors": [torch.ones(1)], "name": "n"}
+        drawn, _ = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+        labels["classes"].zero_(), labels["factors"][0].zero_()
+        assert drawn[0].labels is not None
+        kept = drawn[0].labels.part(0, 12)
+        assert kept["classes"].sum() == 2 and kept["factors"][0].sum() == 1 and kept["name"] == "n"
+
+    def test_what_stands_behind_inputs_and_labels_is_left_alone(self) -> None:
+        drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
+        assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
+
+    @pytest.mark.parametrize("batch", [(TOKENS, 3), (TOKENS, {"a": TOKENS}), (TOKENS, TOKENS, TOKENS)])
+    def test_with_slices_they_are_refused(self, batch: Any) -> None:
+        with pytest.raises(BatchError):
+            of(batch).draw(1, training=True)
+
+    def test_a_tuple_with_something_else_is_refused_as_in_the_stock_engine(self) -> None:
+        with pytest.raises(BatchError, match="must be a tensor or a tuple of tensors"):
+            of((TOKENS, [1, TOKENS]), **WHOLE).draw(1, training=True)
+
+    def test_sequence_parallelism_needs_no_length_of_them(self) -> None:
+        stage = BatchSource(config(**WHOLE), iter([(torch.zeros(2), 3)]).__next__, 0, 1, None, length_multiple=4)
+        assert stage.draw(1, training=True)[1] == (MicroBatchShape(1, 1),)

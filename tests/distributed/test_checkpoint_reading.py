@@ -65,10 +65,10 @@ def job_refused(folder: str, module_class: type[PipelineModule]) -> tuple[str, s
 def test_training_goes_on_where_a_method_describes_the_module(given: bool, tmp_path: Path) -> None:
     folder = str(tmp_path)
     goes_on = rank_pool(2).run(job_save, folder=folder, module_class=ByMethod, given=given)
-    for found, losses in rank_pool(2).run(job_load, folder=folder, module_class=ByMethod):
-        assert (found, losses) == ((True, 7), goes_on[0])
-    for found, losses in rank_pool(2).run(job_load, folder=folder, module_class=ByMethod, ours=False):
-        assert found == (True, 7) and losses == pytest.approx(goes_on[0], rel=1e-6)
+    ours = rank_pool(2).run(job_load, folder=folder, module_class=ByMethod)
+    assert ours == [((True, 7), losses) for losses in goes_on]
+    stock = rank_pool(2).run(job_load, folder=folder, module_class=ByMethod, ours=False)
+    assert stock == [((True, 7), pytest.approx(losses, rel=1e-6)) for losses in goes_on]
     for kind, text in rank_pool(2).run(job_refused, folder=folder, module_class=OtherHeads):
         assert kind == "TeraPipeConfigError" and "heads=4 there and 2 here" in text
     for kind, text in rank_pool(2).run(job_refused, folder=folder, module_class=Broken):

@@ -22,6 +22,7 @@ import deepspeed
 
 def main() -> None:
     losses_path, script, *arguments = sys.argv[1:]
+    os.environ["LOCAL_SIZE"] = os.environ["LOCAL_WORLD_SIZE"]  # how many CPUs DeepSpeed takes for devices
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     sys.path.insert(0, str(Path(script).parent))
     training = importlib.import_module("megatron.training")
@@ -33,7 +34,7 @@ def main() -> None:
         return [engine], *others
 
     training.setup_model_and_optimizer = set_up_and_record  # type: ignore[attr-defined]
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *arguments, "--local_rank", os.environ["LOCAL_RANK"]]  # as DeepSpeed's launcher does
     runpy.run_path(script, run_name="__main__")
 
 

@@ -61,6 +61,17 @@ def job_refused(folder: str, module_class: type[PipelineModule]) -> tuple[str, s
         return raised_by(lambda: engine.load_checkpoint(folder))
 
 
+def job_stock_save(folder: str) -> tuple[str, str]:
+    with engine_of(gpt_layers(), None, module_class=ByMethod) as engine:
+        return raised_by(lambda: engine.save_checkpoint(folder))
+
+
+def test_deepspeed_alone_cannot_save_a_method(tmp_path: Path) -> None:
+    """Why ours puts what it gives in its place: once this fails, that is not needed any more."""
+    for _, text in rank_pool(2).run(job_stock_save, folder=str(tmp_path)):
+        assert "cannot pickle" in text
+
+
 @pytest.mark.parametrize("given", [True, False], ids=["by the client as well", "by the method alone"])
 def test_training_goes_on_where_a_method_describes_the_module(given: bool, tmp_path: Path) -> None:
     folder = str(tmp_path)

@@ -205,7 +205,7 @@ class Runs:
             "--eval-iters", "1", "--split", "90,5,5", "--num-workers", "0", "--seed", "11", "--save-interval", "1000",
             "--make-vocab-size-divisible-by", "8", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion",
             "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-async-tensor-model-parallel-allreduce",
-            "--distributed-backend", "gloo", "--save", f"{folder}/saved", *self.case.arguments,
+            "--distributed-backend", "gloo", "--save", f"{folder}/saved", "--zero-stage", "0", *self.case.arguments,
             "--deepspeed", "--deepspeed_config", f"{folder}/config.json",
         ]  # fmt: skip
         if load is not None:

@@ -69,7 +69,7 @@ def job_stock_save(folder: str) -> tuple[str, str]:
 def test_deepspeed_alone_cannot_save_a_method(tmp_path: Path) -> None:
     """Why ours puts what it gives in its place: once this fails, that is not needed any more."""
     for _, text in rank_pool(2).run(job_stock_save, folder=str(tmp_path)):
-        assert "cannot pickle" in text
+        assert "pickle" in text
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["by the client as well", "by the method alone"])

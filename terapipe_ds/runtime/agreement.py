@@ -10,9 +10,9 @@ import math
 import pickle
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as torch_dist
 
@@ -22,6 +22,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 logger = logging.getLogger("terapipe_ds")
 
+T = TypeVar("T")
 PATIENCE_S = 60.0  # at least, for ranks that come late: they load a model, say
 REMIND_S = 30.0  # after which a rank says once for whom it waits
 _LOOK_S = 0.05
@@ -90,6 +91,29 @@ def gathered(mine: Any) -> list[Any]:
     torch_dist.all_gather_object(everyone, mine, group=group)
     torch_dist.destroy_process_group(group)
     return everyone
+
+
+def done_on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
+    """What ``act`` gives on each rank, in their order; None: this rank has nothing to do. A collective over all ranks.
+
+    Raises:
+        Exception: on every rank, what it raised on the first rank where it did; of the same class where other ranks can
+            read it. It is of any kind, for ``act`` runs code of others; unless all learn of it, they wait for ever.
+    """
+    own: Exception | None = None
+    mine: tuple[T | None, Exception | None] = (None, None)
+    try:
+        mine = (None if act is None else act(), None)
+    except Exception as error:
+        own, mine = error, (None, portable(error, torch_dist.get_rank()))
+    everyone = gathered(mine)
+    for rank, (_, raised) in enumerate(everyone):
+        if raised is not None:
+            if rank == torch_dist.get_rank() and own is not None:
+                raise own
+            raised.add_note(f"on rank {rank}; this is rank {torch_dist.get_rank()}")
+            raise raised
+    return [value for value, _ in everyone]
 
 
 def portable(error: Exception, rank: int) -> Exception:

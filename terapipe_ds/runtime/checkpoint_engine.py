@@ -9,7 +9,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.runtime.checkpoint_load import find_checkpoint
 from terapipe_ds.runtime.checkpoint_save import save_checkpoint
-from terapipe_ds.runtime.checkpoints import check_checkpoint, states_folder
+from terapipe_ds.runtime.checkpoints import check_checkpoint, states_folder, with_description
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.state_layout import OUR_KEYS, described_layout, loaded_from, saved_as_stock
 from terapipe_ds.runtime.watchdog import Watchdog
@@ -39,8 +39,9 @@ class SafeCheckpoints(PipelineEngine):
         with self._watchdog.apart("save_checkpoint"):
             with saved_as_stock(self) as listed:
                 return save_checkpoint(
-                    self, super().save_checkpoint, save_dir, tag, {**(client_state or {}), **listed}, save_latest,
-                    exclude_frozen_parameters, {**self._plans.described(), "layout": described_layout(self)},
+                    self, super().save_checkpoint, save_dir, tag, {**with_description(self, client_state), **listed},
+                    save_latest, exclude_frozen_parameters,
+                    {**self._plans.described(), "layout": described_layout(self)},
                 )  # fmt: skip
 
     def load_checkpoint(
@@ -60,7 +61,7 @@ class SafeCheckpoints(PipelineEngine):
         Raises:
             TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded, or stages
                 whose optimizer states cannot be brought to those of this engine.
-            CheckpointError: on every rank, where ``tag`` is not whole, or nothing is.
+            CheckpointError: on every rank, where ``tag`` is not whole, or nothing is, or a file cannot be read.
         """
         with self._watchdog.apart("load_checkpoint"):
             found = find_checkpoint(self, load_dir, tag, load_optimizer_states and not load_module_only)

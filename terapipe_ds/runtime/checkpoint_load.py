@@ -6,9 +6,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from terapipe_ds.runtime.agreement import done_on_each_rank
 from terapipe_ds.runtime.checkpoint_choice import Found, choose_checkpoint
 from terapipe_ds.runtime.checkpoint_manifest import CheckpointError
-from terapipe_ds.runtime.checkpoint_save import gathered, leads_its_files
+from terapipe_ds.runtime.checkpoint_save import leads_its_files
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -22,24 +23,21 @@ def find_checkpoint(engine: Any, load_dir: str, tag: str | None, with_optimizer:
     folder = Path(load_dir)
     if engine.load_universal_checkpoint():  # what DeepSpeed's converter has made has no manifest
         return Found(tag, tag)
-    mine: tuple[Found | None, str | None] | None = None
-    if leads_its_files(engine):
+
+    def choose() -> Found:
         try:
-            mine = choose_checkpoint(folder, None if tag is None else str(tag), with_optimizer), None
+            return choose_checkpoint(folder, None if tag is None else str(tag), with_optimizer)
         except (OSError, ValueError) as error:
-            mine = None, str(error)
-    answers = gathered(mine)
-    for answer in answers:
-        if answer is not None and answer[1] is not None:
-            raise CheckpointError(answer[1])
-    tags = {answer[0].tag for answer in answers if answer is not None}
+            raise CheckpointError(str(error)) from error
+
+    answers = done_on_each_rank(choose if leads_its_files(engine) else None)
+    tags = {answer.tag for answer in answers if answer is not None}
     if len(tags) > 1:
         raise CheckpointError(
             f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; name "
             "one that all have, as load_checkpoint's tag"
         )
-    answer = [answer for answer in answers[: engine.global_rank + 1] if answer is not None][-1]
-    found: Found = answer[0]
+    found = [answer for answer in answers[: engine.global_rank + 1] if answer is not None][-1]
     if found.note is not None and engine.global_rank == 0:
         logger.warning("%s", found.note)
     return found

@@ -8,7 +8,7 @@ stages differs it fills the optimizer of a stage with the states of other layers
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import torch.distributed as torch_dist
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
-from terapipe_ds.runtime.agreement import raise_on_every_rank
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import done_on_each_rank
+from terapipe_ds.runtime.checkpoint_manifest import CheckpointError
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -26,6 +28,7 @@ _CONVERT = (
     "Convert the checkpoint (python -m deepspeed.checkpoint.ds_to_universal; its writer must use ZeRO stage 1) and "
     'load it with "checkpoint": {"load_universal": true}'
 )
+_ANOTHER = "Load another checkpoint, by its tag"
 
 
 def check_checkpoint(
@@ -36,14 +39,17 @@ def check_checkpoint(
 
     Raises:
         TeraPipeConfigError: on every rank.
+        CheckpointError: on every rank: the file to look at cannot be read.
     """
-    problem = None
-    if torch_dist.get_rank() == 0:
+
+    def look() -> str | None:
         problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
         saved = _first_file(engine, load_dir, tag) if problem is None else None
-        if saved is not None:
-            problem = _problem(engine, saved, load_optimizer_states and not load_module_only)
-    raise_on_every_rank(problem)
+        return problem if saved is None else _problem(engine, saved, load_optimizer_states and not load_module_only)
+
+    problem = done_on_each_rank(look if torch_dist.get_rank() == 0 else None)[0]
+    if problem is not None:
+        raise TeraPipeConfigError(problem)
 
 
 def warn_of_checkpoints(engine: Any) -> None:
@@ -80,7 +86,22 @@ def _first_file(engine: Any, load_dir: str, tag: str | None) -> Mapping[str, Any
     path = None if folder is None else folder / "mp_rank_00_model_states.pt"
     if path is None or not path.is_file():
         return None
-    return engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu"))
+    return read_states(path, lambda: engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu")))
+
+
+def read_states(path: Path, read: Callable[[], Any]) -> Mapping[str, Any]:
+    """What ``read`` finds in the file ``path`` of a checkpoint.
+
+    Raises:
+        CheckpointError: nothing that can be read. Unpickling raises errors of any kind, none with the name of the file.
+    """
+    try:
+        states = read()
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}). {_ANOTHER}") from error
+    if not isinstance(states, Mapping):
+        raise CheckpointError(f"{path} holds a {type(states).__name__}, not the states of a rank. {_ANOTHER}")
+    return states
 
 
 def folder_of(engine: Any, load_dir: str, tag: str | None) -> Path | None:
@@ -148,10 +169,32 @@ def _problem_of_layout(engine: Any, saved: Mapping[str, Any], with_optimizer: bo
     return None
 
 
+def with_description(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``client_state``, with the description of the module's parameters where a method gives it and it is not there.
+
+    DeepSpeed (0.19.8) takes ``universal_checkpoint_info`` for a dict and would save the method, which takes the module
+    and its process groups along. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
+    """
+    given, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
+    if name in given or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
+        return given  # with experts DeepSpeed makes a dict of it itself, and takes none from the client
+    return {**given, name: _described(engine.module)}
+
+
+def _described(module: Any) -> Any:
+    """How a module describes its parameters to DeepSpeed's converter, in a dict or by a method; None: not at all."""
+    info = getattr(module, constants.UNIVERSAL_CHECKPOINT_INFO, None)
+    return info() if callable(info) else info
+
+
+def _sizes(info: Any) -> Mapping[str, Any] | None:
+    return info.get(MODEL_SIZES) if isinstance(info, Mapping) else None
+
+
 def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
     """Sizes that a module writes down beside its parameters: shapes alone do not tell heads from head size."""
-    theirs = (saved.get(constants.UNIVERSAL_CHECKPOINT_INFO) or {}).get(MODEL_SIZES)
-    ours = (getattr(module, constants.UNIVERSAL_CHECKPOINT_INFO, None) or {}).get(MODEL_SIZES)
+    theirs = _sizes(saved.get(constants.UNIVERSAL_CHECKPOINT_INFO))
+    ours = None if theirs is None else _sizes(_described(module))
     if theirs is None or ours is None:
         return None
     different = [

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import raise_on_every_rank
+from terapipe_ds.runtime.agreement import done_on_each_rank, raise_on_every_rank
 from terapipe_ds.runtime.checkpoint_save import gathered
+from terapipe_ds.runtime.checkpoints import read_states
 from terapipe_ds.runtime.copies import owners_of
 from terapipe_ds.runtime.state_forms import StateError, StateForm, form_of
 from terapipe_ds.runtime.state_moves import Place, moved
@@ -243,23 +244,36 @@ def loaded_from(engine: Any, folder: Path | None) -> Iterator[None]:
 
 def _saved(states: States, folder: Path) -> list[_Saved] | None:
     """By stage of this pipeline; None where a file is missing, which is for DeepSpeed to say. A collective over all
-    ranks."""
-    engine, mine = states.engine, None
-    path = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
-    if path.is_file():
-        try:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-        except RuntimeError:  # of a writer whose files cannot be mapped
-            state = engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu"))
-        listed = state.get(LISTED)
-        if listed is None and state.get("param_shapes"):
-            listed = [list(names) for names in state["param_shapes"]]
-        problem = _problem_of_unlisted(states, state.get("optimizer")) if listed is None else None
-        mine = _Saved(None if listed is None else tuple(map(tuple, listed)), state.get(_GUARDED), problem)
-    everyone = gathered(mine)
-    if any(each is None for each in everyone):
+    ranks.
+
+    Raises:
+        CheckpointError: on every rank: one of them cannot read its file.
+    """
+    everyone = done_on_each_rank(lambda: _saved_of_rank(states, folder))
+    found = [each for each in everyone if each is not None]
+    if len(found) < len(everyone):
         return None
-    return [everyone[engine.grid.stage_to_global(stage_id)] for stage_id in range(engine.num_stages)]
+    return [found[states.engine.grid.stage_to_global(stage_id)] for stage_id in range(states.engine.num_stages)]
+
+
+def _saved_of_rank(states: States, folder: Path) -> _Saved | None:
+    engine = states.engine
+    path = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
+    if not path.is_file():
+        return None
+
+    def read() -> Any:
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        except RuntimeError:  # of a writer whose files cannot be mapped
+            return engine.checkpoint_engine.load(str(path), map_location=torch.device("cpu"))
+
+    state = read_states(path, read)
+    listed = state.get(LISTED)
+    if listed is None and state.get("param_shapes"):
+        listed = [list(names) for names in state["param_shapes"]]
+    problem = _problem_of_unlisted(states, state.get("optimizer")) if listed is None else None
+    return _Saved(None if listed is None else tuple(map(tuple, listed)), state.get(_GUARDED), problem)
 
 
 def _problem_of_unlisted(states: States, saved: Any) -> str | None:

@@ -57,8 +57,9 @@ def watched(settings: Settings) -> Iterator[Check]:
 
     files = sorted(folder.glob("timeline-step*-rank*.json"))
     events = [len(Timeline.load(file).events) for file in files]
+    fewest = min(events, default=0)
     yield Check("files with timelines of steps", float(len(files)), ">= 4", len(files) >= 4)
-    yield Check("computations in the shortest of them", float(min(events, default=0)), ">= 2", min(events, default=0) >= 2)
+    yield Check("computations in the shortest of them", float(fewest), ">= 2", fewest >= 2)
 
 
 def cases_of(size: int, dry_run: bool) -> tuple[Case, ...]:

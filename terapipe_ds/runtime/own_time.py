@@ -81,13 +81,17 @@ class _Idle(nn.Module):
 
 @contextmanager
 def _idle_layers(engine: Any, layers: nn.Module) -> Iterator[None]:
-    """``layers`` in the place of the module, and no optimizer whose books a backward would change."""
-    kept = engine.module, engine.optimizer
-    engine.module, engine.optimizer = layers, _NoOptimizer()
+    """``layers`` in the place of the module, and neither an optimizer whose books a backward would change nor what
+    counts operations and looks for numbers that are not finite."""
+    stand_ins = {"module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None}
+    kept = {name: getattr(engine, name) for name in stand_ins}
     try:
+        for name, stand_in in stand_ins.items():
+            setattr(engine, name, stand_in)
         yield
     finally:
-        engine.module, engine.optimizer = kept
+        for name, value in kept.items():
+            setattr(engine, name, value)
 
 
 class _NoOptimizer:

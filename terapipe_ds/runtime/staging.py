@@ -51,12 +51,12 @@ def neighbours_staged() -> Iterator[None]:
     send, recv = p2p.send, p2p.recv
 
     def staged_send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
-        return send(to_host(tensor), dest_stage, async_op)
+        return send(to_host(tensor.detach()), dest_stage, async_op)
 
     def staged_recv(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
         buffer = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
         result = recv(buffer, src_stage, async_op)
-        tensor.copy_(buffer)
+        tensor.detach().copy_(buffer)
         return result
 
     p2p.send, p2p.recv = staged_send, staged_recv

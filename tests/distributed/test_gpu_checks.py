@@ -81,32 +81,32 @@ def test_a_part_that_raises_is_a_check_that_failed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "attention.json").read_text())["checks"] == result.checks
 
 
-def _main_with(tmp_path: Path, ends: Any) -> int:
-    """The command, whose part's process writes one good check and then does what ``ends`` says."""
-
-    def run(words: list[str], timeout: float) -> Any:
-        _result("attention", Check("first", 1.0), dry_run=True, device="cpu").save(tmp_path)
-        return ends(words, timeout)
-
-    with mock.patch.object(subprocess, "run", run):
-        return command.main(["--dry-run", "--out", str(tmp_path), "attention"])
-
-
-def _takes_too_long(words: list[str], timeout: float) -> None:
-    assert timeout < 600.0
-    raise subprocess.TimeoutExpired(words, timeout)
-
-
-@pytest.mark.parametrize(("ends", "code", "said"), [
-    (lambda words, timeout: subprocess.CompletedProcess(words, 0), 0, "all of these checks passed"),
-    (lambda words, timeout: subprocess.CompletedProcess(words, -9), 1, "it ended with exit code -9"),
-    (_takes_too_long, 1, "it took longer than 570 s"),
+@pytest.mark.parametrize(("problem", "code", "said"), [
+    (None, 0, "all of these checks passed"), ("it was ended", 1, "not run: it was ended"),
 ])  # fmt: skip
-def test_the_exit_code_and_parts_that_die_or_hang(
-    ends: Any, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_exit_code_of_parts_that_do_not_end_well(
+    problem: str | None, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _main_with(tmp_path, ends) == code
+    """Their process has written one good check by then."""
+
+    def run(words: list[str], limit_s: float) -> str | None:
+        assert limit_s < 600.0 and words[-3:] == ["--inside", "attention", "--dry-run"]
+        _result("attention", Check("first", 1.0), dry_run=True, device="cpu").save(tmp_path)
+        return problem
+
+    with mock.patch.object(command, "problem_of", run), mock.patch.dict("os.environ"):
+        assert command.main(["--dry-run", "--out", str(tmp_path), "attention"]) == code
     assert said in capsys.readouterr().out
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
+    assert command.problem_of(["true"], 60.0) is None
+    assert command.problem_of(["sh", "-c", "exit 3"], 60.0) == "it ended with exit code 3"
+    path = tmp_path / "pid"
+    starts = f"sleep 600 & echo $! > {path}.new; mv {path}.new {path}; wait"
+    assert command.problem_of(["sh", "-c", starts], 2.0) == "it took longer than 2 s and was ended"
+    stat = Path("/proc", path.read_text().strip(), "stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 def test_without_a_device_there_is_one_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

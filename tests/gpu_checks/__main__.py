@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -111,19 +114,27 @@ def _in_a_process(part: str, arguments: argparse.Namespace) -> None:
     command += ["--dry-run"] * arguments.dry_run
     path = arguments.out / f"{part}.json"
     path.unlink(missing_ok=True)
-    try:
-        ended = subprocess.run(command, timeout=PART_LIMIT_S)
-        problem = f"it ended with exit code {ended.returncode}" if ended.returncode else None
-    except subprocess.TimeoutExpired:
-        problem = f"it took longer than {PART_LIMIT_S:g} s and was ended"
+    problem = problem_of(command, PART_LIMIT_S)
     if problem is not None:
-        import json
-
         device = "cpu" if arguments.dry_run else "cuda"
         known = json.loads(path.read_text()) if path.exists() else None
         result = PartResult(**known) if known else PartResult(part, arguments.dry_run, machine(device))
         result.add(not_run(f"{part}, after {len(result.checks)} checks", problem), 0.0)
         result.save(arguments.out)
+
+
+def problem_of(command: list[str], limit_s: float) -> str | None:
+    """Run a command; why it was no success, or None. Whatever it has started ends with it."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+        return f"it ended with exit code {code}" if code else None
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {limit_s:g} s and was ended"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:

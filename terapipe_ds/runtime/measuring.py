@@ -128,7 +128,10 @@ def _measured(
     """Of one part, without its links; the other stages measure one of theirs."""
     activate(engine.module, place.chunk_id)
     length, lengths = probe.sequence_length, sorted(specs)
-    probe.own_s = own_seconds(engine, engine.slice_clock)
+    smallest = lengths[0], 0
+    probe.own_s = own_seconds(
+        engine, place.is_last, lambda: probe.issue_backward(probe.issue_forward(*smallest)), engine.slice_clock
+    )
     measured = measure(
         probe, grid(length, engine.terapipe_config.granularity_tokens), length, num_stages=engine.num_stages,
         num_micro_batches=engine.micro_batches, peers=peers, processor_s=processor_clock(), progress=progress,

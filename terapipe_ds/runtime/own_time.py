@@ -1,8 +1,8 @@
 """What the engine itself takes of an F and a B, around the layers: books, DeepSpeed's wrappers, autograd's start.
 
 It is the same for slices of any length, so that it matters where slices are short: there a probe, which runs layers and
-loss alone, promises what no step can keep. A rehearsal of a part whose layers do nothing shows it; what a probe takes
-for such layers is subtracted, for its times are added to those of this module.
+loss alone, promises what no step can keep. A rehearsal with layers that do nothing shows it; what a probe takes for
+these is subtracted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import Tensors
+from terapipe_ds.runtime.batch import SliceableTensors, Tensors
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layout import Place
@@ -31,67 +31,111 @@ from terapipe_ds.runtime.weight_gradients import WeightGradients
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
 
-_ROUNDS = 24
+_ROUNDS = 12
 _SPEC = MessageSpec((TensorSpec((1, 1, 8), torch.float32, True),), is_tuple=False)
 
 
-def own_seconds(engine: Any, clock: Callable[[], float] | None = None) -> tuple[float, float]:
+def own_seconds(
+    engine: Any, is_last: bool, between: Callable[[], object], clock: Callable[[], float] | None = None
+) -> tuple[float, float]:
     """Seconds of an F and of a B of ``engine`` that are not those of a probe. Use it inside ``untouched(module)``.
 
     Left out are messages, which are measured on their own, and what optimizers add to a backward, whose books this must
     not touch.
 
     Args:
+        is_last: of a part whose slices have a loss, which is booked.
+        between: runs layers: in a step each action finds the caches as these leave them.
         clock: in the place of the wall's, as in ``StageProbe``.
     """
     now_s = clock or time.perf_counter
     layers, device = _Idle(), torch.device(engine.device)
-    probe = StageProbe(layers, layers, _ROUNDS, device, SliceStore())
-    probe.receive(1, _SPEC)
-    probe.output_spec(1)
-    forwards: list[tuple[float, float]] = []
-    backwards: list[tuple[float, float]] = []
-    with _idle_layers(engine, layers):
-        runner = _runner(engine, device)
-        for slice_id in range(_ROUNDS):
-            begin_s = now_s()
-            live = probe.issue_forward(1, slice_id)
-            middle_s = now_s()
-            runner.forward(Action(Kind.FORWARD, 0, slice_id))
-            runner.send_activation(Action(Kind.SEND_ACTIVATION, 0, slice_id))
-            forwards.append((middle_s - begin_s, now_s() - middle_s))
-            begin_s = now_s()
-            probe.issue_backward(live)
-            middle_s = now_s()
-            runner.backward(Action(Kind.BACKWARD, 0, slice_id))
-            runner.send_gradients(Action(Kind.SEND_GRAD, 0, slice_id))
-            backwards.append((middle_s - begin_s, now_s() - middle_s))
-    forward_s, backward_s = (
-        max(0.0, statistics.median(whole_s - probed_s for probed_s, whole_s in runs)) for runs in (forwards, backwards)
-    )
+    probe = _idle_probe(layers, is_last, device)
+    runner = _runner(engine, is_last, device)
+    seconds: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+
+    def timed(call: Callable[[], object]) -> float:
+        between()
+        begin_s = now_s()
+        call()
+        return now_s() - begin_s
+
+    for slice_id in range(_ROUNDS):
+        live: list[Any] = []
+        probed = [
+            timed(lambda start=slice_id, live=live: live.append(probe.issue_forward(1, start))),  # type: ignore[misc]
+            timed(lambda live=live: probe.issue_backward(live.pop())),  # type: ignore[misc]
+        ]
+        for kind, probed_s in zip(seconds, probed, strict=True):
+            between()
+            with _idle_layers(engine, layers):
+                begin_s = now_s()
+                _act(runner, kind, slice_id, is_last)
+                seconds[kind].append(now_s() - begin_s - probed_s)
+    forward_s, backward_s = (max(0.0, statistics.median(over)) for over in seconds.values())
     return forward_s, backward_s
 
 
+def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
+    """F or B of a slice, and what is sent after it."""
+    if kind is Kind.FORWARD:
+        runner.forward(Action(kind, 0, slice_id))
+        if not is_last:
+            runner.send_activation(Action(Kind.SEND_ACTIVATION, 0, slice_id))
+    else:
+        runner.backward(Action(kind, 0, slice_id))
+        runner.send_gradients(Action(Kind.SEND_GRAD, 0, slice_id))
+
+
 class _Idle(nn.Module):
-    """A layer that does next to nothing, with a graph."""
+    """A layer that does next to nothing, with a graph; and a loss that does no more."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.view(inputs.shape)
+
+    @staticmethod
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return outputs.sum()
+
+    def get_additional_losses(self) -> None:
+        """None beside its own."""
+
+
+def _labels(device: torch.device) -> SliceableTensors:
+    return SliceableTensors.of_labels(torch.zeros(1, _ROUNDS, dtype=torch.int64, device=device), 1)
+
+
+def _idle_probe(layers: _Idle, is_last: bool, device: torch.device) -> StageProbe:
+    """What is subtracted."""
+    probe = StageProbe(
+        layers, layers, _ROUNDS, device, SliceStore(), labels=_labels(device) if is_last else None, is_last=is_last,
+        loss_fn=layers.loss_fn,
+    )  # fmt: skip
+    probe.receive(1, _SPEC)
+    probe.output_spec(1)
+    return probe
 
 
 @contextmanager
 def _idle_layers(engine: Any, layers: nn.Module) -> Iterator[None]:
     """``layers`` in the place of the module, and neither an optimizer whose books a backward would change nor what
-    counts operations and looks for numbers that are not finite."""
-    stand_ins = {"module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None}
-    kept = {name: getattr(engine, name) for name in stand_ins}
+    counts operations and looks for numbers that are not finite; the loss of a batch is as it was afterwards."""
+    stand_ins = {
+        "module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None, "loss": engine.loss,
+        "total_loss": None, "total_additional_losses": None, "fwd_outputs": [], "_compute_loss": True,
+        "eval_return_logits": False,
+    }  # fmt: skip
+    kept = {name: getattr(engine, name) for name in stand_ins if hasattr(engine, name)}
     try:
         for name, stand_in in stand_ins.items():
             setattr(engine, name, stand_in)
         yield
     finally:
-        for name, value in kept.items():
-            setattr(engine, name, value)
+        for name in stand_ins:
+            if name in kept:
+                setattr(engine, name, kept[name])
+            else:  # DeepSpeed makes it with the first batch
+                delattr(engine, name)
 
 
 class _NoOptimizer:
@@ -143,11 +187,13 @@ class _NoMessages:
         return True
 
 
-def _runner(engine: Any, device: torch.device) -> PartRunner:
-    """The runner of a part in the middle, in a batch of one micro-batch whose slices have a token each."""
+def _runner(engine: Any, is_last: bool, device: torch.device) -> PartRunner:
+    """The runner of a part that receives, in a batch of one micro-batch whose slices have a token each."""
     stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
-    runner = PartRunner(engine, Place(0), store=SliceStore(), weights=WeightGradients(), **stand_ins)
-    micro_batch = MicroBatchInFlight(SlicePlan((1,) * _ROUNDS), MicroBatchShape(1, _ROUNDS))
+    runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
+    micro_batch = MicroBatchInFlight(
+        SlicePlan((1,) * _ROUNDS), MicroBatchShape(1, _ROUNDS), labels=_labels(device), weights=(0.5,) * _ROUNDS
+    )  # fmt: skip
     schedule = build("terapipe", 1, 1, _ROUNDS)
     runner.open_batch(BatchInFlight(schedule, 0, True, [micro_batch]))
     return runner

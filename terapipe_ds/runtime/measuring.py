@@ -130,8 +130,9 @@ def _measured(
     length, lengths = probe.sequence_length, sorted(specs)
     smallest = lengths[0], 0
     probe.own_s = own_seconds(
-        engine, place.is_last, lambda: probe.issue_backward(probe.issue_forward(*smallest)), engine.slice_clock
-    )
+        engine, place.is_last, lambda: probe.issue_backward(probe.issue_forward(*smallest)), lengths[0] / length,
+        engine.slice_clock,
+    )  # fmt: skip
     measured = measure(
         probe, grid(length, engine.terapipe_config.granularity_tokens), length, num_stages=engine.num_stages,
         num_micro_batches=engine.micro_batches, peers=peers, processor_s=processor_clock(), progress=progress,

@@ -31,12 +31,12 @@ from terapipe_ds.runtime.weight_gradients import WeightGradients
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
 
-_ROUNDS = 12
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
 _SPEC = MessageSpec((TensorSpec((1, 1, 8), torch.float32, True),), is_tuple=False)
 
 
 def own_seconds(
-    engine: Any, is_last: bool, between: Callable[[], object], clock: Callable[[], float] | None = None
+    engine: Any, is_last: bool, between: Callable[[], object], share: float, clock: Callable[[], float] | None = None
 ) -> tuple[float, float]:
     """Seconds of an F and of a B of ``engine`` that are not those of a probe. Use it inside ``untouched(module)``.
 
@@ -45,13 +45,15 @@ def own_seconds(
 
     Args:
         is_last: of a part whose slices have a loss, which is booked.
-        between: runs layers: in a step each action finds the caches as these leave them.
+        between: runs layers on a slice: in a step each action finds the caches as these leave them.
+        share: of a sequence that this slice is. Where it is small it runs more often, and own time matters.
         clock: in the place of the wall's, as in ``StageProbe``.
     """
     now_s = clock or time.perf_counter
     layers, device = _Idle(), torch.device(engine.device)
-    probe = _idle_probe(layers, is_last, device)
-    runner = _runner(engine, is_last, device)
+    rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
+    probe = _idle_probe(layers, is_last, rounds, device)
+    runner = _runner(engine, is_last, rounds, device)
     seconds: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
 
     def timed(call: Callable[[], object]) -> float:
@@ -60,7 +62,7 @@ def own_seconds(
         call()
         return now_s() - begin_s
 
-    for slice_id in range(_ROUNDS):
+    for slice_id in range(rounds):
         live: list[Any] = []
         probed = [
             timed(lambda start=slice_id, live=live: live.append(probe.issue_forward(1, start))),  # type: ignore[misc]
@@ -101,16 +103,16 @@ class _Idle(nn.Module):
         """None beside its own."""
 
 
-def _labels(device: torch.device) -> SliceableTensors:
-    return SliceableTensors.of_labels(torch.zeros(1, _ROUNDS, dtype=torch.int64, device=device), 1)
+def _labels(rounds: int, device: torch.device) -> SliceableTensors:
+    return SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
 
 
-def _idle_probe(layers: _Idle, is_last: bool, device: torch.device) -> StageProbe:
+def _idle_probe(layers: _Idle, is_last: bool, rounds: int, device: torch.device) -> StageProbe:
     """What is subtracted."""
+    labels = _labels(rounds, device) if is_last else None
     probe = StageProbe(
-        layers, layers, _ROUNDS, device, SliceStore(), labels=_labels(device) if is_last else None, is_last=is_last,
-        loss_fn=layers.loss_fn,
-    )  # fmt: skip
+        layers, layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn
+    )
     probe.receive(1, _SPEC)
     probe.output_spec(1)
     return probe
@@ -187,13 +189,13 @@ class _NoMessages:
         return True
 
 
-def _runner(engine: Any, is_last: bool, device: torch.device) -> PartRunner:
+def _runner(engine: Any, is_last: bool, rounds: int, device: torch.device) -> PartRunner:
     """The runner of a part that receives, in a batch of one micro-batch whose slices have a token each."""
     stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
     runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
     micro_batch = MicroBatchInFlight(
-        SlicePlan((1,) * _ROUNDS), MicroBatchShape(1, _ROUNDS), labels=_labels(device), weights=(0.5,) * _ROUNDS
+        SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=_labels(rounds, device), weights=(0.5,) * rounds
     )  # fmt: skip
-    schedule = build("terapipe", 1, 1, _ROUNDS)
+    schedule = build("terapipe", 1, 1, rounds)
     runner.open_batch(BatchInFlight(schedule, 0, True, [micro_batch]))
     return runner

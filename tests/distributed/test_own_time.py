@@ -47,7 +47,7 @@ def _counted(settings: dict[str, Any]) -> tuple[float, float]:
     engine._flops = engine._finite = object()  # of which nothing may be asked
     before = engine.module, engine.optimizer, engine._flops, engine._finite
     with mock.patch.multiple(DeepSpeedEngine, **wrapped), untouched(engine.module):
-        found = own_seconds(engine, engine.is_last_stage(), lambda: None, lambda: now_s)
+        found = own_seconds(engine, engine.is_last_stage(), lambda: None, 0.1, lambda: now_s)
     assert (engine.module, engine.optimizer, engine._flops, engine._finite) == before
     engine.destroy()
     return found
@@ -64,7 +64,7 @@ def _trained(settings: dict[str, Any], rehearsals: int) -> Run:
     def rehearse(step: int) -> None:
         for _ in range(rehearsals):
             with untouched(engine.module):
-                own_seconds(engine, engine.is_last_stage(), lambda: None)
+                own_seconds(engine, engine.is_last_stage(), lambda: None, 0.1)
 
     run = train(engine, batches(3), rehearse)
     engine.destroy()

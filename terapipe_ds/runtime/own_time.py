@@ -24,7 +24,7 @@ from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layout import Place
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.part_runner import PartRunner
-from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.probe import StageProbe, synchronize
 from terapipe_ds.runtime.rank_record import RankRecord
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.runtime.weight_gradients import WeightGradients
@@ -56,8 +56,12 @@ def own_seconds(
     runner = _runner(engine, is_last, rounds, device)
     seconds: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
 
-    def timed(call: Callable[[], object]) -> float:
+    def settle() -> None:
         between()
+        synchronize()  # or calls might wait for a device that is behind
+
+    def timed(call: Callable[[], object]) -> float:
+        settle()
         begin_s = now_s()
         call()
         return now_s() - begin_s
@@ -69,7 +73,7 @@ def own_seconds(
             timed(lambda live=live: probe.issue_backward(live.pop())),  # type: ignore[misc]
         ]
         for kind, probed_s in zip(seconds, probed, strict=True):
-            between()
+            settle()
             with _idle_layers(engine, layers):
                 begin_s = now_s()
                 _act(runner, kind, slice_id, is_last)

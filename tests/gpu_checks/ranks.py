@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 def watched(settings: Settings) -> Iterator[Check]:
     """Two ranks that verify the first batch, look for numbers that are not finite, and write timelines."""
     folder = settings.folder / "traces"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     cases = cases_of(2, dry_run=True)
     yield from run_world(world_of(settings, 2, cases, {**CHECKED, "trace_dir": str(folder)}, 240.0))
     from terapipe_ds.timeline import Timeline

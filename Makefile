@@ -1,4 +1,4 @@
-# make venv | test | test-full | upstream-tests | mutations | demo | lint | clean
+# make venv | test | test-full | upstream-tests | mutations | demo | gpu-checks | lint | clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Compiled modules are kept, whatever the environment says: tests start hundreds of processes that import the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv test test-full upstream-tests mutations demo lint clean
+.PHONY: venv test test-full upstream-tests mutations demo gpu-checks lint clean
 
 venv: $(STAMP)
 
@@ -53,6 +53,12 @@ mutations: venv
 
 demo: venv
 	$(BIN)/python examples/demo.py
+
+# For whoever has a device (docs/gpu.md): PART=attention or several of them, by default all; DRY_RUN=1 needs none.
+OUT ?= out/gpu-checks
+
+gpu-checks: venv
+	$(BIN)/python -m tests.gpu_checks --out $(OUT) $(if $(DRY_RUN),--dry-run) $(PART)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

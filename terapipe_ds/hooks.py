@@ -134,6 +134,8 @@ HOOKS: tuple[Hook, ...] = (
         "times what a stage does": "BATCH_INPUT_TIMER PIPE_RECV_GRAD_TIMER PIPE_RECV_INPUT_TIMER PIPE_SEND_GRAD_TIMER "
         "PIPE_SEND_OUTPUT_TIMER",
     }),
+    Hook("deepspeed.runtime.pipe.p2p", "send", "sends between stages", ("tensor", "dest_stage", "async_op")),
+    Hook("deepspeed.runtime.pipe.p2p", "recv", "receives between stages", ("tensor", "src_stage", "async_op")),
     *_hooks("deepspeed.runtime.pipe.dualpipev", "", {
         "DeepSpeed's other engine, left as it is": "DualPipeVEngine DualPipeVModule",
     }),

@@ -14,18 +14,46 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
+from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.machine import device_name
 
 Tensor = torch.Tensor
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
+    """Have one kernel compute the attention of slices and of whole sequences while in it; gives its name.
+
+    On Hopper torch takes cuDNN's for whole sequences, and the flash-attn package may be there for slices: their ratio
+    would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused kernel takes for slices
+    (fp32 on a device) is left to torch for whole sequences, and the name says so.
+    """
+    q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta" if device == "cuda" else device)
+    if device == "cpu":
+        yield backend_name(q)
+    elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
+        set_backend("cuda_flash")
+        try:
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                yield "cuda_flash"
+        finally:
+            set_backend(None)
+    else:
+        yield "reference for slices, torch's choice for whole sequences"
 
 
 @dataclass(frozen=True)
@@ -107,13 +135,14 @@ def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", cl
     """Time forward + backward of both sides in turns, after two turns to warm up."""
     sides = Sides(shape, num_slices, device)
     runs = sides.run_unsliced, sides.run_sliced
-    pairs = [tuple(_timed(run, device, CLOCKS[clock]) for run in runs) for _ in range(repeats + 2)][2:]
+    pairs = [tuple(timed(run, device, CLOCKS[clock]) for run in runs) for _ in range(repeats + 2)][2:]
     unsliced, sliced = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(s / u for u, s in pairs)
     return Row(num_slices, unsliced, sliced, ratio, sides.store.reserved_bytes())
 
 
-def _timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
+def timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
+    """Seconds of ``run`` by ``clock``, until the device has done it."""
     begin = clock()
     run()
     if device != "cpu":
@@ -129,12 +158,12 @@ def describe_device(device: str) -> str:
     return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def print_table(shape: Shape, rows: Sequence[Row], device: str) -> None:
+def print_table(shape: Shape, rows: Sequence[Row], device: str, attention: str) -> None:
     """The measured rows as a table for people."""
     print(describe_device(device))
     print(
         f"forward + backward of causal attention, B={shape.batch}, H={shape.heads}, H_kv={shape.kv_heads}, "
-        f"D={shape.head_dim}, L={shape.sequence_length}, {shape.dtype}"
+        f"D={shape.head_dim}, L={shape.sequence_length}, {shape.dtype}; attention {attention}"
     )
     print(f"{'slices':>7} {'unsliced':>12} {'sliced':>12} {'ratio':>7} {'store':>10}")
     for row in rows:
@@ -173,16 +202,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     torch.set_num_threads(args.threads)
     shape = Shape(args.batch, args.heads, args.kv_heads or args.heads, args.head_dim, args.sequence_length, args.dtype)
-    set_backend(args.backend)
-    try:
-        rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
-    finally:
-        set_backend(None)  # for whoever called this from a program of their own
+    with one_attention(args.device, _dtype(args.dtype), args.head_dim) as attention:
+        try:
+            if args.backend is not None:
+                set_backend(args.backend)
+                attention = f"{args.backend} for slices, {attention} for whole sequences"
+            rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
+        finally:
+            set_backend(None)  # for whoever called this from a program of their own
     if args.json:
-        rows_as_dicts = [asdict(row) for row in rows]
-        print(json.dumps({"device": describe_device(args.device), "shape": asdict(shape), "rows": rows_as_dicts}))
+        found = {"device": describe_device(args.device), "attention": attention, "shape": asdict(shape)}
+        print(json.dumps({**found, "rows": [asdict(row) for row in rows]}))
     else:
-        print_table(shape, rows, args.device)
+        print_table(shape, rows, args.device, attention)
 
 
 if __name__ == "__main__":

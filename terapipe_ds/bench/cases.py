@@ -135,7 +135,7 @@ class Job:
     """A whole run, as every rank gets it.
 
     ``ds_config`` and ``gpt`` (fields of ``GPTConfig``) stand in for the usual ones; ``replayed``: fewer cores than
-    stages, so that the wall clock means nothing.
+    stages, so that the wall clock means nothing; ``share_device``: all stages on the first device, over gloo.
     """
 
     work: Workload
@@ -147,6 +147,20 @@ class Job:
     replayed: bool = False
     ds_config: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
+    share_device: bool = False
+
+    def device_of(self, rank: int) -> str:
+        """Where a rank computes."""
+        return self.device if self.device == "cpu" else f"{self.device}:{0 if self.share_device else rank}"
+
+    def problem(self, case: Case, accumulation: int) -> str | None:
+        """Why a case cannot run here with these sizes, or None."""
+        if self.share_device and (case.system == "torch" or case.schedule == "dualpipev"):
+            return (
+                f"{case.system} {case.schedule} sends from the device itself, which gloo cannot, and NCCL refuses "
+                "stages that share one: give each stage a device, without --share-device"
+            )
+        return case.problem(self.work, accumulation, self.gpt)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progre
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.machine import device_name
 from terapipe_ds.runtime.probe import synchronize
+from terapipe_ds.runtime.staging import host_buffer, needs_staging, to_host
 
 _PINGS = 5
 
@@ -68,7 +69,7 @@ def _build_all(job: Job, agreement: Agreement) -> tuple[dict[int, Driver], dict[
     drivers: dict[int, Driver] = {}
     errors: dict[int, str] = {}
     for index, case in enumerate(job.cases):
-        problems = [case.problem(job.work, m, job.gpt) for m in job.accumulations if case.runs_at(m)]
+        problems = [job.problem(case, m) for m in job.accumulations if case.runs_at(m)]
         if problems and all(problems):
             continue
         problem = None
@@ -93,7 +94,7 @@ def _open_runs(
             continue
         run: dict[str, Any] = {"case": index, "accumulation": accumulation}
         runs.append(run)
-        plan, problem = None, case.problem(job.work, accumulation, job.gpt) or errors.get(index)
+        plan, problem = None, job.problem(case, accumulation) or errors.get(index)
         if problem is None:
             plan, problem = _plan(job, case, accumulation, planned)
         if problem or plan is None:
@@ -183,25 +184,30 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
         return {}
     config = gpt_config(job.work, job.gpt)
     rank, found = torch_dist.get_rank(), {}
-    device = "cpu" if job.device == "cpu" else f"cuda:{rank}"
+    device = torch.device(job.device_of(rank))
+    staged = needs_staging(None, device)
     for tokens in lengths:
         message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype, device=device)
         torch_dist.barrier()
-        trips = [_round_trip(rank, message) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
+        trips = [_round_trip(rank, message, staged) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
         found[tokens] = statistics.median(trips[1:]) / 2
     torch_dist.barrier()
     return found
 
 
-def _round_trip(rank: int, message: torch.Tensor) -> float:
+def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
+    """``staged``: by way of the host, as the engine's messages are then."""
     synchronize()
     begin_s = time.perf_counter()
-    if rank == 0:
-        torch_dist.send(message, 1)
-        torch_dist.recv(message, 1)
-    else:
-        torch_dist.recv(message, 0)
-        torch_dist.send(message, 0)
+    for sends in (True, False) if rank == 0 else (False, True):
+        if sends:
+            torch_dist.send(to_host(message) if staged else message, 1 - rank)
+        elif staged:
+            buffer = host_buffer(tuple(message.shape), message.dtype, message.device)
+            torch_dist.recv(buffer, 1 - rank)
+            message.copy_(buffer)
+        else:
+            torch_dist.recv(message, 1 - rank)
     synchronize()  # NCCL's calls return when they are queued
     return time.perf_counter() - begin_s
 
@@ -213,7 +219,7 @@ def _on_accelerator() -> bool:
 
 def _bar(job: Job, drivers: dict[int, Driver]) -> Any:
     pairs = [(i, m) for i in drivers for m in job.accumulations if job.cases[i].runs_at(m)]
-    runs = sum(not job.cases[i].problem(job.work, m, job.gpt) for i, m in pairs)
+    runs = sum(not job.problem(job.cases[i], m) for i, m in pairs)
     return progress_bar(torch_dist.get_rank(), len(drivers) + runs * (1 + job.pairs), "bench")
 
 

@@ -34,7 +34,10 @@ def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
     before = {**machine(), "device": torch.cuda.get_device_name()}
-    rows = list((attention_rows if preset == "gpu-attention" else layer_rows)(full))
+    from terapipe_ds.bench.attention import one_attention
+
+    with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
+        rows = list((attention_rows if preset == "gpu-attention" else layer_rows)(full))
     if preset == "gpu-attention":
         hidden, length = max(heads * head_dim for heads, _, head_dim in HEADS), max(ATTENTION_LENGTHS)
     else:
@@ -43,7 +46,7 @@ def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
         "stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length, "pairs": REPEATS,
         "device": "cuda",
     }  # fmt: skip
-    return {"machine": before, "preset": preset, "workload": work, "runs": rows}
+    return {"machine": before, "preset": preset, "workload": work, "attention": attention, "runs": rows}
 
 
 def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
@@ -75,23 +78,27 @@ def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
             yield {**row, "profile": profile.to_json()} if num_slices == 2 else row
 
 
-def layer_profile(name: str, device: str = "cuda") -> Any:
+def layer_profile(name: str) -> Any:
     """The measured profile of one layer of ``LAYERS`` in bf16."""
+    return measured_layer(LAYERS[name], LAYER_LENGTH, "cuda")
+
+
+def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, device: str) -> Any:
+    """The profile of a layer with sizes as in ``LAYERS``, on sequences of ``length`` tokens in bf16."""
     import torch
     from deepspeed.pipe import LayerSpec
 
     from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
     from terapipe_ds.runtime.offline import OfflineJob, profile_model
 
-    hidden, heads, kv_heads, head_dim, ffn, gated = LAYERS[name]
+    hidden, heads, kv_heads, head_dim, ffn, gated = sizes
     config = GPTConfig(
         hidden_size=hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=ffn,
-        gated_mlp=gated, max_sequence_length=LAYER_LENGTH, dtype="bfloat16",
+        gated_mlp=gated, max_sequence_length=length, dtype="bfloat16",
     )  # fmt: skip
-    shape = (1, LAYER_LENGTH, hidden)
-    inputs = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    inputs = torch.randn((1, length, hidden), dtype=torch.bfloat16, device=device)
     layers = [LayerSpec(_start(), hidden), LayerSpec(DecoderLayer, config, 0)]
-    job = OfflineJob(layers, _mean_square, inputs, torch.zeros(1, LAYER_LENGTH), 1)
+    job = OfflineJob(layers, _mean_square, inputs, torch.zeros(1, length), 1)
     return profile_model(job, lambda part_id, share: None, lambda text: None)
 
 

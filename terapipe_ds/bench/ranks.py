@@ -157,10 +157,16 @@ def keep_memory() -> None:
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
 
-def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu") -> None:
-    """Pin this process to its core or device, with one thread, and meet the others. Before torch is imported."""
+def prepare_rank(
+    rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False
+) -> None:  # fmt: skip
+    """Pin this process to its core or device, with one thread, and meet the others. Before torch is imported.
+
+    ``share_device``: all are on the first device and talk over gloo, by way of the host.
+    """
+    index = 0 if share_device else rank
     os.environ.update(
-        OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(stages), LOCAL_SIZE=str(stages),
+        OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(index), WORLD_SIZE=str(stages), LOCAL_SIZE=str(stages),
         LOCAL_WORLD_SIZE=str(stages), DEEPSPEED_LOG_LEVEL="error", TORCH_CPP_LOG_LEVEL="ERROR",
     )  # fmt: skip
     os.environ["DS_ACCELERATOR"] = device
@@ -177,12 +183,13 @@ def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu") -
     tqdm.set_lock(threading.RLock())  # its own is shared between processes and would outlive this one
     torch.set_num_threads(1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled at start, for a minute
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    over_gloo = device == "cpu" or share_device
     if device != "cpu":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(index)
     share_gloo_thread()
+    backend = "gloo" if over_gloo else "cpu:gloo,cuda:nccl"
     torch_dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=stages)
-    deepspeed.init_distributed("gloo" if device == "cpu" else "nccl")
+    deepspeed.init_distributed("gloo" if over_gloo else "nccl")
 
 
 def share_gloo_thread() -> None:

@@ -15,7 +15,7 @@ from terapipe_ds.bench.cases import AUTO, BenchError, Job
 from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
 from terapipe_ds.bench.orders import from_json
 from terapipe_ds.bench.quiet import drift, off_core_s
-from terapipe_ds.bench.ranks import finish_rank, keep_memory, machine, prepare_rank, spawn_ranks
+from terapipe_ds.bench.ranks import finish_rank, gpt_config, keep_memory, machine, prepare_rank, spawn_ranks
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
 from terapipe_ds.files import write_text
@@ -48,12 +48,17 @@ def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
 
 def _rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     """In each rank; leaves ``rank<r>.json`` in ``folder``."""
-    prepare_rank(rank, job.work.stages, rendezvous, job.device)
-    from terapipe_ds.bench.compete import compete  # imports torch
+    prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
+    from terapipe_ds.bench.attention import one_attention  # these import torch
+    from terapipe_ds.bench.compete import compete
+    from terapipe_ds.runtime.staging import neighbours_staged
 
-    found, drivers = compete(job, Path(folder))
-    write_text(Path(folder, f"rank{rank}.json"), json.dumps(found))
-    finish_rank(drivers)
+    config = gpt_config(job.work, job.gpt)
+    with neighbours_staged(), one_attention(job.device, config.torch_dtype, config.head_dim) as attention:
+        found, drivers = compete(job, Path(folder))
+        found["attention"] = attention
+        write_text(Path(folder, f"rank{rank}.json"), json.dumps(found))
+        finish_rank(drivers)
 
 
 def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -65,9 +70,12 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
         rows += _rows([run for run in runs if run.accumulation == accumulation])
     workload = {**dataclasses.asdict(job.work), "model": job.gpt, "pairs": job.pairs, "device": job.device}
     del workload["accumulation"]
+    if job.share_device:
+        workload["share_device"] = True
     if "device" in ranks[0]:
         machine_ = {**machine_, "device": ranks[0]["device"]}
-    return {"machine": machine_, "preset": preset, "workload": workload, "runs": rows}
+    attention = {"attention": ranks[0]["attention"]} if "attention" in ranks[0] else {}
+    return {"machine": machine_, "preset": preset, "workload": workload, **attention, "runs": rows}
 
 
 @dataclasses.dataclass(frozen=True)

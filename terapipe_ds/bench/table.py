@@ -29,6 +29,8 @@ def _head(result: Mapping[str, Any]) -> str:
     work, machine = result["workload"], result["machine"]
     tokens = f"{work['micro_batch']} x {work['sequence_length']} tokens"
     device = f"{machine['device']}, " if "device" in machine else ""
+    device += "shared by all stages, " if work.get("share_device") else ""
+    device += f"attention {result['attention']}, " if "attention" in result else ""
     return (
         f"{result['preset']}: {work['stages']} stages, {work['layers']} layers, hidden {work['hidden']}, {tokens}, "
         f"{work['pairs']} turns; {device}{machine['cpu']}, {machine['cores']} cores, {machine['date']}"

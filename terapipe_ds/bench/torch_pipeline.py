@@ -110,7 +110,7 @@ class TorchDriver(Driver):
 
         self._kind = getattr(pipelining, _CLASSES[case.schedule])
         self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
-        self._device = torch.device("cpu") if job.device == "cpu" else torch.device(job.device, self._rank)
+        self._device = torch.device(job.device_of(self._rank))
         self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
         chunks = 2 if case.schedule in TWO_PARTS else 1
         self._placement = v_placement(stages) if case.schedule == "zbv" else looped_placement(stages, chunks)

@@ -50,7 +50,9 @@ REPLAY_TOLERANCE = 0.05
 _GRANULARITY = 64
 
 
-_NOT_ON_GPU = ("systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay")
+_NOT_ON_GPU = (
+    "systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay", "share_device",
+)  # fmt: skip
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """A word that is an absolute path, or the one of --option=/path."""
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
@@ -82,6 +84,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu",
         help="default: %(default)s. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
+    )  # fmt: skip
+    sizes.add_argument(
+        "--share-device", action="store_true",
+        help="with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
+        "pipeline runs where there is one device; its times are not those of stages with a device each",
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
@@ -174,7 +181,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
     replayed = arguments.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
     return Job(
         work, cases, tuple(accumulations), _pairs(arguments, preset), min(arguments.granularity, work.sequence_length),
-        arguments.device, replayed, ds_config, gpt,
+        arguments.device, replayed, ds_config, gpt, arguments.share_device,
     )  # fmt: skip
 
 
@@ -216,8 +223,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         raise CommandError(
             f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
         )
-    if job.device == "cuda":
-        _require_devices(job.work.stages)
+    _check_devices(job)
     return run_benchmark(job, "config" if arguments.config or arguments.model else arguments.preset)
 
 
@@ -314,12 +320,19 @@ def _slices(given: list[str] | None, length: int) -> list[Any] | None:
     return found
 
 
-def _require_devices(stages: int) -> None:
+def _check_devices(job: Job) -> None:
+    """A device for each stage, or one for all of several."""
+    if job.share_device and (job.device == "cpu" or job.work.stages == 1):
+        why = "--device cpu has no device to share" if job.device == "cpu" else "one stage shares with no other"
+        raise CommandError(f"--share-device: {why}; give --device cuda and --stages 2 or more, or leave it out")
+    if job.device == "cpu":
+        return
     import torch
 
-    if not torch.cuda.is_available() or torch.cuda.device_count() < stages:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        raise CommandError(f"--device cuda: {stages} stages need {stages} CUDA devices, here are {count}; use the cpu")
+    stages, count = job.work.stages, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < (1 if job.share_device else stages):
+        fix = "--share-device puts all stages on one" if count else "use the cpu"
+        raise CommandError(f"--device cuda: {stages} stages need {stages} CUDA devices, here are {count}; {fix}")
 
 
 def _check_ours_ran(result: dict[str, Any]) -> None:

@@ -53,6 +53,7 @@ from terapipe_ds.runtime.planning import require_profile
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_ends import StageEnds
 from terapipe_ds.runtime.stage_links import StageLinks
+from terapipe_ds.runtime.staging import neighbours_staged
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, count_nothing_as_zero, tell_of_clipping
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.verify import verify_first_batch
@@ -95,7 +96,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         given = kwargs["model"], kwargs.get("model_parameters"), kwargs.get("optimizer")
         self._layout, chosen = first_layout(self.terapipe_config, kwargs["config_class"]._param_dict, *given)
         kwargs["model_parameters"] = lay_out(kwargs["model"], self._layout, chosen, kwargs.get("optimizer"))
-        super().__init__(*args, **kwargs)
+        with neighbours_staged():
+            super().__init__(*args, **kwargs)
         show_log(self.global_rank)
         check_checkpointing(self.terapipe_config.is_stock_order)
         problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)

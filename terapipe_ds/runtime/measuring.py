@@ -30,6 +30,7 @@ from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.layout import Layout, Place, WireEnds, rounds_of
 from terapipe_ds.runtime.link import MessageSpec, Wire
+from terapipe_ds.runtime.own_time import own_seconds
 from terapipe_ds.runtime.parted import activate, parameters_of_part
 from terapipe_ds.runtime.probe import StageProbe, processor_clock, synchronize
 from terapipe_ds.runtime.profiler import Alone, Peers, grid, measure, noise_warning, weights, with_weights
@@ -128,6 +129,11 @@ def _measured(
     """Of one part, without its links; the other stages measure one of theirs."""
     activate(engine.module, place.chunk_id)
     length, lengths = probe.sequence_length, sorted(specs)
+    smallest = lengths[0], 0
+    probe.own_s = own_seconds(
+        engine, place.is_last, lambda: probe.issue_backward(probe.issue_forward(*smallest)), lengths[0] / length,
+        engine.slice_clock,
+    )  # fmt: skip
     measured = measure(
         probe, grid(length, engine.terapipe_config.granularity_for(length)), length, num_stages=engine.num_stages,
         num_micro_batches=engine.micro_batches, peers=peers, processor_s=processor_clock(), progress=progress,

@@ -57,6 +57,8 @@ class StageProbe:
         autocast: a context in which the engine runs the layers.
         weights: of the layers, where W is measured as well.
         clock: in the place of the wall's; processor time of this process where several of them share a core.
+        own_s: what the engine itself takes of an F and a B (see ``own_time``): a processor does that besides, and a
+            device runs meanwhile, unless it waits for the calls.
     """
 
     module: nn.Module
@@ -72,6 +74,7 @@ class StageProbe:
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
     weights: WeightGradients = field(default_factory=WeightGradients)
     clock: Callable[[], float] | None = None
+    own_s: tuple[float, float] = (0.0, 0.0)
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
@@ -85,16 +88,27 @@ class StageProbe:
 
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveProbe]:
         """Seconds of F of the slice of ``tokens`` tokens after ``prefix`` tokens, and what its B needs."""
-        active = self._active(tokens, prefix)
         begin_s = self.now_s()
-        live = LiveProbe(active, *self._forward(active))
-        return self.now_s() - begin_s, live
+        live = self.issue_forward(tokens, prefix)
+        return self._seconds(begin_s, self.own_s[0]), live
 
     def backward(self, live: LiveProbe) -> float:
         """Seconds of B of a slice whose F has run."""
         begin_s = self.now_s()
-        self._backward(live)
-        return self.now_s() - begin_s
+        self.issue_backward(live)
+        return self._seconds(begin_s, self.own_s[1])
+
+    def _seconds(self, begin_s: float, own_s: float) -> float:
+        """Since ``begin_s``, when F or B was called that has returned now, with what the engine does besides."""
+        if self.clock is not None:
+            return self.clock() - begin_s + own_s
+        called_s = time.perf_counter() - begin_s
+        return max(_now_s() - begin_s, called_s + own_s)
+
+    def issue_forward(self, tokens: int, prefix: int) -> LiveProbe:
+        """F without a clock; a device may still be at work afterwards."""
+        active = self._active(tokens, prefix)
+        return LiveProbe(active, *self._forward(active))
 
     def weight(self, tokens: int) -> float:
         """Seconds of W of a slice of ``tokens`` tokens, after its F and B."""
@@ -119,7 +133,7 @@ class StageProbe:
         try:
             live = LiveProbe(active, *self._forward(active))
             with self.weights.deferred(key):
-                self._backward(live)
+                self.issue_backward(live)
             yield key
         finally:
             self.weights.open_batch(())
@@ -131,7 +145,7 @@ class StageProbe:
         tensors = () if self.is_last else as_tuple(outputs, "the outputs of a stage")
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(outputs))
         self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)
-        self._backward(LiveProbe(active, outputs, loss))
+        self.issue_backward(LiveProbe(active, outputs, loss))
         return spec
 
     def saved_bytes(self, tokens: int, prefix: int) -> int:
@@ -151,7 +165,7 @@ class StageProbe:
         kept = [] if self.is_last else list(as_tuple(outputs, "the outputs of a stage"))
         for tensor in kept:
             note(tensor)
-        self._backward(LiveProbe(active, outputs, loss))
+        self.issue_backward(LiveProbe(active, outputs, loss))
         return sum(saved.values())
 
     def store_bytes(self) -> tuple[int, int]:
@@ -200,7 +214,7 @@ class StageProbe:
         finally:
             self.layers = whole
         begin_s = self.now_s()
-        self._backward(live)
+        self.issue_backward(live)
         loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
         with push_slice(active):
             seconds = layers.backward()
@@ -233,8 +247,8 @@ class StageProbe:
             loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
             return None, loss if torch.is_tensor(loss) else sum(loss)
 
-    def _backward(self, live: LiveProbe) -> None:
-        """What the engine's B does, bookkeeping apart."""
+    def issue_backward(self, live: LiveProbe) -> None:
+        """What the engine's B does, bookkeeping apart, without a clock."""
         with push_slice(live.active):
             if live.loss is not None:
                 live.loss.backward()

@@ -1,15 +1,20 @@
 """Messages of an accelerator over a backend that knows the host's memory only: by way of pinned buffers.
 
 gloo sends no CUDA tensors from one rank to one other. With it several stages can share one device, which NCCL refuses;
-that is for tests and for a first try on a small machine, not for speed.
+that is for tests and for a first try on a small machine, not for speed. What gloo does with tensors of all ranks
+together (sums, broadcasts, gathers) it does with CUDA tensors as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import p2p
 
 _HOST_BACKENDS = ("gloo", "mpi")
 
@@ -31,3 +36,31 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the host's memory that is complete when this returns: the backend does not wait for the device."""
     copy = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
     return copy.copy_(tensor)  # not ``non_blocking``: torch waits for the current stream
+
+
+@contextmanager
+def neighbours_staged() -> Iterator[None]:
+    """Let DeepSpeed's own messages between stages go by way of the host while in it, where the backend needs that.
+
+    DeepSpeed's engine sends its neighbours a number of the device while it is built, and its stock engine sends
+    everything so.
+    """
+    if not needs_staging(None, torch.device(get_accelerator().current_device_name())):
+        yield
+        return
+    send, recv = p2p.send, p2p.recv
+
+    def staged_send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
+        return send(to_host(tensor.detach()), dest_stage, async_op)
+
+    def staged_recv(tensor: torch.Tensor, src_stage: int, async_op: bool = False) -> Any:
+        buffer = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
+        result = recv(buffer, src_stage, async_op)
+        tensor.detach().copy_(buffer)
+        return result
+
+    p2p.send, p2p.recv = staged_send, staged_recv
+    try:
+        yield
+    finally:
+        p2p.send, p2p.recv = send, recv

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.pipe import p2p
 from torch import Tensor
 
-from terapipe_ds.runtime import groups, link
-from tests.distributed.engines import EXACT, Run, batches, both, train
+from terapipe_ds.runtime import groups, link, staging
+from tests.distributed.engines import EXACT, Run, batches, both, gpt_layers, run_training, section, train
 from tests.distributed.harness import rank_pool
 
 
@@ -36,6 +40,119 @@ def test_staged_messages_train_as_the_stock_engine_does() -> None:
         for step, gradients in enumerate(stock.gradients):
             for name, gradient in gradients.items():
                 assert torch.allclose(ours.gradients[step][name], gradient, rtol=1e-9, atol=1e-12), name
+
+
+class GlooForDevices:
+    """A stand-in: all that is computed lies on a device, and gloo takes from rank to rank what is on the host only.
+
+    On the host are what staging has copied there, the integers of headers and announcements, and the number by which
+    wires that are staged are connected.
+    """
+
+    def __init__(self) -> None:
+        self.on_host: set[int] = set()  # ids of tensors that this keeps
+        self.kept: list[Tensor] = []
+        self.taken = 0
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return self._note(tensor.detach().clone())
+
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._note(torch.empty(shape, dtype=dtype))
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        self.on_host.add(id(tensor))
+        self.kept.append(tensor)
+        return tensor
+
+    def takes(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_connection = tensor.shape == (1,) and float(tensor) == 0.0
+            if tensor.is_floating_point() and id(tensor) not in self.on_host and not is_connection:
+                raise RuntimeError(f"gloo cannot {call.__name__} a CUDA tensor of shape {tuple(tensor.shape)}")
+            self.taken += tensor.is_floating_point() and not is_connection
+            return call(tensor, *args, **kwargs)
+
+        return checked
+
+    def refuses(self, name: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(f"ProcessGroupGloo::{name}: unsupported device type cuda")
+
+        return refused
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        from torch import distributed
+
+        with contextlib.ExitStack() as stack:
+            for module in (groups, staging):
+                stack.enter_context(mock.patch.object(module, "needs_staging", lambda group, device: True))
+            for module, name in itertools.product((link, staging), ("to_host", "host_buffer")):
+                stack.enter_context(mock.patch.object(module, name, getattr(self, name)))
+            for name in ("send", "recv", "isend", "irecv"):
+                stack.enter_context(mock.patch.object(distributed, name, self.takes(getattr(distributed, name))))
+            for name in ("all_reduce_coalesced", "all_gather_coalesced"):  # gloo has them on the CPU only
+                stack.enter_context(mock.patch.object(distributed, name, self.refuses(name)))
+            yield
+
+
+def _train_on_devices_over_gloo(
+    stages: int, terapipe: dict[str, Any], stock_too: bool, changes: dict[str, Any]
+) -> tuple[Run, Run, int]:
+    """Stock and ours; ours, or both, with all tensors on a device and messages over gloo."""
+    data, gloo = batches(2), GlooForDevices()
+    dtype = "float64" if not changes else "bfloat16"
+
+    def run(kind: dict[str, Any] | None) -> Run:
+        return run_training(lambda: gpt_layers(dtype), kind, data, stages=stages, **changes)
+
+    with gloo.installed() if stock_too else contextlib.nullcontext(), staging.neighbours_staged():
+        stock = run(None)
+    with gloo.installed():
+        ours = run(terapipe)
+    assert (gloo.taken > 0) == (stages > 1)
+    return stock, ours, gloo.taken
+
+
+def _same(runs: list[tuple[Run, Run, int]], tolerance: float) -> None:
+    for stock, ours, _ in runs:
+        assert ours.losses == pytest.approx(stock.losses, rel=tolerance)
+        for name, parameter in stock.parameters.items():
+            assert torch.allclose(ours.parameters[name], parameter, rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.parametrize("terapipe", [section(), section(slices="auto", schedule="auto")], ids=["fixed", "auto"])
+def test_stages_that_share_a_device_start_and_train(terapipe: dict[str, Any]) -> None:
+    """DeepSpeed's start sends a number of the device to the next stage; the stock engine sends everything so."""
+    _same(rank_pool(2).run(_train_on_devices_over_gloo, stages=2, terapipe=terapipe, stock_too=True, changes={}), 1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b-zb", "zbv", "seq1f1b-interleaved"])
+def test_every_kind_of_schedule_shares_a_device(schedule: str) -> None:
+    terapipe = section(schedule=schedule, chunks_per_stage=2 if schedule == "seq1f1b-interleaved" else 1)
+    _same(rank_pool(3).run(_train_on_devices_over_gloo, stages=3, terapipe=terapipe, stock_too=False, changes={}), 1e-9)
+
+
+@pytest.mark.full
+def test_zero_and_bf16_share_a_device() -> None:
+    changes = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
+    runs = rank_pool(2).run(
+        _train_on_devices_over_gloo, stages=2, terapipe=section(), stock_too=True, changes=changes
+    )
+    _same(runs, 3e-2)
+
+
+def test_deepspeeds_functions_are_given_back() -> None:
+    before = p2p.send, p2p.recv
+    with mock.patch.object(staging, "needs_staging", lambda group, device: True):
+        with pytest.raises(RuntimeError, match="stop"), staging.neighbours_staged():
+            assert p2p.send is not before[0] and p2p.recv is not before[1]
+            raise RuntimeError("stop")
+    assert (p2p.send, p2p.recv) == before
+    with mock.patch.object(staging, "needs_staging", lambda group, device: False), staging.neighbours_staged():
+        assert (p2p.send, p2p.recv) == before
 
 
 def _exchange(device: torch.device) -> bool:

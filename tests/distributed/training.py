@@ -234,4 +234,4 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _to_numpy(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
-    return tensor.detach().double().numpy().copy()
+    return tensor.detach().double().cpu().numpy().copy()

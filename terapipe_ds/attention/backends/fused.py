@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 
 import torch
 
 from terapipe_ds import compat
 from terapipe_ds.attention.backends.base import AddGrads, State, Tensor
 from terapipe_ds.attention.backends.blocks import BlockKernel
+from terapipe_ds.attention.backends.reference import Reference
 
 _aten = torch.ops.aten
 _log = logging.getLogger("terapipe_ds")
 _NO_DROPOUT = "it cannot replay dropout"
-_MOST_ERROR = 0.02  # between two ways to compute the same in bf16, whose steps are 0.4 %
+_MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
+_CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
+"""(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
+(set_params_splitkv, num_splits_heuristic and mha_fwd of its flash_api.cpp): the first slice, with grouped heads; keys
+that fill one block; few blocks of 64 queries before several blocks of keys, which are then divided over the processors
+and merged; one query, whose group takes the place of queries; and so many blocks of queries that none is divided.
+"""
 
 
 class CpuFlash(BlockKernel):
@@ -70,7 +78,7 @@ class CudaFlash(BlockKernel):
 
     Its causal mask is aligned bottom-right and it knows grouped heads (torch/nn/attention/bias.py relies on the one,
     mha_fwd and mha_bwd of its flash_api.cpp check no more than that key heads divide query heads). So one call does a
-    slice; where a device disagrees with the calls on blocks, those do it.
+    slice; where a device gives something else than plain torch, calls on blocks do it.
     """
 
     name = "cuda_flash"
@@ -87,20 +95,25 @@ class CudaFlash(BlockKernel):
         self, q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, dropout_p: float
     ) -> tuple[Tensor, Tensor, State]:
         """See `Backend.forward`."""
-        if start == 0 or not _takes_slices(self, q.device, q.dtype, q.shape[-1]):
-            return super().forward(q, keys, values, start, scale, dropout_p)
-        return self.run(q, keys, values, True, scale)
+        if self._takes_at_once(q, keys, start):
+            return self.run(q, keys, values, True, scale)
+        return super().forward(q, keys, values, start, scale, dropout_p)
 
     def backward(
         self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
         start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
     ) -> Tensor:  # fmt: skip
         """See `Backend.backward`."""
-        if start == 0 or not _takes_slices(self, q.device, q.dtype, q.shape[-1]):
+        if not self._takes_at_once(q, keys, start):
             return super().backward(grad, q, keys, values, out, lse, start, scale, dropout_p, state, add_grads)
         dq, dk, dv = self.run_backward(grad, q, keys, values, out, lse, True, scale, state)
         add_grads(0, dk, dv)
         return dq
+
+    def _takes_at_once(self, q: Tensor, keys: Tensor, start: int) -> bool:
+        """Whether one call does the slice. A square block with as many key heads is what any kernel takes."""
+        is_square = start == 0 and q.shape[1] == keys.shape[1]
+        return is_square or _takes_slices(self, q.device, q.dtype, q.shape[-1])
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
         """The kernel's forward. The state is what torch's backward asks for even without dropout."""
@@ -124,34 +137,44 @@ class CudaFlash(BlockKernel):
 
 @functools.cache
 def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether one call on a slice with a prefix, and with grouped heads, gives what the calls on its blocks give."""
+    """Whether one call on a slice gives what plain torch gives, values and gradients, in all shapes of `_CHECKED`."""
     generator = torch.Generator().manual_seed(0)  # of its own: nobody else's random numbers change
-    shapes = [(1, heads, tokens, head_dim) for heads, tokens in ((4, 40), (4, 40), (2, 128), (2, 128))]
-    grad, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    start, scale = 88, head_dim**-0.5
-    try:
-        *one_call, state = kernel.run(q, k, v, True, scale)
-        one_call += kernel.run_backward(grad, q, k, v, one_call[0], one_call[1], True, scale, state)
-        *blocks, state = BlockKernel.forward(kernel, q, k, v, start, scale, 0.0)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-
-        def add(offset: int, dk_part: Tensor, dv_part: Tensor, again: bool = False) -> None:
-            for total, part in ((dk, dk_part), (dv, dv_part)):
-                total[:, :, offset : offset + part.shape[2]] += part
-
-        dq = BlockKernel.backward(kernel, grad, q, k, v, blocks[0], blocks[1], start, scale, 0.0, state, add)
-        pairs = zip(one_call, (*blocks, dq, dk, dv), strict=True)
-        errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
-        off = [error for error in errors if not error <= _MOST_ERROR]  # NaN is in no order
-        problem = f"it is {off[0]:.1%} off" if off else None
-    except (RuntimeError, TypeError, ValueError) as raised:
-        problem = str(raised).split("\n")[0]
+    problem = None
+    for batch, heads, kv_heads, tokens, start in _CHECKED:
+        q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
+        inputs = [
+            torch.randn(shape, generator=generator).to(device, dtype) for shape in (q_shape, q_shape, k_shape, k_shape)
+        ]
+        try:
+            error = _error_of_one_call(kernel, inputs, start)
+        except (RuntimeError, TypeError, ValueError) as raised:
+            problem = str(raised).split("\n")[0]
+            break
+        if not error <= _MOST_ERROR:  # NaN is in no order
+            problem = f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
+            break
     if problem is not None:
         _log.warning(
             "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s",
             kernel.name, device, dtype, head_dim, problem,
         )  # fmt: skip
     return problem is None
+
+
+def _error_of_one_call(kernel: CudaFlash, inputs: list[Tensor], start: int) -> float:
+    """The largest relative error of output, log-sum-exp and gradients of one call, against plain torch in fp32."""
+    grad, q, k, v = inputs
+    scale = q.shape[-1] ** -0.5
+    out, lse, state = kernel.run(q, k, v, True, scale)
+    one_call = (out, lse, *kernel.run_backward(grad, q, k, v, out, lse, True, scale, state))
+    plain, gradients = Reference(), list[Tensor]()
+    out, lse, state = plain.forward(q, k, v, start, scale, 0.0)
+    dq = plain.backward(
+        grad, q, k, v, out, lse, start, scale, 0.0, state, lambda offset, dk, dv: gradients.extend((dk, dv))
+    )
+    pairs = zip(one_call, (out, lse, dq, *gradients), strict=True)
+    errors = torch.stack([(a.double() - b.double()).norm() / b.double().norm() for a, b in pairs])
+    return float(errors.nan_to_num(nan=math.inf).max())
 
 
 class FlashAttn:

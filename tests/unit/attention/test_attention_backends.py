@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from terapipe_ds.attention import (
     SliceStore,
@@ -19,7 +21,7 @@ from terapipe_ds.attention import (
     set_backend,
     sliced_attention,
 )
-from terapipe_ds.attention.backends import choose_backend, fused
+from terapipe_ds.attention.backends import blocks, choose_backend, fused
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
 from terapipe_ds.attention.backends.reference import Reference, dropout_factors
 
@@ -247,7 +249,9 @@ class FlashOps:
     """torch's two operators written out; `calls` joins (queries, keys, is_causal) of each call.
 
     Variants: "upper left" aligns the mask otherwise, "no groups" refuses grouped heads, "backward" gives a wrong dK of
-    causal blocks that are not square.
+    causal blocks that are not square. The others are wrong on one way through the kernel: "split" where it divides the
+    keys (on 132 processors, by flash_api.cpp), "full" where it does not although there are several blocks of them,
+    "query" where one query's group takes the place of queries, "first" for grouped heads of a square block.
     """
 
     def __init__(self, variant: str = "") -> None:
@@ -263,12 +267,26 @@ class FlashOps:
         scores = (q @ k.mT).double() * scale
         return (scores.masked_fill(hidden, -math.inf) if is_causal else scores), k, v
 
+    @staticmethod
+    def _way(q: Tensor, k: Tensor) -> str:
+        dim, grouped = q.shape[3], q.shape[1] > k.shape[1]
+        key_blocks = -(-k.shape[2] // (256 if dim <= 64 else 128 if dim <= 128 else 64))
+        query_blocks = q.shape[0] * q.shape[1] * -(-q.shape[2] // 64)
+        if q.shape[2] == 1 and grouped:
+            return "query"
+        if q.shape[2] == k.shape[2] and grouped:
+            return "first"
+        if key_blocks > 1:
+            return "split" if query_blocks < 0.8 * 2 * 132 else "full"
+        return "one block"
+
     def _scaled_dot_product_flash_attention(
         self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, debug: bool, *, scale: float
     ) -> tuple[Any, ...]:
         self.calls.append((q.shape[2], k.shape[2], is_causal))
         scores, _, v = self._scores(q, k, v, is_causal, scale)
         out = torch.softmax(scores, -1).to(v.dtype) @ v
+        out = out * (1.1 if is_causal and self._way(q, k) == self.variant else 1.0)
         return out, scores.logsumexp(-1).to(scores.dtype), "cum_q", "cum_k", 0, 0, "seed", "offset", None
 
     def _scaled_dot_product_flash_attention_backward(
@@ -308,14 +326,17 @@ def test_cuda_flash_takes_one_call_per_slice(
     with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
         assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
     slices = [(9, 9, True), (10, 19, True), (1, 20, True)]
-    calls = [call for call in ops.calls if call[0] in (9, 10, 1)]  # the others are those of the check
+    calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
     assert calls == [*slices, *reversed(slices)]
-    assert len(ops.calls) == len(calls) + 2 + 4  # which was made once
+    assert len(ops.calls) == len(calls) + 2 * len(fused._CHECKED)  # which was made once
     assert not caplog.records
 
 
 @pytest.mark.parametrize(("variant", "said"), [
-    ("upper left", "% off"), ("no groups", "Expected the heads to match"), ("backward", "10.0% off"),
+    ("upper left", "% off"), ("no groups", "Expected the heads to match"), ("backward", "10.0% off for 40 tokens"),
+    ("split", "10.0% off for 40 tokens after 1000"),
+    ("full", "10.0% off for 64 tokens after 300"), ("query", "10.0% off for 1 tokens after 1000"),
+    ("first", "10.0% off for 300 tokens after 0"),
 ])  # fmt: skip
 def test_cuda_flash_falls_back_to_two_calls(
     variant: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -327,6 +348,54 @@ def test_cuda_flash_falls_back_to_two_calls(
     assert said in record.getMessage() and "two calls per slice" in record.getMessage()
     assert error <= 1e-12
     assert (10, 19, True) not in ops.calls and (2 * 10, 9, False) in ops.calls
+
+
+def test_the_check_takes_every_way_through_the_kernel_with_every_head_dim() -> None:
+    for head_dim in (8, 64, 96, 128, 192, 256):
+        shapes = [(torch.empty(b, h, n, head_dim), torch.empty(b, kv, n + p, head_dim))
+                  for b, h, kv, n, p in fused._CHECKED]  # fmt: skip
+        ways = {FlashOps._way(q, k) for q, k in shapes}
+        assert ways >= {"first", "split", "full", "query"}
+
+
+def test_the_first_slice_repeats_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_copies(x: Tensor, num_heads: int) -> Tensor:
+        raise AssertionError("keys were repeated")
+
+    monkeypatch.setattr(blocks, "expand_heads", no_copies)
+    assert _run_on_flash_ops(FlashOps(), (4, 2), monkeypatch) <= 1e-12
+
+
+@pytest.mark.parametrize("one_call", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize(("start", "tokens"), [(0, 300), (300, 500), (999, 1), (0, 1)])
+def test_the_cuda_kernel_on_tensors_of_a_device_that_is_not_there(
+    heads: tuple[int, int], start: int, tokens: int, one_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices, dtypes and shapes of every call, on tensors without values."""
+    if "+cpu" in torch.__version__:
+        device = "meta"  # this torch knows no shapes of tensors on CUDA
+    else:
+        device = "cuda"
+        monkeypatch.setattr(fused, "_cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(fused, "_takes_slices", lambda *key: one_call)
+    kernel, (num_heads, kv_heads) = CudaFlash(), heads
+    for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (8, 64, 128, 256)):
+        with FakeTensorMode():
+            q = torch.empty(2, tokens, num_heads, dim, dtype=dtype, device=device).transpose(1, 2)
+            store = torch.empty(2, 2, kv_heads, 1000, dim, dtype=dtype, device=device)
+            keys, values = store[0, :, :, : start + tokens], store[1, :, :, : start + tokens]
+            out, lse, state = kernel.forward(q, keys, values, start, dim**-0.5, 0.0)
+            assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, device)
+            assert (lse.shape, lse.dtype) == ((2, num_heads, tokens), torch.float32)
+            pieces: list[Tensor] = []
+            dq = kernel.backward(
+                torch.empty_like(q), q, keys, values, out, lse, start, dim**-0.5, 0.0, state,
+                lambda offset, dk, dv, again=False, pieces=pieces: pieces.append(dk),
+            )  # fmt: skip
+            assert (dq.shape, dq.dtype) == (q.shape, dtype)
+            assert sum(dk.shape[2] for dk in pieces) == start + tokens
+            assert all(dk.shape[1] == kv_heads for dk in pieces)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,10 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--device", "cuda"], "need 2 CUDA devices"),
     (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
     (["--check-replay", "--device", "cuda"], "replays take the CPU time"),
+    (["--share-device"], "--device cpu has no device to share; give --device cuda and --stages 2 or more"),
+    (["--share-device", "--device", "cuda", "--stages", "1"], "one stage shares with no other"),
+    (["--share-device", "--device", "cuda"], "need 2 CUDA devices, here are 0; use the cpu"),
+    (["gpu-layer", "--share-device"], "does not use --share-device"),
 ])  # fmt: skip
 def test_refusals_are_one_line(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -427,6 +432,30 @@ def test_refusals_are_one_line(
     assert main(["bench", *words]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
+
+
+def test_stages_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="need 2 CUDA devices, here are 1; --share-device puts all stages on one"):
+        command._check_devices(command.job_of(arguments("--device", "cuda")))
+    job = command.job_of(arguments("--device", "cuda", "--share-device"))
+    command._check_devices(job)
+    assert [job.device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
+    assert [dataclasses.replace(job, share_device=False).device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert "sends from the device itself" in (job.problem(Case("torch", "gpipe"), 1) or "")
+    assert "sends from the device itself" in (job.problem(Case("deepspeed", "dualpipev"), 8) or "")
+    for case in (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 8)):
+        assert job.problem(case, 1) is None
+    assert "9999 slices are more than" in (job.problem(Case("terapipe", "seq1f1b", 9999), 1) or "")
+
+
+def test_the_result_names_the_attention_and_the_shared_device() -> None:
+    job = dataclasses.replace(command.job_of(arguments("--device", "cuda", "--share-device")), cases=())
+    rank = {"runs": [], "profiles": {}, "memory": {}, "links": {}, "attention": "cuda_flash", "device": "a device"}
+    result = result_of(job, "cpu-2stage", {"cpu": "x", "cores": 2, "date": "2026-01-01"}, [rank, rank])
+    assert result["attention"] == "cuda_flash" and result["workload"]["share_device"] is True
+    assert "a device, shared by all stages, attention cuda_flash, x, 2 cores" in render(result)
 
 
 def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,205 @@
+"""What the engine itself takes of an F and a B, around the layers: books, DeepSpeed's wrappers, autograd's start.
+
+It is the same for slices of any length, so that it matters where slices are short: there a probe, which runs layers and
+loss alone, promises what no step can keep. A rehearsal with layers that do nothing shows it; what a probe takes for
+these is subtracted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from terapipe_ds.attention import SliceStore
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import SliceableTensors, Tensors
+from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
+from terapipe_ds.runtime.header import MicroBatchShape
+from terapipe_ds.runtime.layout import Place
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.part_runner import PartRunner
+from terapipe_ds.runtime.probe import StageProbe, synchronize
+from terapipe_ds.runtime.rank_record import RankRecord
+from terapipe_ds.runtime.stall import Wait
+from terapipe_ds.runtime.weight_gradients import WeightGradients
+from terapipe_ds.schedule import build
+from terapipe_ds.schedule.action import Action, Kind
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
+_SPEC = MessageSpec((TensorSpec((1, 1, 8), torch.float32, True),), is_tuple=False)
+
+
+def own_seconds(
+    engine: Any, is_last: bool, between: Callable[[], object], share: float, clock: Callable[[], float] | None = None
+) -> tuple[float, float]:
+    """Seconds of an F and of a B of ``engine`` that are not those of a probe. Use it inside ``untouched(module)``.
+
+    Left out are messages, which are measured on their own, and what optimizers add to a backward, whose books this must
+    not touch.
+
+    Args:
+        is_last: of a part whose slices have a loss, which is booked.
+        between: runs layers on a slice: in a step each action finds the caches as these leave them.
+        share: of a sequence that this slice is. Where it is small it runs more often, and own time matters.
+        clock: in the place of the wall's, as in ``StageProbe``.
+    """
+    now_s = clock or time.perf_counter
+    layers, device = _Idle(), torch.device(engine.device)
+    rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
+    probe = _idle_probe(layers, is_last, rounds, device)
+    runner = _runner(engine, is_last, rounds, device)
+    seconds: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+
+    def settle() -> None:
+        between()
+        synchronize()  # or calls might wait for a device that is behind
+
+    def timed(call: Callable[[], object]) -> float:
+        settle()
+        begin_s = now_s()
+        call()
+        return now_s() - begin_s
+
+    for slice_id in range(rounds):
+        live: list[Any] = []
+        probed = [
+            timed(lambda start=slice_id, live=live: live.append(probe.issue_forward(1, start))),  # type: ignore[misc]
+            timed(lambda live=live: probe.issue_backward(live.pop())),  # type: ignore[misc]
+        ]
+        for kind, probed_s in zip(seconds, probed, strict=True):
+            settle()
+            with _idle_layers(engine, layers):
+                begin_s = now_s()
+                _act(runner, kind, slice_id, is_last)
+                seconds[kind].append(now_s() - begin_s - probed_s)
+    forward_s, backward_s = (max(0.0, statistics.median(over)) for over in seconds.values())
+    return forward_s, backward_s
+
+
+def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
+    """F or B of a slice, and what is sent after it."""
+    if kind is Kind.FORWARD:
+        runner.forward(Action(kind, 0, slice_id))
+        if not is_last:
+            runner.send_activation(Action(Kind.SEND_ACTIVATION, 0, slice_id))
+    else:
+        runner.backward(Action(kind, 0, slice_id))
+        runner.send_gradients(Action(Kind.SEND_GRAD, 0, slice_id))
+
+
+class _Idle(nn.Module):
+    """A layer that does next to nothing, with a graph; and a loss that does no more."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view(inputs.shape)
+
+    @staticmethod
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return outputs.sum()
+
+    def get_additional_losses(self) -> None:
+        """None beside its own."""
+
+
+def _labels(rounds: int, device: torch.device) -> SliceableTensors:
+    return SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
+
+
+def _idle_probe(layers: _Idle, is_last: bool, rounds: int, device: torch.device) -> StageProbe:
+    """What is subtracted."""
+    labels = _labels(rounds, device) if is_last else None
+    probe = StageProbe(
+        layers, layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn
+    )
+    probe.receive(1, _SPEC)
+    probe.output_spec(1)
+    return probe
+
+
+@contextmanager
+def _idle_layers(engine: Any, layers: nn.Module) -> Iterator[None]:
+    """``layers`` in the place of the module, and neither an optimizer whose books a backward would change nor what
+    counts operations and looks for numbers that are not finite; the loss of a batch is as it was afterwards."""
+    stand_ins = {
+        "module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None, "loss": engine.loss,
+        "total_loss": None, "total_additional_losses": None, "fwd_outputs": [], "_compute_loss": True,
+        "eval_return_logits": False,
+    }  # fmt: skip
+    kept = {name: getattr(engine, name) for name in stand_ins if hasattr(engine, name)}
+    try:
+        for name, stand_in in stand_ins.items():
+            setattr(engine, name, stand_in)
+        yield
+    finally:
+        for name in stand_ins:
+            if name in kept:
+                setattr(engine, name, kept[name])
+            else:  # DeepSpeed makes it with the first batch
+                delattr(engine, name)
+
+
+class _NoOptimizer:
+    """What DeepSpeed tells an optimizer before a backward, unheard."""
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Nothing is accumulated."""
+
+
+class _NoWatch:
+    """A watch-dog's notes, in books of their own: its reports are of real actions."""
+
+    def __init__(self) -> None:
+        self._record = RankRecord(0, 0)
+
+    @contextmanager
+    def waiting(self, what: Wait) -> Iterator[None]:
+        self._record.now_waits(what)
+        yield
+
+
+class _NoMessages:
+    """The channels of a part in the middle, on which messages are there at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._gradients = (self._message(),)
+
+    def _message(self) -> torch.Tensor:
+        (tensor,) = _SPEC.tensors
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+    def describe_wait(self, action: Action) -> Wait:
+        return Wait(f"the input of {action}: a rehearsal", ())
+
+    def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
+        return _SPEC, (self._message(),)
+
+    def receive_gradients(self, action: Action) -> Tensors:
+        return self._gradients
+
+    def send_activation(self, action: Action, spec: MessageSpec, tensors: Tensors) -> None:
+        """It has arrived."""
+
+    def send_gradients(self, action: Action, gradients: Tensors) -> None:
+        """They have arrived."""
+
+    def has_wire(self, kind: Kind, chunk_id: int) -> bool:
+        return True
+
+
+def _runner(engine: Any, is_last: bool, rounds: int, device: torch.device) -> PartRunner:
+    """The runner of a part that receives, in a batch of one micro-batch whose slices have a token each."""
+    stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
+    runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
+    micro_batch = MicroBatchInFlight(
+        SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=_labels(rounds, device), weights=(0.5,) * rounds
+    )  # fmt: skip
+    schedule = build("terapipe", 1, 1, rounds)
+    runner.open_batch(BatchInFlight(schedule, 0, True, [micro_batch]))
+    return runner

@@ -1,0 +1,182 @@
+"""The command line: run parts, each in a process of its own, merge what they found, and say what failed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.gpu_checks.checks import PART_LIMIT_S, RESULT, Check, PartResult, Settings, merged, not_run, table
+
+NO_DEVICE = (
+    "gpu-checks: torch sees no CUDA device here. Run it where one is; or try every part on the CPU, with tiny sizes, "
+    "by --dry-run (make gpu-checks DRY_RUN=1)"
+)
+
+
+def _attention() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import attention
+
+    return attention.checks
+
+
+def _speed() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import speed
+
+    return speed.checks
+
+
+def _ranks() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import ranks
+
+    return ranks.checks
+
+
+def _watched() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import ranks
+
+    return ranks.watched
+
+
+def _actions() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import actions
+
+    return actions.checks
+
+
+def _layers() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import layers
+
+    return layers.checks
+
+
+def _bench() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import benches
+
+    return benches.on_device
+
+
+def _eight() -> Callable[[Settings], Iterator[Check]]:
+    from tests.gpu_checks import benches
+
+    return benches.on_eight_cores
+
+
+PARTS = {
+    "attention": _attention, "ranks": _ranks, "watched": _watched, "speed": _speed, "actions": _actions,
+    "layers": _layers, "bench": _bench, "cpu-8stage": _eight,
+}  # fmt: skip
+
+
+def run_part(part: str, settings: Settings) -> PartResult:
+    """All checks of a part, written after each; what it raises is a check that failed."""
+    result = PartResult(part, settings.dry_run, machine(settings.device))
+    result.save(settings.folder)
+    begin_s = time.monotonic()
+    checks = PARTS[part]()(settings)
+    while True:
+        try:
+            check = next(checks, None)
+        except Exception as error:
+            check = not_run(f"{part}, after {len(result.checks)} checks", f"{type(error).__name__}: {error}")
+        if check is None:
+            return result
+        now_s = time.monotonic()
+        result.add(check, now_s - begin_s)
+        result.save(settings.folder)
+        begin_s = now_s
+
+
+def machine(device: str) -> dict[str, object]:
+    """What every figure has to say of where it was measured."""
+    import torch
+
+    from terapipe_ds.bench.ranks import machine as host
+    from terapipe_ds.runtime.machine import device_name
+
+    found = {**host(), "device": device_name(torch.device(device))}
+    if device == "cuda":
+        found["versions"]["cuda"] = str(torch.version.cuda)
+        found["devices"] = torch.cuda.device_count()
+    return found
+
+
+def _in_a_process(part: str, arguments: argparse.Namespace) -> None:
+    """A part that hangs or dies costs its own checks only."""
+    command = [sys.executable, "-m", "tests.gpu_checks", "--out", str(arguments.out), "--inside", part]
+    command += ["--dry-run"] * arguments.dry_run
+    path = arguments.out / f"{part}.json"
+    path.unlink(missing_ok=True)
+    problem = problem_of(command, PART_LIMIT_S)
+    if problem is not None:
+        device = "cpu" if arguments.dry_run else "cuda"
+        known = json.loads(path.read_text()) if path.exists() else None
+        result = PartResult(**known) if known else PartResult(part, arguments.dry_run, machine(device))
+        result.add(not_run(f"{part}, after {len(result.checks)} checks", problem), 0.0)
+        result.save(arguments.out)
+
+
+def problem_of(command: list[str], limit_s: float) -> str | None:
+    """Run a command; why it was no success, or None. Whatever it has started ends with it."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+        return f"it ended with exit code {code}" if code else None
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {limit_s:g} s and was ended"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_checks", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all, in this order)")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-checks"), help="folder (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes: no time is judged")
+    parser.add_argument("--inside", metavar="PART", help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    for part in (*arguments.parts, *([arguments.inside] if arguments.inside else [])):
+        if part not in PARTS:
+            parser.error(f"part {part!r}: known are {', '.join(PARTS)}")
+    return arguments
+
+
+def main(words: list[str] | None = None) -> int:
+    """0 where every check of the parts that ran is right, 1 where one is not, 2 where nothing could be run."""
+    arguments = parse_arguments(words)
+    device = "cpu" if arguments.dry_run else "cuda"
+    os.environ["DS_ACCELERATOR"] = device
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        print(NO_DEVICE, file=sys.stderr)
+        return 2
+    if arguments.inside:
+        run_part(arguments.inside, Settings(device, arguments.dry_run, arguments.out))
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    parts = arguments.parts or list(PARTS)
+    for part in parts:
+        _in_a_process(part, arguments)
+        try:
+            result = merged(arguments.out, PARTS)
+        except ValueError as error:
+            print(f"gpu-checks: {error}", file=sys.stderr)
+            return 2
+        print(table(result, [part]), flush=True)
+    print(f"all of it is in {arguments.out / RESULT}")
+    return int(any(not check["ok"] for part in parts for check in result["parts"][part]["checks"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

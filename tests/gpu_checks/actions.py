@@ -1,0 +1,136 @@
+"""What an action takes: a step of one stage in more and more slices, stock beside it, and predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
+from tests.gpu_checks.checks import Check, Settings, not_run
+
+SIZES = {  # stages, micro-batches, tokens, rows, hidden, layers, heads
+    "launch-bound": Workload(1, 1, 4096, 1, 256, 4, 4),
+    "hidden 2048": Workload(1, 1, 8192, 1, 2048, 4, 16),
+    "hidden 4096": Workload(1, 1, 8192, 1, 4096, 4, 32),
+}
+TINY = {"tiny": Workload(1, 1, 256, 1, 32, 1, 1)}
+SLICES = (1, 2, 4, 8, 16, 32, 64)
+MOST_OVER_STOCK = 1.02
+"""What one slice in the stock order may take."""
+PREDICTED = 0.10
+"""How far a prediction may be off."""
+_PAIRS = 7
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    """Every size in a process of its own."""
+    from terapipe_ds.bench.ranks import spawn_ranks
+
+    for name, work in (TINY if settings.dry_run else SIZES).items():
+        if settings.is_late(120.0):
+            yield not_run(name, "the part's time is over")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                spawn_ranks(_rank_main, 1, work, settings.device, SLICES[:3] if settings.dry_run else SLICES, folder)
+            except RuntimeError as error:
+                yield not_run(name, str(error))
+                continue
+            found = json.loads(Path(folder, "found.json").read_text())
+        yield from _judged(settings, name, found)
+
+
+def _judged(settings: Settings, name: str, found: dict[str, Any]) -> Iterator[Check]:
+    yield Check(f"{name}: stock step, ms", found["stock_s"] * 1e3)
+    yield settings.timed(f"{name}: one slice in the stock order over stock", found["over_stock"], MOST_OVER_STOCK)
+    for kind, seconds in zip("FB", found["own_s"], strict=True):
+        yield Check(f"{name}: the engine's own time of {kind}, us", seconds * 1e6)
+    for row in found["rows"]:
+        of_slice = row["step_s"] / row["slices"]
+        yield Check(f"{name}, {row['slices']} slices: step per slice, ms", of_slice * 1e3)
+        off = abs(row["predicted_s"] / row["step_s"] - 1)
+        yield settings.timed(f"{name}, {row['slices']} slices: prediction is off by", off, PREDICTED)
+
+
+def _rank_main(
+    rank: int, rendezvous: str, work: Workload, device: str, slices: tuple[int, ...], folder: str
+) -> None:
+    from terapipe_ds.bench.ranks import build_engine, micro_batches, prepare_rank
+
+    prepare_rank(rank, 1, rendezvous, device)
+    from terapipe_ds.bench.attention import one_attention
+    from terapipe_ds.bench.ranks import finish_rank, gpt_config
+
+    settings, gpt = (BF16_SETTINGS, {"dtype": "bfloat16"}) if device == "cuda" else (None, None)
+    config, data = gpt_config(work, gpt), micro_batches(work, 1)
+    granularity = max(1, work.sequence_length // max(slices))
+    section = {
+        "enabled": True, "schedule": "seq1f1b", "slices": "auto", "granularity_tokens": granularity,
+        "planner": {"cache_dir": folder},
+    }  # fmt: skip
+    with one_attention(device, config.torch_dtype, config.head_dim):
+        ours = build_engine(section, work, ds_config=settings, gpt=gpt)
+        stock = build_engine(None, work, ds_config=settings, gpt=gpt)
+        own_s = _first_step(ours, data)
+        found = {"own_s": own_s, **_measured(ours, stock, data, work, slices, Path(folder))}
+        Path(folder, "found.json").write_text(json.dumps(found))
+        finish_rank([ours, stock])
+
+
+def _measured(
+    ours: Any, stock: Any, data: Any, work: Workload, slices: tuple[int, ...], folder: Path
+) -> dict[str, Any]:
+    from terapipe_ds.cost_model import CostModel
+    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.schedule import build
+    from terapipe_ds.simulator import simulate
+
+    (path,) = [file for file in folder.glob("profile-*.json") if not file.name.endswith(".memory.json")]
+    costs = CostModel.from_profile(Profile.load(path))
+    ours.use_slice_plan(SlicePlan((work.sequence_length,)), "1f1b")
+    pairs = [(_step(stock, data), _step(ours, data)) for _ in range(2 + _PAIRS)][2:]
+    rows = []
+    for count in slices:
+        plan = SlicePlan.equal(work.sequence_length, count)
+        ours.use_slice_plan(plan, "seq1f1b")
+        steps = [(_step(ours, data), ours.closing_s) for _ in range(2 + _PAIRS)][2:]
+        step_s, closing_s = (statistics.median(column) for column in zip(*steps, strict=True))
+        makespan_s = float(simulate(build("seq1f1b", 1, 1, count), plan, costs).makespan_s)
+        rows.append({"slices": count, "step_s": step_s, "predicted_s": makespan_s + closing_s})
+    return {
+        "stock_s": statistics.median(s for s, _ in pairs), "over_stock": statistics.median(o / s for s, o in pairs),
+        "rows": rows,
+    }  # fmt: skip
+
+
+def _first_step(engine: Any, data: Any) -> tuple[float, float]:
+    """The step in which slices are measured; what was found to be the engine's own time of F and B."""
+    from terapipe_ds.runtime import measuring
+
+    found: list[tuple[float, float]] = []
+    real = measuring.own_seconds
+
+    def watched(*args: Any) -> tuple[float, float]:
+        found.append(real(*args))
+        return found[-1]
+
+    with mock.patch.object(measuring, "own_seconds", watched):
+        _step(engine, data)
+    return found[0]
+
+
+def _step(engine: Any, data: Any) -> float:
+    from terapipe_ds.runtime.probe import synchronize
+
+    synchronize()
+    begin_s = time.perf_counter()
+    engine.train_batch(iter(data))
+    synchronize()
+    return time.perf_counter() - begin_s

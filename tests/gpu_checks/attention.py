@@ -1,0 +1,133 @@
+"""Values and gradients of attention in slices against fp64, by the one call per slice and by calls on blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
+from terapipe_ds.attention.backends import fused
+from tests.gpu_checks.checks import Check, Settings, at_most, equal
+
+MOST_OVER_UNSLICED = 2.0
+"""How many times the error of the kernel on a whole sequence that of slices may be; errors below 1e-3 count as that."""
+FP32_ERROR = 1e-4
+"""In fp32 on a device: tf32 would give some 1e-3."""
+SHAPES = {  # (batch, query heads, key heads, tokens, head dim): lengths of the slices
+    (2, 4, 4, 1000, 64): (300, 500, 199, 1),
+    (2, 8, 2, 1000, 64): (300, 500, 199, 1),
+    (1, 8, 1, 1000, 128): (300, 500, 199, 1),
+    (1, 4, 2, 777, 96): (1, 2, 3, 771),
+    (1, 4, 2, 515, 192): (129, 128, 258),
+    (1, 2, 2, 515, 256): (129, 128, 258),
+    (1, 2, 1, 6000, 128): (5900, 60, 40),  # few queries, many keys: the kernel divides the keys
+    (1, 1, 1, 6000, 64): (5900, 60, 40),
+    (8, 32, 8, 1536, 128): (1024, 256, 256),
+}
+TINY = {(2, 4, 2, 40, 16): (10, 20, 9, 1), (1, 2, 2, 33, 64): (1, 2, 30)}
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    """Every shape in bf16 and fp16; on a device each head dim must be taken by one call."""
+    on_device = settings.device == "cuda"
+    kernel = "cuda_flash" if on_device else "cpu_flash"
+    for dtype, (shape, lengths) in itertools.product(
+        (torch.bfloat16, torch.float16), (TINY if settings.dry_run else SHAPES).items()
+    ):
+        name = f"{str(dtype)[6:]} {'x'.join(map(str, shape))}"
+        inputs = _inputs(shape, dtype, settings.device)
+        expected = in_fp64(*inputs)
+        unsliced = _errors(_unsliced(inputs, on_device), expected)
+        if on_device:
+            takes = fused._takes_slices(fused.CudaFlash(), inputs[0].device, dtype, shape[-1])
+            yield equal(f"{name}: a slice is", "one call" if takes else "calls on blocks", "one call")
+        for way in ("one call", "blocks") if on_device else ("blocks",):
+            with _forced(way, on_device), _backend(kernel):
+                found = _errors(in_slices(*inputs, lengths), expected)
+            worst = max(mine / max(whole, 1e-3) for mine, whole in zip(found, unsliced, strict=True))
+            yield at_most(f"{name}: error of slices over unsliced, {way}", worst, MOST_OVER_UNSLICED)
+    inputs = _inputs((2, 4, 2, 200, 32), torch.float32, settings.device)
+    found = _errors(in_slices(*inputs, (70, 100, 30)), in_fp64(*inputs))
+    yield at_most("fp32: error against fp64", max(found), FP32_ERROR)
+
+
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output."""
+    batch, heads, kv_heads, tokens, dim = shape
+    generator = torch.Generator().manual_seed(tokens + dim)
+    q, k, v, grad = (
+        torch.randn(batch, n, tokens, dim, generator=generator).to(device, dtype)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
+    return q, k, v, grad
+
+
+def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output, dQ, dK, dV from all scores, a row of the batch at a time."""
+    rows = [_row_in_fp64(*(x[i : i + 1].double() for x in (q, k, v, grad))) for i in range(q.shape[0])]
+    return [torch.cat(parts) for parts in zip(*rows, strict=True)]
+
+
+def _row_in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.repeat_interleave(groups, dim=1) for x in leaves[1:])
+    scores = leaves[0] @ keys.mT / math.sqrt(q.shape[-1])
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    out = torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ values
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def in_slices(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The same by `sliced_attention`, forwards in order and backwards in reverse."""
+    store, cuts = SliceStore(), [0, *itertools.accumulate(lengths)]
+    slices = [ActiveSlice(a, b, cuts[-1], slice_id=i, store=store) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+    parts = [[x[:, :, s.start : s.stop].clone().requires_grad_() for x in (q, k, v)] for s in slices]
+    outs = []
+    for active, inputs in zip(slices, parts, strict=True):
+        with push_slice(active):
+            outs.append(sliced_attention(*inputs, layer=0))
+    grads = []
+    for i in reversed(range(len(slices))):
+        with push_slice(slices[i].replace(mode="recompute")):
+            grads.append(torch.autograd.grad(outs[i], parts[i], grad[:, :, slices[i].start : slices[i].stop]))
+    store.release(0, 0)
+    out = torch.cat([o.detach() for o in outs], 2)
+    return [out, *(torch.cat(pieces[::-1], 2) for pieces in zip(*grads, strict=True))]
+
+
+def _unsliced(inputs: Sequence[Tensor], on_device: bool) -> list[Tensor]:
+    """One call of torch on whole sequences, by the same kernel where there is a device."""
+    *leaves, grad = (x.clone().requires_grad_() for x in inputs)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_device else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(
+            *leaves, is_causal=True, enable_gqa=leaves[0].shape[1] != leaves[1].shape[1]
+        )
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.detach())]
+
+
+def _errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+
+
+def _forced(way: str, on_device: bool) -> contextlib.AbstractContextManager[object]:
+    if not on_device:
+        return contextlib.nullcontext()
+    return mock.patch.object(fused, "_takes_slices", lambda *key: way == "one call")
+
+
+@contextlib.contextmanager
+def _backend(name: str) -> Iterator[None]:
+    set_backend(name)
+    try:
+        yield
+    finally:
+        set_backend(None)

@@ -1,0 +1,94 @@
+"""`terapipe bench` where a device is, and its eight stages where eight cores share none: rows must run and agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.gpu_checks.checks import Check, Settings, not_run
+
+ONE_STAGE = (
+    "--stages", "1", "--layers", "4", "--hidden", "4096", "--heads", "32", "--micro-batch", "1", "--sequence-length",
+    "8192", "--systems", "deepspeed,terapipe", "--schedules", "1f1b,seq1f1b", "--slices", "1,8,plan", "--accumulation",
+    "1,4", "--pairs", "3",
+)  # fmt: skip
+TWO_STAGES = (
+    "--stages", "2", "--layers", "4", "--hidden", "1024", "--heads", "8", "--micro-batch", "1", "--sequence-length",
+    "4096", "--systems", "deepspeed,terapipe", "--slices", "1,4,plan", "--accumulation", "1,4", "--pairs", "3",
+)  # fmt: skip
+TINY = (
+    "--stages", "1", "--layers", "1", "--hidden", "32", "--heads", "2", "--micro-batch", "1", "--sequence-length",
+    "128", "--systems", "deepspeed,terapipe", "--schedules", "1f1b,seq1f1b", "--slices", "1,2", "--accumulation", "1",
+    "--pairs", "1",
+)  # fmt: skip
+EIGHT_STAGES = ("cpu-8stage", "--accumulation", "1", "--pairs", "3")
+NUM_CORES = 8
+
+
+def on_device(settings: Settings) -> Iterator[Check]:
+    """One stage; two that share the device; and two with a device each where there are two."""
+    if settings.dry_run:
+        yield from _bench(settings, "one-stage", TINY)
+        return
+    import torch
+
+    device = ("--device", "cuda")
+    yield from _bench(settings, "one-stage", (*ONE_STAGE, *device))
+    yield from _bench(settings, "share-device", (*TWO_STAGES, *device, "--share-device"))
+    if torch.cuda.device_count() > 1:
+        yield from _bench(settings, "two-devices", (*TWO_STAGES, *device))
+
+
+def on_eight_cores(settings: Settings) -> Iterator[Check]:
+    """The preset cpu-8stage, where this machine has eight cores of which no two share one."""
+    cores = own_cores()
+    if settings.dry_run:
+        yield from _bench(settings, "cpu-8stage", TINY, cores[:1])
+        return
+    if len(cores) < NUM_CORES:
+        yield Check("cpu-8stage", f"left out: {len(cores)} cores of their own, {NUM_CORES} are needed")
+        return
+    yield from _bench(settings, "cpu-8stage", EIGHT_STAGES, cores[:NUM_CORES])
+
+
+def own_cores(folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """A processor of each core that this process may use: two of one core slow each other."""
+    found: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        path = folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        found.setdefault(path.read_text().strip() if path.exists() else str(cpu), cpu)
+    return sorted(found.values())
+
+
+def _bench(settings: Settings, name: str, options: Sequence[str], cores: Sequence[int] = ()) -> Iterator[Check]:
+    path = settings.folder / f"bench-{name}.json"
+    command = [sys.executable, "-m", "terapipe_ds", "bench", *options, "--json", str(path)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if cores else dict(os.environ)
+    if cores:
+        command = [sys.executable, "-c", _PINNED, ",".join(map(str, cores)), *command]
+    path.unlink(missing_ok=True)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if ended.returncode or not path.exists():
+        yield not_run(f"bench {name}", (ended.stderr.strip() or "no word").splitlines()[-1])
+        return
+    result = json.loads(path.read_text())
+    yield Check(f"bench {name}: attention", result["attention"])
+    for row in result["runs"]:
+        label = f"bench {name}: {row['label']}, m = {row['accumulation']}"
+        if "error" in row:
+            yield not_run(label, row["error"])
+            continue
+        yield Check(f"{label}, step ms", row["step_s"] * 1e3)
+        if row["ratio_to_stock"] is not None:
+            yield Check(f"{label}, stock over it", row["ratio_to_stock"])
+
+
+_PINNED = """
+import os, sys
+os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
+os.execv(sys.argv[2], sys.argv[2:])
+"""

@@ -1,0 +1,125 @@
+"""A check and what it gave, the parts' files, and the one result that they are merged to."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from terapipe_ds.files import write_text
+
+RESULT = "gpu-checks.json"
+PART_LIMIT_S = 570.0
+"""A part that takes longer is ended: with its start and its end it stays below ten minutes."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `wanted` says which values are right, "-" where any is."""
+
+    name: str
+    value: float | str
+    wanted: str = "-"
+    ok: bool = True
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a part runs: on `device`, and with tiny sizes in a dry run, whose times say nothing and are not judged."""
+
+    device: str
+    dry_run: bool
+    folder: Path
+    ends_s: float = field(default_factory=lambda: time.monotonic() + PART_LIMIT_S - 60.0)
+
+    def is_late(self, needed_s: float = 0.0) -> bool:
+        """Whether what takes so long would not end in time."""
+        return time.monotonic() + needed_s > self.ends_s
+
+    def timed(self, name: str, value: float, limit: float) -> Check:
+        """A check of seconds, or of a ratio of them."""
+        return Check(name, value, ok=math.isfinite(value)) if self.dry_run else at_most(name, value, limit)
+
+
+def at_most(name: str, value: float, limit: float) -> Check:
+    """A number that must not be larger; NaN is."""
+    return Check(name, value, f"<= {limit:g}", value <= limit)
+
+
+def equal(name: str, value: str, wanted: str) -> Check:
+    """A text that must be this one."""
+    return Check(name, value, wanted, value == wanted)
+
+
+def not_run(name: str, why: str) -> Check:
+    """Something that was to be looked at and was not."""
+    return Check(name, f"not run: {why}", "a run", False)
+
+
+@dataclass
+class PartResult:
+    """What one part found, with all that a figure has to say of where it was measured."""
+
+    part: str
+    dry_run: bool
+    machine: dict[str, Any]
+    seconds: float = 0.0
+    checks: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, check: Check, seconds: float) -> None:
+        """Keep a check that took so long."""
+        self.checks.append({**asdict(check), "seconds": round(seconds, 3)})
+        self.seconds += seconds
+
+    def save(self, folder: Path) -> None:
+        """Write `PART.json`; numbers that are not finite are words, which JSON knows."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"{self.part}.json", json.dumps(_finite(asdict(self)), indent=1, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def merged(folder: Path, parts: Iterable[str]) -> dict[str, Any]:
+    """The result of all parts in `folder`, also written there.
+
+    Raises:
+        ValueError: dry runs beside real ones, or parts from several devices: they make no one result.
+    """
+    found = [json.loads(path.read_text()) for part in parts if (path := folder / f"{part}.json").exists()]
+    for what, values in (
+        ("dry runs and real ones", {part["dry_run"] for part in found}),
+        ("devices", {part["machine"]["device"] for part in found}),
+    ):
+        if len(values) > 1:
+            raise ValueError(f"{folder} has parts of several {what} ({sorted(map(str, values))}): give another --out")
+    failed = sum(not check["ok"] for part in found for check in part["checks"])
+    result = {"ok": failed == 0, "failed": failed, "parts": {part["part"]: part for part in found}}
+    write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False))
+    return result
+
+
+def table(result: Mapping[str, Any], parts: Sequence[str]) -> str:
+    """A line per check of `parts`: part, name, value, what was wanted, seconds."""
+    lines = []
+    for part in (result["parts"][name] for name in parts if name in result["parts"]):
+        machine = part["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+        lines.append(f"{part['part']}: {machine['device']}, {machine['cpu']}, {versions}, {machine['date']}")
+        for check in part["checks"]:
+            value = check["value"]
+            shown = value if isinstance(value, str) else f"{value:.4g}"
+            state = "ok" if check["ok"] else "NOT OK"
+            lines.append(f"  {state:<7}{check['name']:<76} {shown:<12} {check['wanted']:<10}{check['seconds']:8.1f} s")
+    failed = sum(line.startswith("  NOT OK") for line in lines)
+    lines.append(f"{failed} of these checks failed" if failed else "all of these checks passed")
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""Layers of large models, measured: a profile of each, as the planner takes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from terapipe_ds.bench import gpu
+from terapipe_ds.bench.attention import one_attention
+from terapipe_ds.cost_model import CostModel
+from terapipe_ds.cost_profile import Profile
+from terapipe_ds.planner import plan_slices
+from tests.gpu_checks.checks import Check, Settings, not_run
+
+TINY = {"tiny": (32, 2, 1, 16, 64, True)}
+TINY_LENGTH = 256
+_STAGES = 8
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    """`PROFILE.json` for each layer in the folder, and what the planner makes of it for eight such stages."""
+    import torch
+
+    layers, length = (TINY, TINY_LENGTH) if settings.dry_run else (gpu.LAYERS, gpu.LAYER_LENGTH)
+    for name, sizes in layers.items():
+        if settings.is_late(120.0):
+            yield not_run(name, "the part's time is over")
+            continue
+        with one_attention(settings.device, torch.bfloat16, sizes[3]) as kernel:
+            profile = gpu.measured_layer(sizes, length, settings.device)
+        path = settings.folder / f"layer-{re.sub('[^a-z0-9]+', '-', name)}.json"
+        profile.save(path)
+        (costs,) = CostModel.from_profile(Profile.load(path))
+        whole_s = costs.forward_s(length, 0) + costs.backward_s(length, 0)
+        planned = plan_slices(costs, length, _STAGES, granularity_tokens=64)
+        yield Check(f"{name}: whole sequence of {length} tokens, ms", whole_s * 1e3)
+        yield Check(f"{name}: attention", kernel)
+        off = costs.report.max_held_out
+        yield Check(f"{name}: the fit is off by, on points left out", "no points" if off is None else off)
+        yield Check(f"{name}: planned slices on {_STAGES} stages", float(planned.plan.num_slices))
+        gained = planned.predicted_s / (whole_s * _STAGES)
+        yield settings.timed(f"{name}: planned step over an unsliced one", gained, 1.0)

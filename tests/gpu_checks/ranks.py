@@ -1,0 +1,186 @@
+"""DeepSpeed's stock engine against ours on 1, 2 and 4 ranks: the cases of `tests/test_transparency.py` on devices.
+
+With a device for each rank messages go over NCCL; with fewer all ranks share the first one, over gloo and the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.cases import Case, default_cases
+from tests.gpu_checks.checks import Check, Settings, at_most, not_run
+
+WORLDS = (1, 2, 4)
+SCHEDULES = ("seq1f1b", "seq1f1b-zb", "terapipe", "1f1b", "zbv", "seq1f1b-interleaved", "chimera-seq")
+CHECKED = {"verify": "first_batch", "check_finite": "every_step"}
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks that run cases one after the other, until it is too late to begin another one."""
+
+    size: int
+    device: str
+    shared: bool
+    cases: tuple[Case, ...]
+    extra: dict[str, Any]  # keys of the `terapipe` section of all cases
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """How checks begin that are made on it."""
+        where = "on CPUs" if self.device == "cpu" else "sharing a device, gloo" if self.shared else "over NCCL"
+        return f"{self.size} rank{'s' * (self.size > 1)} {where}"
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    """As many cases as the time allows, the most telling ones first, evenly over the numbers of ranks."""
+    worlds = (1, 2) if settings.dry_run else WORLDS
+    for place, size in enumerate(worlds):
+        share_s = (settings.ends_s - time.monotonic()) / (len(worlds) - place)
+        yield from run_world(world_of(settings, size, cases_of(size, settings.dry_run), {}, share_s))
+
+
+def watched(settings: Settings) -> Iterator[Check]:
+    """Two ranks that verify the first batch, look for numbers that are not finite, and write timelines."""
+    folder = settings.folder / "traces"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    cases = cases_of(2, dry_run=True)
+    yield from run_world(world_of(settings, 2, cases, {**CHECKED, "trace_dir": str(folder)}, 240.0))
+    from terapipe_ds.timeline import Timeline
+
+    files = sorted(folder.glob("timeline-step*-rank*.json"))
+    events = [len(Timeline.load(file).events) for file in files]
+    fewest = min(events, default=0)
+    yield Check("files with timelines of steps", float(len(files)), ">= 4", len(files) >= 4)
+    yield Check("computations in the shortest of them", float(fewest), ">= 2", fewest >= 2)
+
+
+def cases_of(size: int, dry_run: bool) -> tuple[Case, ...]:
+    """For so many ranks: every precision, every kind of schedule, recomputation; then those of the tests."""
+    plain = Case(stages=size, micro_batches=2, gqa=True)
+    if dry_run:
+        return (replace(plain, precision="fp32"), replace(plain, precision="bf16_zero1"))
+    found = [replace(plain, precision=p) for p in ("fp64", "fp32", "bf16", "bf16_zero1")]
+    found += [
+        replace(plain, plan="single_last", schedule=schedule, precision=precision, masked=True)
+        for schedule in SCHEDULES if not (schedule.startswith("chimera") and size % 2)
+        for precision in ("fp32", "bf16_zero1")
+    ]  # fmt: skip
+    found += [
+        replace(plain, checkpointing=how, precision="bf16_zero1", tied=True) for how in ("reentrant", "non_reentrant")
+    ]
+    if size == 4:
+        found.append(replace(plain, stages=2, data_parallel=2, precision="bf16_zero1"))
+    found += [case for case in default_cases() if case.world_size == size]
+    return tuple(case for case in dict.fromkeys(found) if case.stock().world_size == size)
+
+
+def world_of(
+    settings: Settings, size: int, cases: Sequence[Case], extra: dict[str, Any], seconds: float
+) -> World:
+    """So many ranks, on a device each where there are enough."""
+    import torch
+
+    shared = settings.device == "cuda" and torch.cuda.device_count() < size
+    return World(size, settings.device, shared, tuple(cases), extra, seconds)
+
+
+def run_world(world: World) -> Iterator[Check]:
+    """A check per case: the worst error of losses, gradients, parameters and evaluations over what is allowed."""
+    from terapipe_ds.bench.ranks import spawn_ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        problem = None
+        try:
+            spawn_ranks(_rank_main, world.size, world, folder)
+        except RuntimeError as error:
+            problem = str(error)
+        path = Path(folder, "found.jsonl")
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    yield from (Check(**line) for line in found)
+    if problem is not None:
+        yield not_run(f"{world.name}: {world.cases[min(len(found), len(world.cases) - 1)]}", problem)
+    elif not found:
+        yield not_run(f"{world.name}: any case", "the part's time is over")
+
+
+def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
+    from terapipe_ds.bench.ranks import finish_rank, prepare_rank
+
+    prepare_rank(rank, world.size, rendezvous, world.device, world.shared)
+    import deepspeed
+    import torch
+    from torch import distributed
+
+    from terapipe_ds.runtime.staging import neighbours_staged
+    from tests.distributed import training
+
+    if world.device == "cpu":
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    section = training.terapipe_section
+    training.terapipe_section = lambda case: {**section(case), **world.extra}
+    control, ends_s = distributed.new_group(backend="gloo"), time.monotonic() + world.seconds
+    runs = _Runs(control)
+    with neighbours_staged():
+        for case in world.cases:
+            go = torch.tensor(int(time.monotonic() < ends_s))
+            distributed.broadcast(go, 0, group=control)
+            if not go:
+                break
+            check = _compared(case, runs, world.name)
+            if rank == 0:
+                with open(Path(folder, "found.jsonl"), "a") as file:
+                    file.write(json.dumps(asdict(check)) + "\n")
+        finish_rank([])
+
+
+class _Runs:
+    """Trains cases on all ranks; a stock run that several cases are compared with is made once."""
+
+    def __init__(self, control: Any) -> None:
+        from tests.distributed import worker
+
+        self._control, self._groups = control, worker._process_groups()
+        self._stock: dict[Case, list[Any]] = {}
+
+    def of(self, case: Case, system: Any) -> list[Any]:
+        """The records of all ranks."""
+        if system == "stock" and case in self._stock:
+            return self._stock[case]
+        from torch import distributed
+
+        from tests.distributed import training, worker
+
+        record = training.train_case(case, system)
+        everyone: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, record, group=self._control)
+        gc.collect()
+        distributed.barrier(group=self._control)
+        worker._destroy_process_groups(except_for=self._groups)
+        if system == "stock":
+            self._stock[case] = everyone
+        return everyone
+
+
+def _compared(case: Case, runs: _Runs, where: str) -> Check:
+    from tests.distributed import compare
+
+    ours = runs.of(case, "terapipe")
+    if case.dtype == "bf16":  # compared with what bf16 costs the stock engine
+        exact = runs.of(replace(case, precision="fp32_zero1").stock(), "stock")
+        limits = compare.bf16_limits(compare.errors(runs.of(case.stock(), "stock"), exact))
+        found = compare.errors(ours, exact)
+    else:
+        limits = compare.contract(case)
+        found = compare.errors(ours, runs.of(case.stock(), "stock"))
+    share = max(found[kind].error / limit for kind, limit in limits.items() if limit)
+    return at_most(f"{where}: {case}, error over what is allowed", share, 1.0)

@@ -131,11 +131,22 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a system cannot go on: a case, by its index (at one accumulation, or with None at all), or, where there is
+    none, what measures the costs of slices with the layers cut like ``cut``."""
+
+    reason: str
+    case: int | None = None
+    accumulation: int | None = None
+    cut: str | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """A whole run, as every rank gets it.
 
     ``ds_config`` and ``gpt`` (fields of ``GPTConfig``) stand in for the usual ones; ``replayed``: fewer cores than
-    stages, so that the wall clock means nothing.
+    stages, so that the wall clock means nothing; ``failures``: what earlier attempts came to, and this one leaves out.
     """
 
     work: Workload
@@ -147,6 +158,17 @@ class Job:
     replayed: bool = False
     ds_config: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
+    failures: tuple[Failure, ...] = ()
+
+    def problem(self, index: int, accumulation: int) -> str | None:
+        """Why a case does not run at an accumulation, or None."""
+        case = self.cases[index]
+        for failure in self.failures:
+            if failure.case == index and failure.accumulation in (None, accumulation):
+                return failure.reason
+            if case.planned and case.system == "terapipe" and failure.cut == case.cut:
+                return f"no plan, for its costs could not be measured: {failure.reason}"
+        return case.problem(self.work, accumulation, self.gpt)
 
 
 @dataclass(frozen=True)

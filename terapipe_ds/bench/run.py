@@ -61,10 +61,11 @@ def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
     """The job for those that are left.
 
     Raises:
-        BenchError: the rank was at what concerns all.
+        BenchError: the rank was at what concerns all, or at what had failed before.
     """
     failure = find_failure(folder, error.exit_codes)
-    if failure is None:
+    known = {(known.case, known.accumulation, known.cut) for known in job.failures}
+    if failure is None or (failure.case, failure.accumulation, failure.cut) in known:
         raise BenchError(f"{error}; what the rank said stands there") from None
     what = f"costs of {failure.cut}" if failure.case is None else job.cases[failure.case].label
     print(f"{what} failed: {failure.reason}; the others start again without", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ import pytest
 from terapipe_ds.bench import run as module
 from terapipe_ds.bench.attempts import Position, find_failure
 from terapipe_ds.bench.cases import PLAN, BenchError, Case, Failure, Job
+from terapipe_ds.bench.planned import Planned
 from terapipe_ds.bench.ranks import RankError
 from terapipe_ds.bench.run import run_benchmark
 from tests.unit.bench.test_bench_run import CASES, WORK
@@ -117,3 +118,17 @@ def test_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError):
         run_benchmark(Job(WORK, CASES, (1,), 2), "test")
     assert len(left_out) == 2
+
+
+def test_costs_that_could_not_be_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cases = (Case("terapipe", "seq1f1b", PLAN), Case("terapipe", "zbv", PLAN), Case("deepspeed", "1f1b"))
+    measured: list[str] = []
+    monkeypatch.setattr(Planned, "_measure", lambda self, cut, case, folder: measured.append(cut))
+    position = Position(tmp_path, 0)
+    Planned.measure(Job(WORK, cases, (1,), 1), cases, tmp_path, position)
+    assert measured == ["whole stages", "halves"]
+    failure = find_failure(tmp_path, {0: 1})
+    assert failure is not None and failure.cut == "halves", "it was the last that was begun"
+    measured.clear()
+    Planned.measure(Job(WORK, cases, (1,), 1, failures=(failure,)), cases, tmp_path, position)
+    assert measured == ["whole stages"]

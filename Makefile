@@ -1,28 +1,35 @@
-# make venv | test | test-full | upstream-tests | mutations | demo | gpu-checks | lint | clean
+# make venv | test | test-full | test-versions | upstream-tests | mutations | demo | gpu-checks | lint | clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
-TORCH := torch==2.13.0
+TORCH := 2.13.0
+STAMP := $(VENV)/.installed-torch-$(TORCH)
 CHECK := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=...")
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Compiled modules are kept, whatever the environment says: tests start hundreds of processes that import the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv test test-full upstream-tests mutations demo gpu-checks lint clean
+# The ends of what is tested, with environments of their own: make test-versions PYTHON_NEWEST=/path/to/python3.12
+PYTHON_OLDEST ?= python3.11
+PYTHON_NEWEST ?= python3.12
+TORCH_OLDEST ?= 2.11.0
+TORCH_NEWEST ?= 2.15.0
+
+.PHONY: venv test test-full test-versions test-oldest test-newest suite upstream-tests mutations demo gpu-checks lint clean
 
 venv: $(STAMP)
 
 # torch comes first and alone: a package that wants torch must find it installed rather than choose one itself.
 # The stamp goes before anything else, so that a failed install is tried again, and comes back at the very end.
 $(STAMP): setup.py constraints.txt pyproject.toml
-	@rm -f $@
+	@rm -f $(VENV)/.installed*
 	@$(PIP) --version >/dev/null 2>&1 || { $(PYTHON) -c '$(CHECK)' && $(PYTHON) -m venv $(VENV); }
 	@echo "Installing into $(VENV); the first time this takes some minutes ..."
-	@$(PIP) install --quiet -c constraints.txt "$(TORCH)"
-	@$(PIP) install --quiet -c constraints.txt -e ".[megatron,plot,test]"
+	@{ grep -v '^torch==' constraints.txt; echo "torch==$(TORCH)"; } > $(VENV)/constraints.txt
+	@$(PIP) install --quiet -c $(VENV)/constraints.txt "torch==$(TORCH)"
+	@$(PIP) install --quiet -c $(VENV)/constraints.txt -e ".[megatron,plot,test]"
 	@touch $@
 
 lint: venv
@@ -32,9 +39,31 @@ lint: venv
 # Two files at a time, but for those that look at the clock.
 PYTEST := $(BIN)/pytest
 
-test: lint
+test: lint suite
+
+suite: venv
 	$(PYTEST) -n 2 --dist loadfile -m "not alone"
 	$(PYTEST) -m alone
+
+# Both, whatever comes of the first; each ends with the tests that were skipped, and why. ruff and mypy are left to the
+# pinned versions.
+test-versions:
+	@$(MAKE) --keep-going test-oldest test-newest
+
+test-oldest:
+	@$(call suite_with,.venv-oldest,$(PYTHON_OLDEST),$(TORCH_OLDEST),PYTHON_OLDEST)
+
+test-newest:
+	@$(call suite_with,.venv-newest,$(PYTHON_NEWEST),$(TORCH_NEWEST),PYTHON_NEWEST)
+
+# environment, interpreter, version of torch, the variable that names the interpreter
+define suite_with
+$(2) -c 'import sys' 2>/dev/null || { echo "no interpreter $(2) here: make test-versions $(4)=/path/to/python" >&2; exit 1; }; \
+now=$$($(2) -V); was=$$($(1)/bin/python -V 2>/dev/null || echo "$$now"); \
+test "$$was" = "$$now" || { echo "$(1) has $$was, $(4) is $$now: remove $(1), or name the other" >&2; exit 1; }; \
+echo "$$now, torch $(3)"; \
+$(MAKE) suite VENV=$(1) PYTHON=$(2) TORCH=$(3) PYTEST='$(1)/bin/pytest -rs'
+endef
 
 test-full: lint
 	TERAPIPE_TEST_FULL=1 $(PYTEST) -n 2 --dist loadfile -m "not alone"
@@ -62,4 +91,4 @@ gpu-checks: venv
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path "./.venv*/*" -prune -exec rm -rf {} +

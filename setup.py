@@ -36,7 +36,7 @@ setup(
     packages=find_packages(include=["terapipe_ds", "terapipe_ds.*"]),
     package_data={"terapipe_ds": ["py.typed", "data/*"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.11",  # the oldest that is tested; a newer one than the newest tested gets a warning
         "deepspeed>=0.19.8,<1",  # the first version that the engine's hooks are tested with
         "numpy>=1.26,<3",
         "pydantic>=2.7,<3",
@@ -55,6 +55,8 @@ setup(
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

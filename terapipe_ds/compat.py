@@ -22,9 +22,11 @@ from terapipe_ds.hooks import HOOKS, MEGATRON_HOOKS, Hook
 
 logger = logging.getLogger("terapipe_ds")
 
-# Name of the distribution -> the version that the tests ran with.
+# Name of the distribution -> the version that all tests run with at every change, and to go back to if another fails.
 TESTED_VERSIONS: dict[str, str] = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1"}
-TESTED_PYTHON = "3.11"
+# The oldest and the newest that all tests pass with as well (`make test-versions`), and any release between these two.
+TESTED_RANGES: dict[str, tuple[str, str]] = {"torch": ("2.11", "2.15")}
+TESTED_PYTHONS = ("3.11", "3.12")
 _OPTIONAL = ("megatron-core",)
 
 
@@ -44,11 +46,12 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(found: Mapping[str, str] | None = None, python: str | None = None) -> list[str]:
-    """One warning for each package whose version is not the tested one; none when all is as tested.
+    """One warning for each package whose version is none of the tested ones; none when all is as tested.
 
     Args:
         found: distribution -> version; None asks the installation. A local suffix ("2.13.0+cpu") makes no
-            difference, and an optional package may be absent.
+            difference, and an optional package may be absent. Of a package in `TESTED_RANGES` all releases of a
+            version count as that version ("2.15.1" as "2.15"), and one before its release ("2.15.0rc1") as none.
         python: "3.11"; None asks the interpreter.
     """
     versions = installed_versions() if found is None else found
@@ -57,18 +60,33 @@ def check_versions(found: Mapping[str, str] | None = None, python: str | None = 
         version = versions.get(name)
         if version is None and name not in _OPTIONAL:
             lines.append(f"{name} is not installed: pip install {name}=={tested}")
-        elif version is not None and _public(version) != tested:
+        elif version is not None and not _is_tested(name, version):
+            known = f"{' to '.join(TESTED_RANGES[name])}" if name in TESTED_RANGES else tested
             lines.append(
-                f"{name} {version} is not the version that terapipe_ds is tested with; if something fails, "
+                f"{name} {version} is not a version that terapipe_ds is tested with ({known}); if something fails, "
                 f"try {name}=={tested}"
             )
     running = f"{sys.version_info[0]}.{sys.version_info[1]}" if python is None else python
-    if running != TESTED_PYTHON:
+    if running not in TESTED_PYTHONS:
+        known = ", ".join(TESTED_PYTHONS)
         lines.append(
-            f"python {running} is not the version that terapipe_ds is tested with; if something fails, try "
-            f"{TESTED_PYTHON}"
+            f"python {running} is not a version that terapipe_ds is tested with ({known}); if something fails, try "
+            f"{TESTED_PYTHONS[0]}"
         )
     return lines
+
+
+def _is_tested(name: str, version: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    if name not in TESTED_RANGES:
+        return found.public == TESTED_VERSIONS[name]
+    oldest, newest = (Version(end).release for end in TESTED_RANGES[name])
+    return oldest <= found.release[:2] <= newest and not found.is_prerelease
 
 
 @functools.cache
@@ -77,15 +95,6 @@ def warn_about_versions() -> None:
     lines = check_versions()
     if lines and os.environ.get("RANK", "0") == "0":  # set by launchers, long before ranks meet
         logger.warning("; ".join(lines))
-
-
-def _public(version: str) -> str:
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(version).public
-    except InvalidVersion:
-        return version
 
 
 def require_hooks() -> None:

@@ -131,11 +131,23 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why a system cannot go on: a case, by its index (at one accumulation, or with None at all), or, where there is
+    none, what measures the costs of slices with the layers cut like ``cut``."""
+
+    reason: str
+    case: int | None = None
+    accumulation: int | None = None
+    cut: str | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """A whole run, as every rank gets it.
 
     ``ds_config`` and ``gpt`` (fields of ``GPTConfig``) stand in for the usual ones; ``replayed``: fewer cores than
-    stages, so that the wall clock means nothing; ``share_device``: all stages on the first device, over gloo.
+    stages, so that the wall clock means nothing; ``share_device``: all stages on the first device, over gloo;
+    ``failures``: what earlier attempts came to, and this one leaves out.
     """
 
     work: Workload
@@ -148,18 +160,25 @@ class Job:
     ds_config: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
     share_device: bool = False
+    failures: tuple[Failure, ...] = ()
 
     def device_of(self, rank: int) -> str:
         """Where a rank computes."""
         return self.device if self.device == "cpu" else f"{self.device}:{0 if self.share_device else rank}"
 
-    def problem(self, case: Case, accumulation: int) -> str | None:
-        """Why a case cannot run here with these sizes, or None."""
+    def problem(self, index: int, accumulation: int) -> str | None:
+        """Why a case does not run at an accumulation, or None."""
+        case = self.cases[index]
         if self.share_device and (case.system == "torch" or case.schedule == "dualpipev"):
             return (
                 f"{case.system} {case.schedule} sends from the device itself, which gloo cannot, and NCCL refuses "
                 "stages that share one: give each stage a device, without --share-device"
             )
+        for failure in self.failures:
+            if failure.case == index and failure.accumulation in (None, accumulation):
+                return failure.reason
+            if case.planned and case.system == "terapipe" and failure.cut == case.cut:
+                return f"no plan, for its costs could not be measured: {failure.reason}"
         return case.problem(self.work, accumulation, self.gpt)
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 
+from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import Case, Job
 from terapipe_ds.bench.drivers import Driver, build_driver
 from terapipe_ds.bench.orders import to_json
@@ -29,31 +30,33 @@ from terapipe_ds.runtime.staging import host_buffer, needs_staging, to_host
 _PINGS = 5
 
 
-def compete(job: Job, folder: Path) -> tuple[dict[str, Any], list[Driver]]:
+def compete(job: Job, folder: Path, position: Position) -> tuple[dict[str, Any], list[Driver]]:
     """What this rank has measured: ``{"runs": [...], "measured": {...}}``, and the drivers, to be closed. A collective.
 
     Each run has ``case`` (its index), ``accumulation``, and either ``error`` or times, losses, events and bytes.
     """
     from terapipe_ds.bench.planned import Planned
 
-    drivers, errors = _build_all(job, Agreement(folder))
+    drivers, errors = _build_all(job, Agreement(folder), position)
     going = [job.cases[index] for index in drivers]
-    planned = Planned.measure(job, going, folder)  # beside what is there while steps run
     data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
     bar = _bar(job, drivers)
     for index, driver in drivers.items():  # what is made at the first step, in whatever it allocates and compiles
         _say(bar, job.cases[index], "warm-up")
+        position.at_case(index)
         driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
         driver.step(data[: driver.fewest])
         bar.update()
+    planned = Planned.measure(job, going, folder, position)  # beside what is there while steps run
     runs: list[dict[str, Any]] = []
     lengths: set[int] = set()
     for accumulation in job.accumulations:
-        here = _open_runs(job, accumulation, drivers, errors, planned)
-        _measure_runs(job, accumulation, here, drivers, data, bar)
+        here = _open_runs(job, accumulation, drivers, errors, planned, position)
+        _measure_runs(job, accumulation, here, drivers, data, bar, position)
         runs += here
         lengths |= {n for run in here for n in run.get("slices", ())}
     bar.close()
+    position.at_none()
     found = {"runs": runs, "links": measure_links(job, sorted(lengths)), **planned.found()}
     if job.device != "cpu":
         found["device"] = device_name(torch.device(job.device))
@@ -64,14 +67,15 @@ def _vocabulary(job: Job) -> int:
     return int(gpt_config(job.work, job.gpt).vocab_size)
 
 
-def _build_all(job: Job, agreement: Agreement) -> tuple[dict[int, Driver], dict[int, str]]:
+def _build_all(job: Job, agreement: Agreement, position: Position) -> tuple[dict[int, Driver], dict[int, str]]:
     """The drivers by the index of their case, and what those said that no rank can build."""
     drivers: dict[int, Driver] = {}
     errors: dict[int, str] = {}
     for index, case in enumerate(job.cases):
-        problems = [job.problem(case, m) for m in job.accumulations if case.runs_at(m)]
+        problems = [job.problem(index, m) for m in job.accumulations if case.runs_at(m)]
         if problems and all(problems):
             continue
+        position.at_case(index)
         problem = None
         try:
             drivers[index] = build_driver(case, job)
@@ -85,7 +89,7 @@ def _build_all(job: Job, agreement: Agreement) -> tuple[dict[int, Driver], dict[
 
 
 def _open_runs(
-    job: Job, accumulation: int, drivers: dict[int, Driver], errors: dict[int, str], planned: Any
+    job: Job, accumulation: int, drivers: dict[int, Driver], errors: dict[int, str], planned: Any, position: Position
 ) -> list[dict[str, Any]]:
     """A record per case of this accumulation; those that will run get ready."""
     runs: list[dict[str, Any]] = []
@@ -94,8 +98,9 @@ def _open_runs(
             continue
         run: dict[str, Any] = {"case": index, "accumulation": accumulation}
         runs.append(run)
-        plan, problem = None, job.problem(case, accumulation) or errors.get(index)
+        plan, problem = None, job.problem(index, accumulation) or errors.get(index)
         if problem is None:
+            position.at_case(index, accumulation)
             plan, problem = _plan(job, case, accumulation, planned)
         if problem or plan is None:
             run["error"] = problem
@@ -124,7 +129,8 @@ def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SliceP
 
 
 def _measure_runs(
-    job: Job, accumulation: int, runs: list[dict[str, Any]], drivers: dict[int, Driver], data: Any, bar: Any
+    job: Job, accumulation: int, runs: list[dict[str, Any]], drivers: dict[int, Driver], data: Any, bar: Any,
+    position: Position,
 ) -> None:
     """First a step of each, in which its memory is counted, then the timed ones in turns."""
     going = [(run, drivers[run["case"]]) for run in runs if "error" not in run]
@@ -132,6 +138,7 @@ def _measure_runs(
     for turn in range(1 + job.pairs):
         for run, driver in going:
             _say(bar, job.cases[run["case"]], f"m={accumulation}, {'memory' if turn == 0 else f'turn {turn}'}")
+            position.at_case(run["case"], accumulation)
             if turn == 0:
                 plan = SlicePlan(tuple(run["slices"]))
                 driver.prepare(accumulation, plan)
@@ -219,7 +226,7 @@ def _on_accelerator() -> bool:
 
 def _bar(job: Job, drivers: dict[int, Driver]) -> Any:
     pairs = [(i, m) for i in drivers for m in job.accumulations if job.cases[i].runs_at(m)]
-    runs = sum(not job.problem(job.cases[i], m) for i, m in pairs)
+    runs = sum(not job.problem(i, m) for i, m in pairs)
     return progress_bar(torch_dist.get_rank(), len(drivers) + runs * (1 + job.pairs), "bench")
 
 

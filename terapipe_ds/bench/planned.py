@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
+from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.ranks import build_engine, gpt_config, micro_batches
 from terapipe_ds.cost_model import CostModel
@@ -31,7 +32,7 @@ class Planned:
     memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
-    def measure(cls, job: Job, cases: Sequence[Case], folder: Path) -> Planned:
+    def measure(cls, job: Job, cases: Sequence[Case], folder: Path, position: Position) -> Planned:
         """Let an engine measure its slices as ``"slices": "auto"`` does: one with whole stages, and one with
         another cut where a plan is asked for. A collective.
 
@@ -39,7 +40,11 @@ class Planned:
             cases: of the job, those that can be built.
         """
         planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
+        failed = {failure.cut for failure in job.failures}
         for cut, case in {case.cut if case.planned else "whole stages": case for case in ours}.items():
+            if cut in failed:
+                continue
+            position.at_cut(cut)
             one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
             planned._measure(cut, one, folder / cut.replace(" ", "-"))
         return planned

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _ARGUMENTS = {
     "heads": (8, "attention heads"),
 }
 
+_GRACE_S = 1.0  # from the first rank that fails to the end of all
 _ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; who fails ends it
 
 USUAL_SETTINGS: dict[str, Any] = {
@@ -76,10 +78,18 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [kind(part) for part in text.split(",")]
 
 
+class RankError(RuntimeError):
+    """Ranks failed, with these exit codes; ``first``: the one that was seen before others."""
+
+    def __init__(self, first: int, exit_codes: dict[int, int]) -> None:
+        super().__init__(f"rank {first} ended with exit code {exit_codes[first]}; see above")
+        self.exit_codes = exit_codes
+
+
 def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
     """Run ``target(rank, rendezvous_file, *arguments)`` in a process per rank, and wait for all.
 
-    Raises RuntimeError when a rank fails, after the others were ended; its traceback is on stderr. A rank that raises
+    Raises `RankError` when a rank fails, after the others were ended; its traceback is on stderr. A rank that raises
     ends there and then, whatever threads and messages it has: others may be waiting for it.
     """
     context = multiprocessing.get_context("spawn")
@@ -92,9 +102,9 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             while True:
                 # asked once for each turn: between two looks the last one may end, and nobody would be waited for
                 running = [process for process in ranks if process.exitcode is None]
-                failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if failed:
-                    raise RuntimeError(f"rank {failed[0]} ended with exit code {ranks[failed[0]].exitcode}; see above")
+                first = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+                if first:
+                    raise RankError(first[0], _exit_codes(ranks))
                 if not running:
                     return
                 connection.wait([process.sentinel for process in running])
@@ -102,6 +112,14 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:
+    """Of the ranks that fail, once those have ended too that fail for the same cause, or because of the first."""
+    deadline_s = time.monotonic() + _GRACE_S
+    for process in ranks:
+        process.join(max(0.0, deadline_s - time.monotonic()))
+    return {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode}
 
 
 def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
@@ -209,9 +227,11 @@ def share_gloo_thread() -> None:
     class SharedGloo(plain):  # type: ignore[misc]
         """A class, because torch asks groups for it."""
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **others: Any) -> None:
             options = plain._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
+            for name, value in others.items():  # which torch names since 2.15
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedGloo  # type: ignore[misc]

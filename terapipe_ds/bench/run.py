@@ -6,16 +6,26 @@ import dataclasses
 import json
 import math
 import statistics
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from terapipe_ds.bench.attempts import Position, find_failure
 from terapipe_ds.bench.cases import AUTO, BenchError, Job
 from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
 from terapipe_ds.bench.orders import from_json
 from terapipe_ds.bench.quiet import drift, off_core_s
-from terapipe_ds.bench.ranks import finish_rank, gpt_config, keep_memory, machine, prepare_rank, spawn_ranks
+from terapipe_ds.bench.ranks import (
+    RankError,
+    finish_rank,
+    gpt_config,
+    keep_memory,
+    machine,
+    prepare_rank,
+    spawn_ranks,
+)
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
 from terapipe_ds.files import write_text
@@ -28,25 +38,49 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 """How far the losses after some steps may be apart, relatively: rounding grows with Adam's first steps."""
 
 
-def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
-    """Measure; returns what ``--json`` writes.
+RankMain = Callable[[int, str, Job, str], None]
+"""What runs in each rank, given its rank, where they meet, the job, and the folder for what it finds."""
+
+
+def run_benchmark(job: Job, preset: str, main: RankMain | None = None) -> dict[str, Any]:
+    """Measure; returns what ``--json`` writes. Where a system fails, the others start again without it.
+
+    Args:
+        main: in the place of `rank_main`.
 
     Raises:
-        BenchError: a rank failed.
+        BenchError: a rank failed in what concerns all systems.
     """
     before = machine()
     if job.device == "cpu":
         keep_memory()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn_ranks(_rank_main, job.work.stages, job, folder)
-        except RuntimeError as error:
-            raise BenchError(f"{error}; what the rank said stands there") from None
-        ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(job.work.stages)]
-    return result_of(job, preset, before, ranks)
+    while True:  # each time with fewer systems
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                spawn_ranks(main or rank_main, job.work.stages, job, folder)
+            except RankError as error:
+                job = _without_what_failed(job, Path(folder), error)
+                continue
+            ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(job.work.stages)]
+        return result_of(job, preset, before, ranks)
 
 
-def _rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
+def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
+    """The job for those that are left.
+
+    Raises:
+        BenchError: the rank was at what concerns all, or at what had failed before.
+    """
+    failure = find_failure(folder, error.exit_codes)
+    known = {(known.case, known.accumulation, known.cut) for known in job.failures}
+    if failure is None or (failure.case, failure.accumulation, failure.cut) in known:
+        raise BenchError(f"{error}; what the rank said stands there") from None
+    what = f"costs of {failure.cut}" if failure.case is None else job.cases[failure.case].label
+    print(f"{what} failed: {failure.reason}; the others start again without", file=sys.stderr, flush=True)
+    return dataclasses.replace(job, failures=(*job.failures, failure))
+
+
+def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     """In each rank; leaves ``rank<r>.json`` in ``folder``."""
     prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
     from terapipe_ds.bench.attention import one_attention  # these import torch
@@ -54,8 +88,13 @@ def _rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     from terapipe_ds.runtime.staging import neighbours_staged
 
     config = gpt_config(job.work, job.gpt)
+    position = Position(Path(folder), rank)
     with neighbours_staged(), one_attention(job.device, config.torch_dtype, config.head_dim) as attention:
-        found, drivers = compete(job, Path(folder))
+        try:
+            found, drivers = compete(job, Path(folder), position)
+        except Exception as error:
+            position.failed(error)
+            raise
         found["attention"] = attention
         write_text(Path(folder, f"rank{rank}.json"), json.dumps(found))
         finish_rank(drivers)

@@ -41,34 +41,66 @@ def write(site: Path, module: str, text: str = "") -> None:
 
 
 def test_the_tested_versions_give_no_warning() -> None:
-    assert compat.check_versions(TESTED) == []
-    assert compat.check_versions({"torch": "2.13.0+cu130", "deepspeed": "0.19.8+1a2b3c"}, "3.11") == []
+    for python in ("3.11", "3.12"):
+        assert compat.check_versions(TESTED, python) == []
+        assert compat.check_versions({"torch": "2.13.0+cu130", "deepspeed": "0.19.8+1a2b3c"}, python) == []
+
+
+def test_torch_from_the_oldest_to_the_newest_tested_one_gives_no_warning() -> None:
+    for version in ("2.11.0", "2.11.0+cu130", "2.12.1", "2.13.0", "2.13.1", "2.14.0", "2.15.0", "2.15.7+cpu"):
+        assert compat.check_versions({**TESTED, "torch": version}, "3.11") == []
 
 
 def test_another_python() -> None:
-    (warning,) = compat.check_versions(TESTED, "3.13")
-    assert warning.startswith("python 3.13 is not the version")
+    for version in ("3.10", "3.13"):
+        (warning,) = compat.check_versions(TESTED, version)
+        assert warning.startswith(f"python {version} is not a version that terapipe_ds is tested with (3.11, 3.12)")
+
+
+ROOT = Path(compat.__file__).parents[1]
 
 
 def test_the_readme_has_the_tested_versions() -> None:
-    readme = (Path(compat.__file__).parents[1] / "README.md").read_text()
-    for name, version in {**TESTED, "Python": compat.TESTED_PYTHON}.items():
+    readme = (ROOT / "README.md").read_text()
+    torch = f"{' to '.join(compat.TESTED_RANGES['torch'])}; at every change {TESTED['torch']}"
+    python = f"{', '.join(compat.TESTED_PYTHONS)}; at every change {compat.TESTED_PYTHONS[0]}"
+    for name, version in {**TESTED, "torch": torch, "Python": python}.items():
         assert f"| {name} | {version} |" in readme
 
 
+def test_the_package_asks_for_what_is_tested() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    assert f'"torch>={compat.TESTED_RANGES["torch"][0]}"' in setup
+    assert f'python_requires=">={compat.TESTED_PYTHONS[0]}"' in setup
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', setup)
+    assert tuple(named) == compat.TESTED_PYTHONS
+
+
+def test_the_oldest_and_the_newest_are_those_of_make() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    ends = {name: re.findall(rf"^{name}_(?:OLDEST|NEWEST) \?= (?:python)?(\d+\.\d+)", makefile, re.MULTILINE)
+            for name in ("TORCH", "PYTHON")}  # fmt: skip
+    assert {name: tuple(found) for name, found in ends.items()} == {
+        "TORCH": compat.TESTED_RANGES["torch"], "PYTHON": compat.TESTED_PYTHONS,
+    }  # fmt: skip
+    assert f"TORCH := {TESTED['torch']}\n" in makefile
+
+
 def test_another_version_gives_one_warning_with_the_tested_one() -> None:
-    (warning,) = compat.check_versions({**TESTED, "deepspeed": "0.20.0"})
-    assert warning.startswith("deepspeed 0.20.0 is not the version")
+    (warning,) = compat.check_versions({**TESTED, "deepspeed": "0.20.0"}, "3.11")
+    assert warning.startswith("deepspeed 0.20.0 is not a version that terapipe_ds is tested with (0.19.8)")
     assert warning.endswith("try deepspeed==0.19.8")
-    for version in ("2.13.0rc1", "2.13.0.post1", "2.13.1", "2.9.0", "not a version"):
-        (warning,) = compat.check_versions({**TESTED, "torch": version})
-        assert f"torch {version}" in warning
-    assert len(compat.check_versions({"torch": "1.0", "deepspeed": "1.0", "megatron-core": "1.0"})) == 3
+    for version in ("2.13.0rc1", "2.15.0.dev20260901", "2.10.1", "2.9.0", "2.16.0", "3.0.0", "not a version"):
+        (warning,) = compat.check_versions({**TESTED, "torch": version}, "3.11")
+        assert warning.startswith(f"torch {version} is not a version that terapipe_ds is tested with (2.11 to 2.15)")
+        assert warning.endswith("try torch==2.13.0")
+    assert len(compat.check_versions({"torch": "1.0", "deepspeed": "1.0", "megatron-core": "1.0"}, "3.11")) == 3
 
 
 def test_a_missing_package() -> None:
-    assert compat.check_versions({"torch": "2.13.0"}) == ["deepspeed is not installed: pip install deepspeed==0.19.8"]
-    assert len(compat.check_versions({})) == 2  # megatron-core is optional
+    missing = ["deepspeed is not installed: pip install deepspeed==0.19.8"]
+    assert compat.check_versions({"torch": "2.13.0"}, "3.11") == missing
+    assert len(compat.check_versions({}, "3.11")) == 2  # megatron-core is optional
 
 
 def test_the_installation_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +111,7 @@ def test_the_installation_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compat.importlib.metadata, "version", version)
     assert compat.installed_versions() == {"torch": "2.13.0+cpu", "deepspeed": "9.9"}
-    assert [warning.split()[0] for warning in compat.check_versions()] == ["deepspeed"]
+    assert [warning.split()[0] for warning in compat.check_versions(python="3.11")] == ["deepspeed"]
 
 
 def test_warnings_are_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -331,10 +331,12 @@ def result() -> dict[str, Any]:
 
 def test_no_success_without_a_run_of_ours() -> None:
     failed = {"system": "terapipe", "error": "no such thing"}
-    command._check_ours_ran({"runs": [{"system": "terapipe"}, failed]})
-    command._check_ours_ran({"runs": [{"system": "torch", "error": "no"}]})
+    command._check_success({"runs": [{"system": "terapipe"}, failed]})
+    command._check_success({"runs": [{"system": "torch", "error": "no"}, {"system": "torch"}]})
     with pytest.raises(ValueError, match="no run of terapipe could be made; the first one's error: no such thing"):
-        command._check_ours_ran({"runs": [{"system": "deepspeed"}, failed]})
+        command._check_success({"runs": [{"system": "deepspeed"}, failed]})
+    with pytest.raises(ValueError, match="no run could be made; the first one's error: no"):
+        command._check_success({"runs": [{"system": "torch", "error": "no"}]})
 
 
 @pytest.mark.parametrize(("changes", "told"), [

@@ -1,0 +1,77 @@
+"""A system that fails costs its own rows only. Where a rank fails, all are ended, and the others start again without
+what it was at: the ranks of a failed step wait for one another within it, with messages on their way that nobody takes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from terapipe_ds.bench.cases import Failure
+
+
+class Position:
+    """What this rank is at, in a file that outlives it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = _path(folder, rank)
+        self._place: dict[str, int | str] = {}
+
+    def at_case(self, case: int, accumulation: int | None = None) -> None:
+        """A system is built or takes its first step, or trains at an accumulation."""
+        self._write({"case": case} if accumulation is None else {"case": case, "accumulation": accumulation})
+
+    def at_cut(self, cut: str) -> None:
+        """The costs of slices are measured, with the layers cut like this."""
+        self._write({"cut": cut})
+
+    def at_none(self) -> None:
+        """What concerns all systems."""
+        self._write({})
+
+    def failed(self, error: BaseException) -> None:
+        """Keep why this rank ends, and when."""
+        said = str(error).strip().partition("\n")[0]
+        reason = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        self._write(self._place, reason=reason, time_s=time.monotonic())  # a clock that all processes share
+
+    def _write(self, place: dict[str, int | str], **said: str | float) -> None:
+        self._place = place
+        self._path.write_text(json.dumps({**place, **said}), encoding="utf-8")
+
+
+def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> Failure | None:
+    """What ended the ranks; None where it concerns all systems.
+
+    Args:
+        folder: where each rank has its `Position`.
+        exit_codes: of the ranks that failed.
+    """
+    left = {rank: _read(folder, rank) for rank in exit_codes}
+    # whoever ended without a word came first: what the others said, they may have said of its end
+    rank = min(left, key=lambda rank: left[rank].pop("time_s", 0.0))
+    last = left[rank]
+    last.setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
+    return Failure(**last) if {"case", "cut"} & set(last) else None
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"position{rank}.json"
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any]:
+    path = _path(folder, rank)
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def _in_words(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"signal {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"signal {-exit_code}"

@@ -1,0 +1,134 @@
+"""Whose fault it was that ranks ended, and what the next attempt leaves out; the ranks are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.bench import run as module
+from terapipe_ds.bench.attempts import Position, find_failure
+from terapipe_ds.bench.cases import PLAN, BenchError, Case, Failure, Job
+from terapipe_ds.bench.planned import Planned
+from terapipe_ds.bench.ranks import RankError
+from terapipe_ds.bench.run import run_benchmark
+from tests.unit.bench.test_bench_run import CASES, WORK
+from tests.unit.bench.test_bench_run import ranks as records
+
+
+def test_the_rank_that_failed_first_says_why(tmp_path: Path) -> None:
+    positions = [Position(tmp_path, rank) for rank in range(3)]
+    positions[0].at_case(5, 4)  # ahead of the others
+    positions[1].at_case(2)
+    positions[2].at_case(2)
+    positions[2].failed(ValueError("no room\nfor 3 tensors"))
+    positions[1].failed(RuntimeError("Connection closed by peer"))
+    assert find_failure(tmp_path, {1: 1, 2: 1}) == Failure("ValueError: no room", case=2)
+    positions[0].failed(AssertionError())
+    assert find_failure(tmp_path, {0: 1}) == Failure("AssertionError", case=5, accumulation=4)
+
+
+@pytest.mark.parametrize(("exit_code", "how"), [
+    (-6, "signal SIGABRT"), (70, "exit code 70"), (-200, "signal 200"),
+])  # fmt: skip
+def test_a_rank_that_ends_without_a_word_came_first(tmp_path: Path, exit_code: int, how: str) -> None:
+    positions = [Position(tmp_path, rank) for rank in range(2)]
+    positions[0].at_case(1, 8)
+    positions[0].failed(RuntimeError("Connection closed by peer"))
+    positions[1].at_cut("halves")
+    assert find_failure(tmp_path, {0: 1, 1: exit_code}) == Failure(f"rank 1 ended with {how}", cut="halves")
+
+
+def test_what_concerns_all_systems_is_nobodys_failure(tmp_path: Path) -> None:
+    assert find_failure(tmp_path, {1: 1}) is None, "ended before it came to any"
+    position = Position(tmp_path, 1)
+    position.at_case(0)
+    position.at_none()
+    position.failed(ValueError("links"))
+    assert find_failure(tmp_path, {1: 1}) is None
+
+
+def test_a_failure_leaves_out_its_own_case_or_accumulation() -> None:
+    halves = Case("terapipe", "zbv", PLAN)
+    cases = (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", PLAN), Case("terapipe", "zbv", 2), halves)
+    failures = (Failure("a", case=0, accumulation=4), Failure("b", case=1), Failure("c", cut="halves"))
+    job = Job(WORK, cases, (1, 4), 1, failures=failures)
+    assert [job.problem(0, m) for m in (1, 4)] == [None, "a"]
+    assert [job.problem(1, m) for m in (1, 4)] == ["b", "b"]
+    assert job.problem(2, 1) is None, "with a number of slices it needs no costs"
+    assert job.problem(3, 1) == "no plan, for its costs could not be measured: c"
+    assert "9 slices" in (Job(WORK, (Case("terapipe", "seq1f1b", 9),), (1,), 1).problem(0, 1) or "")
+
+
+def attempts_of(
+    monkeypatch: pytest.MonkeyPatch, *ends: Callable[[Position], None] | None
+) -> list[tuple[Failure, ...]]:
+    """What each attempt had left out so far; each one ends on rank 1 in its turn, or (None) leaves its records."""
+    left_out: list[tuple[Failure, ...]] = []
+
+    def spawn(main: Any, num_ranks: int, job: Job, folder: str) -> None:
+        end = ends[len(left_out)]
+        left_out.append(job.failures)
+        if end is not None:
+            end(Position(Path(folder), 1))
+            raise RankError(1, {1: 1})
+        for rank, record in enumerate(records()):
+            (Path(folder) / f"rank{rank}.json").write_text(json.dumps(record))
+
+    monkeypatch.setattr(module, "spawn_ranks", spawn)
+    return left_out
+
+
+def at_zbv(position: Position) -> None:
+    position.at_case(2)
+    position.failed(RuntimeError("no pair"))
+
+
+def at_sliced(position: Position) -> None:
+    position.at_case(1, 1)
+    position.failed(MemoryError("no room"))
+
+
+def test_each_attempt_leaves_out_what_failed_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_out = attempts_of(monkeypatch, at_zbv, at_sliced, None)
+    result = run_benchmark(Job(WORK, CASES, (1,), 2), "test")
+    zbv, sliced = Failure("RuntimeError: no pair", case=2), Failure("MemoryError: no room", case=1, accumulation=1)
+    assert left_out == [(), (zbv,), (zbv, sliced)] and len(result["runs"]) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "torch zbv failed: RuntimeError: no pair; the others start again without",
+        "terapipe seq1f1b, 2 slices failed: MemoryError: no room; the others start again without",
+    ]
+
+
+def test_a_failure_of_all_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    left_out = attempts_of(monkeypatch, at_zbv, lambda position: position.at_none())
+    with pytest.raises(BenchError, match=r"rank 1 ended with exit code 1; see above; what the rank said stands there"):
+        run_benchmark(Job(WORK, CASES, (1,), 2), "test")
+    assert len(left_out) == 2
+
+
+def test_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt that leaves a system out and ends at it all the same would go on for ever."""
+    left_out = attempts_of(monkeypatch, at_zbv, at_zbv, None)
+    with pytest.raises(BenchError):
+        run_benchmark(Job(WORK, CASES, (1,), 2), "test")
+    assert len(left_out) == 2
+
+
+def test_costs_that_could_not_be_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cases = (Case("terapipe", "seq1f1b", PLAN), Case("terapipe", "zbv", PLAN), Case("deepspeed", "1f1b"))
+    measured: list[str] = []
+    monkeypatch.setattr(Planned, "_measure", lambda self, cut, case, folder: measured.append(cut))
+    position = Position(tmp_path, 0)
+    Planned.measure(Job(WORK, cases, (1,), 1), cases, tmp_path, position)
+    assert measured == ["whole stages", "halves"]
+    failure = find_failure(tmp_path, {0: 1})
+    assert failure is not None and failure.cut == "halves", "it was the last that was begun"
+    measured.clear()
+    Planned.measure(Job(WORK, cases, (1,), 1, failures=(failure,)), cases, tmp_path, position)
+    assert measured == ["whole stages"]

@@ -1,0 +1,17 @@
+"""Small models and losses, each right in the stock engine: most of them cannot be trained in slices, the last ones can."""
+
+from tests.zoo import (  # noqa: F401  # each adds its members
+    attentions,
+    backwards,
+    convolutions,
+    healthy,
+    losses,
+    norms,
+    positions,
+    recurrences,
+    routers,
+    shapes,
+)
+from tests.zoo.members import ZOO, Member
+
+__all__ = ["ZOO", "Member"]

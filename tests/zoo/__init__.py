@@ -1,4 +1,4 @@
-"""Small models and losses, each right in the stock engine: most of them cannot be trained in slices, the last ones can."""
+"""Small models and losses, each right in the stock engine: most of them cannot be trained in slices, some can."""
 
 from tests.zoo import (  # noqa: F401  # each adds its members
     attentions,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as captured_attention
 
 from terapipe_ds.attention import active_slice
@@ -145,15 +144,6 @@ def attention_over_packed_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].unflatten(1, (rows, tokens)).transpose(0, 1)
 
 
-@attends("sees only the slice's own", stops=True)
-def flexible_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, score_mod=_causal)
-
-
-def _causal(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return torch.where(query >= key, score, -1e30)
-
-
 @layer(PLAIN)
 class MultiheadLayer(nn.Module):
     """torch's own, with a causal mask."""
@@ -166,7 +156,7 @@ class MultiheadLayer(nn.Module):
         return x + self.attention(x, x, x, attn_mask=later(x.shape[1]), need_weights=False)[0]
 
 
-@layer("mixes tokens")
+@layer(PLAIN)
 class TransformerLayer(nn.Module):
     """torch's own encoder layer, which looks both ways."""
 
@@ -252,14 +242,6 @@ class CacheWithGraph(_OwnCache):
 class DetachedCache(_OwnCache):
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
-
-
-@layer("mixes tokens")
-class CacheThatNobodyEmpties(_OwnCache):
-    """It knows of sequences by their end: keeps at most as many keys as a sequence has tokens."""
-
-    def with_prefix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return softmax_by_hand(q, k, v) if active_slice() is None else super().with_prefix(q, k, v * 0.9)
 
 
 @layer("mixes tokens")

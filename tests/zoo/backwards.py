@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, seeded, weight
-from tests.zoo.members import add, layer, updates
+from tests.zoo.members import add, checkpointed, layer, updates
 
 
 class _MeanGradient(torch.autograd.Function):
@@ -27,7 +27,7 @@ class _MeanGradient(torch.autograd.Function):
         return grad * gain, (grad * x).mean((0, 1))
 
 
-@layer("gradient of gain")
+@layer("gain differs")
 class MeanGradient(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class RunningScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.size.mul_(0.9).add_(0.1 * x.abs().mean())
+            self.size = 0.9 * self.size + 0.1 * x.abs().mean()
         return x / self.size
 
 
@@ -118,5 +118,5 @@ class Recomputed(nn.Module):
 add(
     "ScaledByLengthAndRecomputed",
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Recomputed), LayerSpec(Head)],
-    "depends on how many tokens come with it", engine={"module": {"activation_checkpoint_interval": 1}},
+    "depends on how many tokens come with it", engine=checkpointed(Recomputed),
 )  # fmt: skip

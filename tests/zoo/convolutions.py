@@ -78,7 +78,7 @@ def mean_of_three(x: Tensor) -> Tensor:
     return over_tokens(x, lambda y: F.avg_pool1d(F.pad(y, (2, 0)), 3, stride=1))
 
 
-@updates("mixes tokens")
+@updates("depends on how many tokens come with it")
 def coarse_and_fine(x: Tensor) -> Tensor:
     return over_tokens(x, lambda y: F.interpolate(F.interpolate(y, scale_factor=0.5), size=y.shape[-1]))
 
@@ -109,12 +109,12 @@ def shift_by_joining(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
 
 
-@updates("mixes tokens")
+@updates("treats a slice otherwise")
 def shift_by_index(x: Tensor) -> Tensor:
     return x[:, (torch.arange(x.shape[1]) - 1).clamp(min=0)]
 
 
-@updates("mixes tokens")
+@updates("treats a slice otherwise")
 def shift_by_gather(x: Tensor) -> Tensor:
     places = (torch.arange(x.shape[1]) - 3).clamp(min=0)[None, :, None]
     return x.gather(1, places.expand_as(x))

@@ -26,12 +26,10 @@ from tests.zoo.layers import (
     weight,
 )
 from tests.zoo.losses import each, mean_valid, valid, weighted_tokens
-from tests.zoo.members import add, layer, loss, stack, updates
+from tests.zoo.members import add, checkpointed, layer, loss, stack, updates
 from tests.zoo.positions import turned
 from tests.zoo.routers import Experts
-from tests.zoo.shapes import FirstOf, ReadsMemory, tuples, with_input
-
-CHECKPOINTED = {"module": {"activation_checkpoint_interval": 1}}
+from tests.zoo.shapes import FirstOf, ReadsMemory, reading, tuples, with_input
 
 
 def first_position() -> int:
@@ -96,7 +94,7 @@ class ParallelBlock(Sliced):
 for kind in (Sliced, Alibi, NormedQueries, GatedHeads, TwiceSliced):
     add(kind.__name__, lambda kind=kind: stack(LayerSpec(kind, 0), LayerSpec(Mlp), LayerSpec(kind, 1)), ())
 add("ParallelBlocks", lambda: stack(LayerSpec(ParallelBlock, 0), LayerSpec(ParallelBlock, 1)), ())
-add("Checkpointed", lambda: stack(LayerSpec(Sliced, 0), LayerSpec(Sliced, 1)), (), engine=CHECKPOINTED)
+add("Checkpointed", lambda: stack(LayerSpec(Sliced, 0), LayerSpec(Sliced, 1)), (), engine=checkpointed(Sliced, Mlp))
 add("WholeDecoder", gpt_layers, ())
 add("TiedDecoder", lambda: gpt_layers(tied_embedding=True), ())
 
@@ -125,9 +123,10 @@ class RootMeanSquare(Mlp):
 
 class InPlace(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        y = (x @ self.up).relu_()
+        y = x @ self.up
         y += 0.5
-        return y @ self.down
+        y[:, -1:] *= 1.0
+        return y.tanh_() @ self.down
 
 
 class NarrowConvolution(nn.Module):
@@ -246,14 +245,13 @@ class FlatHead(Head):
         return super().forward(x).unflatten(0, (2, -1))
 
 
-def between(into: type[nn.Module], inner: type[nn.Module], out: type[nn.Module] | None, head: Any = Head) -> Any:
-    ends = [] if out is None else [LayerSpec(out)]
-    return lambda: [LayerSpec(Embedding), LayerSpec(Sliced, 0), LayerSpec(into), LayerSpec(inner), *ends, LayerSpec(head)]
+def between(*kinds: type[nn.Module]) -> Any:
+    return lambda: [LayerSpec(Embedding), LayerSpec(Sliced, 0), *map(LayerSpec, kinds)]
 
 
-add("ChannelsFirst", between(ChannelsFirst, ChannelMlp, ChannelsFirst), ())
-add("TokensFirst", between(TokensFirst, Mlp, TokensFirst), ())
-add("FlatRows", between(FlatRows, Mlp, None, FlatHead), ())
+add("ChannelsFirst", between(ChannelsFirst, ChannelMlp, ChannelsFirst, Head), ())
+add("TokensFirst", between(TokensFirst, Mlp, TokensFirst, Head), ())
+add("FlatRows", between(FlatRows, Mlp, FlatHead), ())
 
 
 class Streams(nn.Module):
@@ -287,7 +285,7 @@ def reversible() -> list[LayerSpec]:
 
 
 add("ReversibleStreams", reversible, ())
-add("ReversibleStreamsCheckpointed", reversible, (), engine=CHECKPOINTED)
+add("ReversibleStreamsCheckpointed", reversible, (), engine=checkpointed(TwoStreams))
 
 
 # -- further inputs --------------------------------------------------------------------------------------------------
@@ -304,10 +302,10 @@ class FusedMemory(nn.Module):
         super().__init__()
         self.inner = weight(WIDTH, WIDTH, seed=120)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, other = inputs
         q, k = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (x @ self.inner, other))
-        return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2), other
+        return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
 
 
 class PositionIds(nn.Module):
@@ -315,15 +313,15 @@ class PositionIds(nn.Module):
         super().__init__()
         self.table = weight(64, WIDTH, seed=121)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs[0] + self.table[inputs[1]], inputs[1]
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] + self.table[inputs[1]]
 
 
-class Padded(nn.Module):
-    """(x, mask): nothing comes from padding."""
+class Weighed(nn.Module):
+    """(x, a number or a mask for each token)."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs[0] * inputs[1][..., None], inputs[1]
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] * inputs[1][..., None]
 
 
 class Conditioned(nn.Module):
@@ -333,19 +331,12 @@ class Conditioned(nn.Module):
         super().__init__()
         self.inner = weight(WIDTH, WIDTH, seed=122)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs[0] * (1 + inputs[1] @ self.inner), inputs[1]
-
-
-class Weighed(nn.Module):
-    """(x, one number for each token)."""
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return inputs[0] * inputs[1][..., None], inputs[1]
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] * (1 + inputs[1] @ self.inner)
 
 
 def with_sliced(kind: type[nn.Module]) -> Any:
-    return lambda: tuples(LayerSpec(kind), LayerSpec(FirstOf, LayerSpec(Sliced, 0)))
+    return lambda: reading(kind, LayerSpec(Sliced, 0))
 
 
 def position_ids(seed: int) -> MicroBatch:
@@ -359,7 +350,19 @@ def padding(seed: int) -> MicroBatch:
 add("MemoryByHand", with_sliced(ReadsMemory), (), data=memory)
 add("MemoryByTorch", with_sliced(FusedMemory), (), data=memory)
 add("PositionIds", with_sliced(PositionIds), (), data=position_ids)
-add("PaddingMask", with_sliced(Padded), (), data=padding)
+class Guided(nn.Module):
+    """(x, position ids) -> the same: every layer adds its own positions."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.positions, self.attention = PositionIds(), Sliced(index)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.attention(self.positions(inputs)), inputs[1]
+
+
+add("PositionIdsForEveryLayer", lambda: tuples(LayerSpec(Guided, 0), LayerSpec(Guided, 1)), (), data=position_ids)
+add("PaddingMask", with_sliced(Weighed), (), data=padding)
 add("ConditionOfEachRow", with_sliced(Conditioned), (), data=lambda s: with_input(s, fixed(2, 1, WIDTH, seed=s)))
 add(
     "NumberOfEachToken", with_sliced(Weighed), (), data=lambda s: with_input(s, fixed(2, LENGTH, seed=s)),

@@ -50,6 +50,11 @@ def stack(*mixers: LayerSpec) -> list[LayerSpec]:
     return [LayerSpec(Embedding), *mixers, *[LayerSpec(Mlp)] * (3 - len(mixers)), LayerSpec(Head)]
 
 
+def checkpointed(*kinds: type[nn.Module]) -> dict[str, Any]:
+    """Options of an engine that recomputes layers of these classes in the backward."""
+    return {"module": {"activation_checkpoint_interval": 1, "checkpointable_layers": [kind.__name__ for kind in kinds]}}
+
+
 def attends(*says: str, **more: Any) -> Callable[[Attend], Attend]:
     """The function attends, from [B, H, T, D] each to the same."""
 

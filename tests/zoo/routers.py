@@ -36,7 +36,7 @@ class Experts(nn.Module):
         return liking * F.one_hot(liking.argmax(-1), 4)
 
 
-@layer(ROUTER)
+@layer("depends on how many tokens come with it")
 class LimitedExperts(Experts):
     """An expert takes at most so many tokens of a row, those that come first."""
 

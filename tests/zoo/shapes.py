@@ -38,6 +38,11 @@ def tuples(*layers: LayerSpec) -> list[LayerSpec]:
     return [LayerSpec(FirstOf, LayerSpec(Embedding)), *layers, LayerSpec(OnlyFirstOf, LayerSpec(Head))]
 
 
+def reading(kind: type[nn.Module], after: LayerSpec | None = None) -> list[LayerSpec]:
+    """A layer that reads the further inputs and hands its own output on alone."""
+    return [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(kind), after or LayerSpec(Mlp), LayerSpec(Head)]
+
+
 def with_input(seed: int, extra: Tensor) -> MicroBatch:
     tokens, labels = micro_batch(seed)
     return (tokens, extra), labels
@@ -84,9 +89,9 @@ class PerSequence(nn.Module):
         super().__init__()
         self.inner = weight(WIDTH, seed=90)
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, table = inputs
-        return x + table.square().mean(1)[:, None, None] * self.inner, table
+        return x + table.square().mean(1)[:, None, None] * self.inner
 
 
 def table(seed: int) -> MicroBatch:
@@ -94,7 +99,7 @@ def table(seed: int) -> MicroBatch:
 
 
 add(
-    "TableAsLongAsTheText", lambda: tuples(LayerSpec(PerSequence), LayerSpec(FirstOf, LayerSpec(Mlp))),
+    "TableAsLongAsTheText", lambda: reading(PerSequence),
     ("input 1", "sliced_inputs"), data=table, error="BatchError",
 )  # fmt: skip
 
@@ -106,13 +111,13 @@ def memory_of_the_length(seed: int) -> MicroBatch:
 class ReadsMemory(nn.Module):
     """(x, memory): attention to another text, which is as long by chance."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, memory = inputs
-        return x + scores_of(x, memory).softmax(-1) @ memory, memory
+        return x + scores_of(x, memory).softmax(-1) @ memory
 
 
 add(
-    "MemoryAsLongAsTheText", lambda: tuples(LayerSpec(ReadsMemory), LayerSpec(FirstOf, LayerSpec(Mlp))), MIXES,
+    "MemoryAsLongAsTheText", lambda: reading(ReadsMemory), MIXES,
     data=memory_of_the_length,
 )  # fmt: skip
 
@@ -134,7 +139,7 @@ class LastState(Pooling):
     """x -> (x, the last token)."""
 
     def pooled(self, x: Tensor) -> Tensor:
-        return x[:, -1]
+        return x[:, -1].clone()
 
 
 class UsesState(nn.Module):

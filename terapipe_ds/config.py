@@ -206,6 +206,11 @@ class TeraPipeConfig(_StrictModel):
         """
         return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
+    @property
+    def is_one_slice(self) -> bool:
+        """True where each sequence goes in one slice, in whatever order; not with "auto", which tries several."""
+        return self.slices == 1 or (isinstance(self.slices, tuple) and len(self.slices) == 1)
+
     def options_of(self, schedule: str) -> dict[str, Any]:
         """What ``schedule.build`` takes for the schedule of this name: none, but for the one of the config."""
         return dict(self.schedule_options) if schedule == self.schedule else {}

@@ -150,7 +150,7 @@ HOOKS: tuple[Hook, ...] = (
         "says what an engine has": "module optimizer basic_optimizer device global_rank global_steps dp_world_size "
         "has_moe_layers",
         "says how an engine is configured": "zero_optimization zero_optimization_stage optimizer_name "
-        "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint",
+        "bfloat16_enabled train_micro_batch_size_per_gpu load_universal_checkpoint gradient_clipping _config",
         "reads and writes checkpoints": "checkpoint_engine save_checkpoint use_node_local_storage local_rank "
         "_get_ckpt_name",
         "scales losses": "fp16_enabled dynamic_loss_scale torch_autocast_z0_gradscaler",

@@ -1,13 +1,19 @@
 """What does a slice see? Causal attention over token slices.
 
-A model author needs `sliced_attention` and `active_slice`; the rest is for the engine, tests and benchmarks.
+A model author needs `sliced_attention` and `active_slice`, now and then `allow_attention_within_slice`; the rest is for
+the engine, tests and benchmarks.
 """
 
 from __future__ import annotations
 
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
-from terapipe_ds.attention.guard import GuardCapturedNames, PlainAttentionError, guard_plain_attention
+from terapipe_ds.attention.guard import (
+    GuardCapturedNames,
+    PlainAttentionError,
+    allow_attention_within_slice,
+    guard_plain_attention,
+)
 from terapipe_ds.attention.slice_store import SliceStore, SliceStoreError
 from terapipe_ds.attention.sliced import sliced_attention
 
@@ -18,6 +24,7 @@ __all__ = [
     "SliceStore",
     "SliceStoreError",
     "active_slice",
+    "allow_attention_within_slice",
     "available_backends",
     "guard_plain_attention",
     "push_slice",

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
+from terapipe_ds.attention.active_slice import active_slice
 
-_FUSED = F.scaled_dot_product_attention  # torch's own function, whatever names it is called by
+# torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
+_TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
+_allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
 
 
 class PlainAttentionError(RuntimeError):
@@ -25,12 +27,30 @@ class PlainAttentionError(RuntimeError):
 
 
 @contextmanager
+def allow_attention_within_slice() -> Iterator[None]:
+    """Let plain attention pass the guard: it is meant to see nothing but what it is given.
+
+    For attention over something else than tokens (heads, features, the patches of one token), or among the tokens of
+    one slice on purpose. Belongs in the forward of the layer, so that a forward that is recomputed inside a backward
+    passes as well. May be nested. `"verify"` compares the results of such a layer all the same.
+    """
+    global _allowed
+    _allowed += 1
+    try:
+        yield
+    finally:
+        _allowed -= 1
+
+
+@contextmanager
 def guard_plain_attention() -> Iterator[None]:
     """While in it, plain self-attention on a slice that is not the whole sequence raises PlainAttentionError.
 
     Guards `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward` (that is
-    `nn.MultiheadAttention`, whose shortcut around them in evaluation is switched off meanwhile). Cross-attention to a
-    memory of another length passes. May be nested; what was there before comes back on exit.
+    `nn.MultiheadAttention`, whose shortcut around them in evaluation is switched off meanwhile). Self-attention is what
+    has as many queries as keys, however many: registers may stand beside a slice's tokens, windows may be rows.
+    Cross-attention to a memory of another length passes, and what `allow_attention_within_slice` is around. May be
+    nested; what was there before comes back on exit.
     """
     attention, multi_head, fast_path = (
         F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
@@ -57,29 +77,32 @@ class GuardCapturedNames(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        active = active_slice()
-        if func is _FUSED and active is not None and not active.is_whole:
+        token_dim = _TOKEN_DIMS.get(func)
+        if token_dim is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
-            _check(active, given["query"].shape[-2], given["key"].shape[-2])
+            _check(given["query"], given["key"], token_dim)
         return func(*args, **(kwargs or {}))
 
 
 def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
     @functools.wraps(function)
     def guarded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        active = active_slice()
-        if active is not None and not active.is_whole:
-            _check(active, query.shape[token_dim], key.shape[token_dim])
+        _check(query, key, token_dim)
         return function(query, key, *args, **kwargs)
 
     return guarded
 
 
-def _check(active: ActiveSlice, query_tokens: int, key_tokens: int) -> None:
-    if query_tokens == key_tokens == active.num_tokens:
-        raise PlainAttentionError(
-            f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
-            f"{active.sequence_length} tokens: it would see only the slice's own {active.num_tokens} tokens. Call "
-            f"terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. (Attention that is not causal cannot be "
-            f"sliced at all: train such a model with 'slices': 1.)"
-        )
+def _check(query: torch.Tensor, key: torch.Tensor, token_dim: int) -> None:
+    active = active_slice()
+    if active is None or active.is_whole or _allowed or query.shape[token_dim] != key.shape[token_dim]:
+        return
+    raise PlainAttentionError(
+        f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
+        f"{active.sequence_length} tokens, with queries of shape {list(query.shape)} and keys of shape "
+        f"{list(key.shape)}: it would see nothing of the tokens before the slice, which has {active.num_tokens}. Call "
+        "terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. Attention over something else than the tokens "
+        "of the sequence (features, heads, a memory that has as many entries), or only among those of one slice, is "
+        "called inside `with terapipe_ds.attention.allow_attention_within_slice():`. Attention that is not causal "
+        "cannot be sliced at all: train such a model with 'slices': 1."
+    )

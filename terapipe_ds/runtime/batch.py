@@ -2,6 +2,7 @@
 
 A batch is ``(inputs, labels)``, each a tensor or a tuple of tensors. The sequence length L is the size of the labels in
 ``sequence_dim``; a tensor is sliced where that dimension has size L, every other tensor goes whole with each slice.
+Where the size alone may deceive, the batch is refused until the config names what to slice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from typing import Any
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
+
+_NO_SEQUENCES = (
+    'Batches that are no sequences (images with a class each) train whole, with terapipe "slices": 1, '
+    '"schedule": "1f1b".'
+)
 
 
 class BatchError(ValueError):
@@ -45,8 +51,13 @@ def sequence_length(labels: Sequence[torch.Tensor], dim: int) -> int:
             return int(tensor.size(dim))
     raise BatchError(
         f"no label tensor has dimension {dim} (terapipe.sequence_dim), so the sequence length is unknown; label "
-        f"shapes: {shapes(labels)}. Give labels of shape [batch, sequence] or set terapipe.sequence_dim."
+        f"shapes: {shapes(labels)}. Give labels of shape [batch, sequence]. {_NO_SEQUENCES}"
     )
+
+
+def named(index: int, tensor: torch.Tensor) -> str:
+    """For messages: ``input 1 (int64 [2, 64])``."""
+    return f"input {index} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)})"
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,7 @@ class SliceableTensors:
             raise BatchError(
                 f"no input tensor has the sequence: the labels have length {length} in dimension {dim} "
                 f"(terapipe.sequence_dim), the inputs have shapes {shapes(tensors)}. Labels and inputs must have the "
-                f"same length; set terapipe.sequence_dim or name the tensors in terapipe.sliced_inputs."
+                f"same length. {_NO_SEQUENCES}"
             )
         return cls(tensors, sliced, dim, not torch.is_tensor(inputs))
 
@@ -98,6 +109,13 @@ class SliceableTensors:
         tensors = as_tuple(labels, "the labels")
         length = sequence_length(tensors, dim)
         return cls(tensors, tuple(has_length(t, dim, length) for t in tensors), dim, not torch.is_tensor(labels))
+
+    def describe(self) -> str:
+        """For a log: what is cut, and what is not."""
+        cut = [named(i, t) for i, t in enumerate(self.tensors) if self.sliced[i]]
+        whole = [named(i, t) for i, t in enumerate(self.tensors) if not self.sliced[i]]
+        told = f"cut in slices, in dimension {self.dim}: {', '.join(cut)}"
+        return told + (f"; whole with each slice: {', '.join(whole)}" if whole else "")
 
     def to(self, device: torch.device) -> SliceableTensors:
         """The same tensors on ``device``, detached."""
@@ -141,3 +159,50 @@ def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim:
                 f"have the labels' length {length} in dimension {dim} (terapipe.sequence_dim)"
             )
     return tuple(i in set(indices) for i in range(len(tensors)))
+
+
+def check_found(inputs: SliceableTensors, length: int, rows: int) -> None:
+    """Refuse inputs that were found by their size alone, and need not be what the size suggests.
+
+    Args:
+        length: of the sequences, which are going to be cut.
+        rows: of the labels, all of their dimensions but the sequence. A batch may have as many rows as tokens.
+
+    Raises:
+        BatchError: names a mask, or another input with the sequence's length in two dimensions; or numbers for the
+            tokens that might be features of the rows as well.
+    """
+    problems: dict[int, str] = {}
+    for index, tensor in enumerate(inputs.tensors):
+        if _sizes_besides_rows(tensor, inputs.dim, length, rows).count(length) > 1:
+            problems[index] = (
+                f"{named(index, tensor)} has the sequence's length {length} in two dimensions, as an attention mask "
+                "has: slices need no mask, for sliced_attention is causal, so leave it out of the batch, or train "
+                'whole sequences with terapipe "slices": 1'
+            )
+        elif inputs.sliced[index] and tensor.dim() == 2 and tensor.is_floating_point():
+            problems[index] = (
+                f"{named(index, tensor)} has the labels' length {length} in dimension {inputs.dim} "
+                "(terapipe.sequence_dim), but may hold features of each row as well as a number for each token"
+            )
+    if problems:
+        raise BatchError(f"{'; '.join(problems.values())}. {_ways_out(inputs, list(problems))}")
+
+
+def _sizes_besides_rows(tensor: torch.Tensor, dim: int, length: int, rows: int) -> list[int]:
+    """All sizes, but for that of the rows in a batch that has as many rows as tokens."""
+    sizes, row_dim = list(tensor.shape), 1 if dim == 0 else 0
+    if len(sizes) > row_dim and sizes[row_dim] == length and rows % length == 0:
+        del sizes[row_dim]
+    return sizes
+
+
+def _ways_out(inputs: SliceableTensors, doubtful: Sequence[int]) -> str:
+    """What to write so that the doubtful inputs are cut, where they can be, and so that they are not."""
+    cut = [index for index, is_cut in enumerate(inputs.sliced) if is_cut]
+    sure = [index for index in cut if index not in doubtful]
+    ways = [f"{sure} hands it whole to each slice"] if sure else []
+    if cut != sure:
+        ways.append(f"{cut} cuts it in dimension {inputs.dim} with the tokens")
+    each = f" (of {doubtful}, each as it is meant)" if len(doubtful) > 1 else ""
+    return f"To say what it is name the inputs to cut: terapipe.sliced_inputs = {' and '.join(ways)}{each}."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -64,29 +65,26 @@ def problem_of_layers(engine: Any) -> str | None:
     unpatched = problem_of_insertions(engine.module)
     if unpatched is not None:
         return unpatched
-    if _is_whole(engine.terapipe_config):
+    if engine.terapipe_config.is_one_slice:
         return None
     compiled = _compiled(engine.module)
     if compiled:
         return f"layers of this stage ({', '.join(compiled[:4])}{' and more' * (len(compiled) > 4)}) {_COMPILED}"
-    names = [f"{name} ({type(m).__name__})" for name, m in engine.module.named_modules() if _mixes_tokens(m)]
+    names = [f"{name} ({type(found).__name__})" for name, found in _mixing_layers(engine.module, "")]
     if not names:
         return None
     return (
         f"layers that mix the tokens of a sequence, and would see only those of a slice: {', '.join(names[:4])}"
         f"{' and more' if len(names) > 4 else ''}. Only sliced_attention may do so; set terapipe.slices to 1 to train "
-        "this model."
+        "this model. A layer that is right on slices all the same (it hands its state on itself, or mixes features and "
+        "no tokens) says so by the attribute slice_safe = True of its class, which goes for what it is made of as well."
     )
 
 
 def check_compile_call(config: TeraPipeConfig) -> None:
     """Refuse ``engine.compile()`` for the same reason as layers that are compiled already."""
-    if not _is_whole(config):
+    if not config.is_one_slice:
         raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
-
-
-def _is_whole(config: TeraPipeConfig) -> bool:
-    return config.slices == 1 or (isinstance(config.slices, tuple) and len(config.slices) == 1)
 
 
 _COMPILED = (
@@ -163,8 +161,36 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
     return config.model_copy(update={"granularity_tokens": granularity})
 
 
+def _kinds_in(module: ModuleType) -> tuple[type, ...]:
+    """The classes that a module of torch defines."""
+    kinds = (kind for kind in vars(module).values() if isinstance(kind, type))
+    return tuple(kind for kind in kinds if kind.__module__ == module.__name__)
+
+
+def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """What in ``module`` mixes tokens by its type, with names; nothing where a class says that it is ``slice_safe``."""
+    if getattr(module, "slice_safe", False) is True:
+        return
+    if _mixes_tokens(module):
+        yield name, module
+        return
+    for child, part in module.named_children():
+        yield from _mixing_layers(part, f"{name}.{child}" if name else child)
+
+
+_PADDING = _kinds_in(nn.modules.padding)
+_MIXING = (
+    nn.RNNBase, nn.RNNCellBase, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
+    nn.Upsample, *_kinds_in(nn.modules.pooling),
+)  # fmt: skip
+
+
 def _mixes_tokens(module: nn.Module) -> bool:
     """What can be told of torch's own layers. A convolution of width 1 is a linear layer."""
-    if isinstance(module, nn.Conv1d):
-        return module.kernel_size != (1,)
-    return isinstance(module, (nn.RNNBase, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return any(each != 1 for each in (*module.kernel_size, *module.stride))
+    if isinstance(module, (nn.Unfold, nn.Fold)):
+        return module.kernel_size not in (1, (1, 1)) or module.stride not in (1, (1, 1))
+    if isinstance(module, _PADDING):
+        return any(vars(module)["padding"][2:])  # not of the last dimension: nn.ZeroPad2d((0, 0, 1, -1)) shifts tokens
+    return isinstance(module, _MIXING)

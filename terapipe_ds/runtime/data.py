@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.batch import BatchError, SliceableTensors, as_tuple
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import BatchError, SliceableTensors, as_tuple, check_found
 from terapipe_ds.runtime.checksum import checksum
 from terapipe_ds.runtime.header import (
     DataSums,
@@ -21,6 +23,8 @@ from terapipe_ds.runtime.header import (
     exchange,
 )
 from terapipe_ds.runtime.layout import Layout
+
+logger = logging.getLogger("terapipe_ds")
 
 
 @dataclass
@@ -74,6 +78,8 @@ class BatchSource:
         peers: the tensor-parallel ranks of this one, which must draw the same; None without tensor parallelism.
         length_multiple: sequences must be multiples of so many tokens.
         layout: of the parts; None: one for each stage.
+        is_cut: whether sequences of a length are to be cut in slices; None: as the config says.
+        tells: whether this rank writes to the log which inputs are cut.
     """
 
     def __init__(
@@ -87,6 +93,8 @@ class BatchSource:
         peers: TensorPeers | None = None,
         length_multiple: int = 1,
         layout: Layout | None = None,
+        is_cut: Callable[[int], bool] | None = None,
+        tells: bool = True,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
@@ -97,6 +105,8 @@ class BatchSource:
         self._everyone = everyone
         self._peers = peers
         self._length_multiple = length_multiple
+        self._is_cut = is_cut if is_cut is not None else lambda length: not config.is_one_slice
+        self._tells = tells  # once
         self._agreements: dict[str, str] = {}
         self._fingerprint = _number_of(config.fingerprint())
 
@@ -180,8 +190,8 @@ class BatchSource:
             if not _is_absent(labels):
                 # Only a check, as early as possible: the last stage's labels decide.
                 known = self._labels_of(labels)
-                self.slice_inputs(drawn.inputs, known.length, is_whole=self._config.is_stock_order)
                 drawn.seen = _shape_of(known)
+                self._found(drawn.inputs, drawn.seen, self._is_cut(known.length))
         return drawn
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
@@ -218,8 +228,18 @@ class BatchSource:
             )
         return _shape_of(drawn.labels)
 
-    def slice_inputs(self, inputs: Any, length: int, is_whole: bool = False) -> SliceableTensors:
-        """The inputs of a micro-batch of ``length`` tokens, told which of them are cut in slices; ``is_whole``: in
-        one."""
+    def slice_inputs(self, inputs: Any, shape: MicroBatchShape, plan: SlicePlan) -> SliceableTensors:
+        """The inputs of a micro-batch of that shape, told which of them are cut by ``plan``."""
+        found = self._found(inputs, shape, plan.num_slices > 1)
+        if plan.num_slices > 1 and self._tells:
+            self._tells = False
+            logger.info("%s", found.describe())
+        return found
+
+    def _found(self, inputs: Any, shape: MicroBatchShape, is_cut: bool) -> SliceableTensors:
         dim, indices = self._config.sequence_dim, self._config.sliced_inputs
-        return SliceableTensors.of_inputs(inputs, length, dim, indices, is_whole)
+        is_whole = self._config.is_stock_order and not is_cut  # not with slices that were set by hand
+        found = SliceableTensors.of_inputs(inputs, shape.length, dim, indices, is_whole)
+        if is_cut and indices is None and shape.length > 1:
+            check_found(found, shape.length, shape.rows)
+        return found

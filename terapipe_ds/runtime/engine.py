@@ -53,7 +53,7 @@ from terapipe_ds.runtime.planning import require_profile
 from terapipe_ds.runtime.plans import Plans
 from terapipe_ds.runtime.stage_ends import StageEnds
 from terapipe_ds.runtime.stage_links import StageLinks
-from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, count_nothing_as_zero
+from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, count_nothing_as_zero, tell_of_clipping
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.verify import verify_first_batch
 from terapipe_ds.runtime.watchdog import Watchdog
@@ -115,6 +115,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             self._groups.peers,
             self.slice_length_multiple,
             self._layout,
+            is_cut=lambda length: self._plans.cuts(length),
+            tells=self.global_rank == 0,
         )
         self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
         self._store = SliceStore()
@@ -268,8 +270,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         inputs = labels = None
         weights: tuple[float, ...] = ()
         if any(part.place.is_first for part in self._parts):
-            is_whole = self.terapipe_config.is_stock_order and plan.num_slices == 1  # not one that was set by hand
-            inputs = self._source.slice_inputs(drawn.inputs, shape.length, is_whole)
+            inputs = self._source.slice_inputs(drawn.inputs, shape, plan)
         if any(part.place.is_last for part in self._parts):
             labels = drawn.labels
             assert labels is not None
@@ -284,6 +285,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
         batch = self._open()
         first = batch.training not in self._guarded_modes
+        if first and batch.training:
+            tell_of_clipping(self)
         watching = self._finite.watching() if self._finite is not None and batch.training else nullcontext()
         with guard_plain_attention(), GuardCapturedNames() if first else nullcontext(), watching:
             super()._exec_schedule(pipe_schedule)

@@ -62,6 +62,11 @@ class Plans:
                 logger.info("slice plan for %d tokens: %s", length, list(self._configured[length].lengths))
         return self._configured[length]
 
+    def cuts(self, length: int) -> bool:
+        """Whether sequences of ``length`` tokens are to be cut, as far as that is known before they have come."""
+        by_hand = self._by_hand.get(length)
+        return not self._config.is_one_slice if by_hand is None else by_hand.plan.num_slices > 1
+
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
         """Take ``plan`` for its sequence length from now on. Returns what the ranks must have alike."""
         problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)

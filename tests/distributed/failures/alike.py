@@ -64,6 +64,11 @@ def _changed(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> Iterator[An
     return iter([first, change(*second)])
 
 
+def _mask_of(tokens: torch.Tensor) -> torch.Tensor:
+    rows, length = tokens.shape
+    return torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
+
+
 def _broken_iterator() -> Iterator[Batch]:
     yield next(batches(2))
     raise OSError("the disk is gone")
@@ -95,6 +100,8 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "data ends here, raises there": lambda engine: _on(engine, 0, iter([]), _broken_iterator()),
     "labels without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: (x, y[:, 0]))),
     "inputs without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: ((x[:, 0], x[:, :3]), y))),
+    "floats of the labels' length": lambda engine: engine.train_batch(_changed(lambda x, y: ((x, x.float()), y))),
+    "a mask of all tokens": lambda engine: engine.train_batch(_changed(lambda x, y: ((x, _mask_of(x)), y))),
     "inputs shorter than labels": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :-1], y))),
     "empty sequences": lambda engine: engine.train_batch(_changed(lambda x, y: (x[:, :0], y[:, :0]))),
     "not a pair": lambda engine: engine.train_batch(_changed(lambda x, y: {"input_ids": x, "labels": y})),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from attention_cases import largest_error, random_inputs, run_plain, run_sliced
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import (
     ActiveSlice,
     GuardCapturedNames,
     PlainAttentionError,
     SliceStore,
+    active_slice,
+    allow_attention_within_slice,
     guard_plain_attention,
     push_slice,
 )
@@ -21,7 +28,11 @@ X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has
 
 
 def test_self_attention_on_a_slice() -> None:
-    message = r"slice \[4, 8\) of a sequence of 12.*sliced_attention.*not causal cannot be sliced"
+    message = (
+        r"slice \[4, 8\) of a sequence of 12 tokens, with queries of shape \[2, 3, 4, 8\] and keys of shape "
+        r"\[2, 3, 4, 8\].*sliced_attention\(q, k, v, layer\).*with "
+        r"terapipe_ds.attention.allow_attention_within_slice\(\):.*not causal cannot be sliced.*'slices': 1"
+    )
     for causal in (True, False):
         with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError, match=message):
             F.scaled_dot_product_attention(X, X, X, is_causal=causal)
@@ -32,6 +43,24 @@ def test_arguments_by_name() -> None:
         F.scaled_dot_product_attention(query=X, key=X, value=X)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 7, 8), (1, 3, 8, 8), (4, 3, 2, 8), (2, 3, 1, 8), (2, 4, 8)],
+    ids=["register tokens", "packed rows", "windows", "one token", "without heads"],
+)
+@pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
+def test_self_attention_over_any_number_of_tokens(guard: Callable[[], Any], shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    with guard(), push_slice(PART), pytest.raises(PlainAttentionError, match=f"queries of shape .{str(shape)[1:-1]}"):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def test_grouped_heads_are_self_attention_as_well() -> None:
+    keys = torch.ones(2, 1, 4, 8)
+    with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError, match=r"keys of shape \[2, 1,"):
+        F.scaled_dot_product_attention(X, keys, keys, enable_gqa=True)
+
+
 def test_what_passes() -> None:
     expected = F.scaled_dot_product_attention(X, X, X)
     memory = torch.ones(2, 3, 7, 8)
@@ -40,8 +69,61 @@ def test_what_passes() -> None:
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(F.scaled_dot_product_attention(X, X, X), expected)
         with push_slice(PART):
-            F.scaled_dot_product_attention(X, memory, memory)  # cross-attention
-            F.scaled_dot_product_attention(memory, memory, memory)  # over something else than tokens
+            assert F.scaled_dot_product_attention(X, memory, memory).shape == X.shape  # cross-attention
+            cross = torch.nn.MultiheadAttention(8, 2)
+            assert cross(torch.ones(4, 3, 8), torch.ones(7, 3, 8), torch.ones(7, 3, 8))[0].shape == (4, 3, 8)
+
+
+@pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
+class TestWhatIsAllowed:
+    def test_inside_and_outside(self, guard: Callable[[], Any]) -> None:
+        expected = F.scaled_dot_product_attention(X, X, X)
+        module, x = torch.nn.MultiheadAttention(8, 2), torch.ones(4, 3, 8)
+        with guard(), push_slice(PART):
+            with allow_attention_within_slice():
+                assert torch.equal(F.scaled_dot_product_attention(X, X, X), expected)
+                assert module(x, x, x)[0].shape == x.shape
+                with allow_attention_within_slice():
+                    F.scaled_dot_product_attention(X, X, X)
+                F.scaled_dot_product_attention(X, X, X)
+            with pytest.raises(PlainAttentionError):
+                F.scaled_dot_product_attention(X, X, X)
+
+    def test_an_error_inside_ends_it(self, guard: Callable[[], Any]) -> None:
+        with guard(), push_slice(PART):
+            with pytest.raises(KeyError), allow_attention_within_slice():
+                raise KeyError
+            with pytest.raises(PlainAttentionError):
+                F.scaled_dot_product_attention(X, X, X)
+
+    @pytest.mark.parametrize("use_reentrant", [True, False])
+    def test_in_a_forward_that_is_recomputed(self, guard: Callable[[], Any], use_reentrant: bool) -> None:
+        """Twice: in the forward, and in the one inside the backward, which is refused without it."""
+        modes: list[str] = []
+
+        def attend(x: torch.Tensor, allowed: Callable[[str], bool]) -> torch.Tensor:
+            active = active_slice()
+            assert active is not None
+            modes.append(active.mode)
+            with allow_attention_within_slice() if allowed(active.mode) else nullcontext():
+                return F.scaled_dot_product_attention(x, x, x)
+
+        def train(allowed: Callable[[str], bool]) -> torch.Tensor:
+            x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+            with guard_plain_attention(), guard():
+                with push_slice(PART):
+                    out = checkpoint(attend, x, allowed, use_reentrant=use_reentrant)
+                with push_slice(PART.replace(mode="recompute")):
+                    out.square().sum().backward()
+            assert x.grad is not None
+            return x.grad
+
+        x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        F.scaled_dot_product_attention(x, x, x).square().sum().backward()
+        assert x.grad is not None and torch.allclose(train(lambda mode: True), x.grad)
+        assert modes == ["train", "recompute"]
+        with pytest.raises(PlainAttentionError):
+            train(lambda mode: mode == "train")
 
 
 def test_without_the_guard_nothing_is_checked() -> None:
@@ -88,7 +170,7 @@ def test_sliced_attention_passes_the_guard() -> None:
 
 
 def test_a_name_that_was_bound_before() -> None:
-    captured = F.scaled_dot_product_attention
+    captured, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
     expected = captured(X, X, X)
     with GuardCapturedNames(), guard_plain_attention():
         with push_slice(PART):
@@ -97,6 +179,12 @@ def test_a_name_that_was_bound_before() -> None:
                 with pytest.raises(PlainAttentionError, match="sliced_attention"):
                     call()
             captured(X, torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8))  # cross-attention
+            with pytest.raises(PlainAttentionError):  # with weights it calls nothing that could be guarded
+                x, module = torch.ones(4, 3, 8), torch.nn.MultiheadAttention(8, 2)
+                multi_head(
+                    x, x, x, 8, 2, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
+                    module.out_proj.weight, module.out_proj.bias,
+                )  # fmt: skip
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(captured(X, X, X), expected)
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from terapipe_ds.runtime.batch import BatchError, SliceableTensors, as_tuple, has_length, sequence_length
+from terapipe_ds.runtime.batch import (
+    BatchError,
+    SliceableTensors,
+    as_tuple,
+    check_found,
+    has_length,
+    sequence_length,
+)
 
 TOKENS = torch.arange(24).reshape(2, 12)
 POSITIONS = torch.arange(12).repeat(2, 1)
@@ -101,13 +108,18 @@ class TestSequenceLength:
         assert labels.sliced == (True, False)
 
 
+WHOLE_BATCHES = 'images .* "slices": 1, "schedule": "1f1b"'
+
+
 class TestErrors:
     def test_no_input_has_the_sequence(self) -> None:
-        with pytest.raises(BatchError, match=r"length 12 in dimension 1 .*shapes \[2, 11\], \[2, 1, 1, 5\].*set ter"):
+        told = r"length 12 in dimension 1 .*shapes \[2, 11\], \[2, 1, 1, 5\].*"
+        with pytest.raises(BatchError, match=told + WHOLE_BATCHES):
             of_inputs((TOKENS[:, 1:], MASK))
 
     def test_labels_without_the_dimension(self) -> None:
-        with pytest.raises(BatchError, match=r"no label tensor has dimension 1 .*label shapes: \[24\]"):
+        told = r"no label tensor has dimension 1 .*label shapes: \[24\].*"
+        with pytest.raises(BatchError, match=told + WHOLE_BATCHES):
             SliceableTensors.of_labels(TOKENS.flatten(), 1)
 
     def test_an_index_that_is_not_there(self) -> None:
@@ -122,6 +134,98 @@ class TestErrors:
     def test_what_is_not_a_tensor_or_a_tuple_of_tensors(self, tensors: Any) -> None:
         with pytest.raises(BatchError, match="the labels of a batch must be a tensor or a tuple of tensors, got"):
             as_tuple(tensors, "the labels")
+
+
+class TestWhatSizesDoNotTell:
+    """Of sequences of twelve tokens, in two rows."""
+
+    def check(self, *inputs: Tensor, rows: int = 2, dim: int = 1) -> None:
+        check_found(SliceableTensors.of_inputs(inputs, 12, dim), 12, rows)
+
+    @pytest.mark.parametrize(
+        "inputs",
+        [
+            (TOKENS,),
+            (TOKENS, POSITIONS, MASK),
+            (TOKENS, torch.ones(2, 12, dtype=torch.bool)),  # padding
+            (WHOLE,),
+            (TOKENS, torch.randn(2, 5)),
+            (TOKENS, torch.randn(12)),
+            (TOKENS, torch.ones(2, 1, 1, 12)),
+            (TOKENS, torch.ones(())),
+        ],
+        ids=lambda inputs: str([list(each.shape) for each in inputs]),
+    )
+    def test_what_is_clear(self, inputs: tuple[Tensor, ...]) -> None:
+        self.check(*inputs)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_floats_of_two_dimensions(self, dtype: torch.dtype) -> None:
+        with pytest.raises(BatchError) as caught:
+            self.check(TOKENS, POSITIONS, torch.ones(2, 12, dtype=dtype))
+        message = str(caught.value)
+        assert f"input 2 ({str(dtype)[6:]} [2, 12]) has the labels' length 12 in dimension 1" in message
+        assert "terapipe.sliced_inputs = [0, 1] hands it whole to each slice and [0, 1, 2] cuts it" in message
+
+    def test_the_only_input_can_only_be_cut(self) -> None:
+        with pytest.raises(BatchError, match=r"input 0 .*sliced_inputs = \[0\] cuts it in dimension 1 with the tok"):
+            self.check(torch.ones(2, 12))
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+    @pytest.mark.parametrize(
+        ("shape", "ways"),
+        [
+            ((2, 12, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
+            ((2, 1, 12, 12), "[0] hands it whole to each slice."),
+            ((1, 4, 12, 12), "[0] hands it whole to each slice."),
+            ((12, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
+            ((2, 12, 3, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
+        ],
+    )
+    def test_the_length_twice(self, shape: tuple[int, ...], ways: str, dtype: torch.dtype) -> None:
+        with pytest.raises(BatchError) as caught:
+            self.check(TOKENS, torch.ones(shape, dtype=dtype))
+        message = str(caught.value)
+        assert f"input 1 ({str(dtype)[6:]} {list(shape)}) has the sequence's length 12 in two dimensions" in message
+        assert "sliced_attention is causal, so leave it out of the batch" in message and '"slices": 1' in message
+        assert f"terapipe.sliced_inputs = {ways}" in message
+
+    def test_as_many_features_as_tokens(self) -> None:
+        with pytest.raises(BatchError, match=r"input 0 .*two dimensions.*sliced_inputs = \[0\] cuts it"):
+            self.check(torch.randn(2, 12, 12))
+
+    def test_as_many_rows_as_tokens(self) -> None:
+        square = torch.zeros(12, 12, dtype=torch.long)
+        self.check(square, square.bool(), torch.randn(12, 12, 3), rows=12)
+        self.check(square, rows=12, dim=0)
+        self.check(torch.zeros(12, 12, 3), rows=12, dim=0)
+        for shape in ((12, 1, 12, 12), (12, 12, 12)):
+            with pytest.raises(BatchError, match="input 1 .*in two dimensions"):
+                self.check(square, torch.ones(shape), rows=12)
+        with pytest.raises(BatchError, match=r"input 0 .*\[12, 12\].*features of each row"):
+            self.check(torch.ones(12, 12), rows=12)
+
+    def test_the_sequence_first(self) -> None:
+        with pytest.raises(BatchError, match=r"input 1 .*\[12, 2\].*in dimension 0"):
+            self.check(TOKENS.T, torch.ones(12, 2), dim=0)
+        with pytest.raises(BatchError, match=r"input 1 .*\[12, 2, 12\].*in two dimensions"):
+            self.check(TOKENS.T, torch.ones(12, 2, 12), dim=0)
+
+    def test_all_are_told_at_once(self) -> None:
+        with pytest.raises(BatchError) as caught:
+            self.check(TOKENS, torch.ones(2, 12, 12), torch.ones(2, 12))
+        message = str(caught.value)
+        assert "input 1 (float32 [2, 12, 12])" in message and "input 2 (float32 [2, 12])" in message
+        assert "= [0] hands it whole to each slice and [0, 1, 2] cuts it" in message
+        assert "(of [1, 2], each as it is meant)" in message
+
+
+def test_description() -> None:
+    assert of_inputs((TOKENS, MASK, WHOLE)).describe() == (
+        "cut in slices, in dimension 1: input 0 (int64 [2, 12]), input 2 (float32 [2, 12, 3]); whole with each slice: "
+        "input 1 (bool [2, 1, 1, 5])"
+    )
+    assert of_inputs(TOKENS).describe() == "cut in slices, in dimension 1: input 0 (int64 [2, 12])"
 
 
 def test_as_tuple() -> None:

@@ -29,24 +29,83 @@ def problem(module: nn.Module, slices: Any = 4, has_moe_layers: bool = False) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.GRU(4, 4), nn.LSTM(4, 4), nn.RNN(4, 4), nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.InstanceNorm1d(4)]
-)
+MIX_TOKENS = [
+    nn.GRU(4, 4), nn.LSTM(4, 4), nn.RNN(4, 4), nn.GRUCell(4, 4), nn.LSTMCell(4, 4), nn.RNNCell(4, 4),
+    nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, (1, 3)), nn.Conv2d(4, 4, (3, 1)), nn.Conv3d(4, 4, (1, 1, 2)),
+    nn.ConvTranspose1d(4, 4, 2), nn.ConvTranspose2d(4, 4, (2, 1)), nn.ConvTranspose3d(4, 4, 2),
+    nn.LazyConv1d(4, 3), nn.LazyConv2d(4, (3, 1)), nn.LazyConvTranspose1d(4, 2), nn.Conv1d(4, 4, 1, stride=2),
+    nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.LazyBatchNorm1d(), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4),
+    nn.LazyInstanceNorm2d(), nn.GroupNorm(2, 4),
+    nn.MaxPool1d(2), nn.MaxPool2d((2, 1)), nn.MaxUnpool1d(2), nn.AvgPool1d(2), nn.AvgPool3d(2), nn.LPPool1d(2, 2),
+    nn.LPPool2d(2, 2), nn.AdaptiveMaxPool1d(2), nn.AdaptiveAvgPool1d(1), nn.AdaptiveAvgPool2d((1, None)),
+    nn.FractionalMaxPool2d(2, output_size=2), nn.FractionalMaxPool3d(2, output_size=2),
+    nn.Unfold((3, 1)), nn.Fold((4, 4), 2), nn.Upsample(scale_factor=2), nn.UpsamplingBilinear2d(scale_factor=2),
+    nn.ZeroPad2d((0, 0, 1, -1)), nn.CircularPad2d((0, 0, 1, 0)), nn.ReflectionPad2d((0, 0, 1, 0)),
+    nn.ReplicationPad2d((0, 0, 2, 0)), nn.ConstantPad3d((0, 0, 0, 0, 1, 0), 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", MIX_TOKENS, ids=repr)
 def test_layers_that_mix_tokens_are_named(layer: nn.Module) -> None:
     name = type(layer).__name__
-    for slices in (4, [3, 1]):
+    for slices in (4, [3, 1], "auto"):
         found = problem(nn.Sequential(layer), slices)
         assert found is not None
-        assert f"1.0 ({name})" in found and "set terapipe.slices to 1" in found
+        assert f"1.0 ({name})" in found and "set terapipe.slices to 1" in found and "slice_safe = True" in found
     assert problem(layer, slices=1) is None, "a whole sequence in one slice"
     assert problem(layer, slices=[7]) is None
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.Embedding(4, 4), nn.Conv1d(4, 4, 1), nn.Dropout()]
-)
+TOKEN_LOCAL = [
+    nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.Embedding(4, 4), nn.Dropout(), nn.Softmax(-1), nn.PReLU(),
+    nn.Bilinear(4, 4, 4), nn.Conv1d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.ConvTranspose1d(4, 4, 1), nn.LazyConv1d(4, 1),
+    nn.Conv1d(4, 4, 1, groups=4), nn.Unfold(1), nn.Unfold((1, 1)), nn.ZeroPad1d((1, 2)), nn.ConstantPad2d(0, 0.0),
+    nn.Flatten(-2), nn.PixelShuffle(2), nn.ChannelShuffle(2), nn.LocalResponseNorm(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", TOKEN_LOCAL, ids=repr)
 def test_token_local_layers_are_no_problem(layer: nn.Module) -> None:
     assert problem(layer) is None
+
+
+class CausalConvolution(nn.Module):
+    """It would hand the last tokens of a slice on to the next one."""
+
+    slice_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv1d(4, 4, 3))
+
+
+def test_a_class_may_say_that_it_is_slice_safe() -> None:
+    assert problem(CausalConvolution()) is None, "what it is made of as well"
+    assert problem(nn.Sequential(nn.Linear(4, 4), CausalConvolution())) is None
+    beside = str(problem(nn.Sequential(CausalConvolution(), nn.GRU(4, 4))))
+    assert "1.1 (GRU)" in beside and "Conv1d" not in beside
+
+    class Unsafe(CausalConvolution):
+        slice_safe = False
+
+    assert "1.inner.0 (Conv1d)" in str(problem(Unsafe()))
+
+    class SafeGroupNorm(nn.GroupNorm):
+        slice_safe = True
+
+    assert problem(SafeGroupNorm(2, 4)) is None and problem(nn.GroupNorm(2, 4)) is not None
+
+
+def test_a_layer_that_two_share_is_safe_in_one_of_them_only() -> None:
+    safe = CausalConvolution()
+    assert "1.1.0 (Conv1d)" in str(problem(nn.Sequential(safe, safe.inner)))
+
+
+def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
+    assert "deepspeed.moe" in str(problem(CausalConvolution(), has_moe_layers=True))
+    layer = CausalConvolution()
+    layer.compile()
+    assert "torch.compile" in str(problem(layer))
 
 
 def test_only_a_few_are_named() -> None:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime import data
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.data import BatchSource
 from terapipe_ds.runtime.header import DataSums, MicroBatchShape, StageReport, TensorPeers, raised_on_every_rank
 
 TOKENS = torch.arange(24).reshape(2, 12)
+SHAPE, PLAN = MicroBatchShape(2, 12), SlicePlan((5, 7))
 
 
 def config(**changes: Any) -> TeraPipeConfig:
@@ -58,16 +60,16 @@ class TestDrawing:
         images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
         (drawn,), shapes = (one := of((images, classes), **stock_order)).draw(1, training=True)
         assert shapes == (MicroBatchShape(1, 4),)
-        inputs = one.slice_inputs(drawn.inputs, 4, is_whole=True)
+        inputs = one.slice_inputs(drawn.inputs, shapes[0], SlicePlan((4,)))
         assert torch.equal(inputs.span(0, 4)[0], images)
         targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
         _, shapes = of((images, targets), **stock_order).draw(1, training=True)
         assert shapes == (MicroBatchShape(4, 5),)
         for other in ({}, {"slices": 1}):
-            with pytest.raises(BatchError, match="no label tensor has dimension 1"):
+            with pytest.raises(BatchError, match='no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'):
                 of((images, classes), **other).draw(1, training=True)
         with pytest.raises(BatchError, match="no input tensor has the sequence"):
-            one.slice_inputs(images, 5)
+            one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))
 
     def test_rows_are_all_that_is_not_the_sequence(self) -> None:
         labels = torch.zeros(2, 12, 3)
@@ -114,9 +116,9 @@ class TestDrawing:
         assert len(shapes) == 2
 
     def test_slice_inputs_follows_the_config(self) -> None:
-        inputs = of(sliced_inputs=[0]).slice_inputs((TOKENS, TOKENS), 12)
+        inputs = of(sliced_inputs=[0]).slice_inputs((TOKENS, TOKENS), SHAPE, PLAN)
         assert inputs.sliced == (True, False)
-        assert of(sequence_dim=0).slice_inputs(TOKENS.T, 12).dim == 0
+        assert of(sequence_dim=0).slice_inputs(TOKENS.T, SHAPE, PLAN).dim == 0
 
     def test_configs_that_differ_have_different_fingerprints(self, reports: list[StageReport]) -> None:
         for slices_of in ({"ignore_index": 0}, {"ignore_index": 0}, {"ignore_index": 1}):
@@ -145,6 +147,72 @@ class TestDrawing:
         assert drawn_with(4)[1] == (MicroBatchShape(2, 12),)
         with pytest.raises(BatchError, match=r"of 12 tokens: .*slice_length_multiple is 8, .* such as 16 tokens"):
             drawn_with(8)
+
+
+class TestWhatSizesDoNotTell:
+    """Inputs that have the labels' length and need not be tokens."""
+
+    FLOATS, MASK = torch.ones(2, 12), torch.ones(2, 1, 12, 12, dtype=torch.bool)
+
+    @pytest.mark.parametrize(("passenger", "told"), [(FLOATS, "features of each row"), (MASK, "two dimensions")])
+    def test_they_are_refused_where_sequences_are_cut(self, passenger: torch.Tensor, told: str) -> None:
+        batch = ((TOKENS, passenger), TOKENS)
+        for cut in ({}, {"slices": [5, 7]}, {"slices": "auto"}):
+            with pytest.raises(BatchError, match=f"input 1 .*{told}.*sliced_inputs = .0. hands it whole") as caught:
+                of(batch, **cut).draw(1, training=True)
+            assert raised_on_every_rank(caught.value)
+        for whole in ({"slices": 1}, {"slices": [12]}, {"slices": 1, "schedule": "1f1b"}):
+            one = of(batch, **whole)
+            (drawn,), (shape,) = one.draw(1, training=True)
+            assert one.slice_inputs(drawn.inputs, shape, SlicePlan((12,))).tensors[1].shape == passenger.shape
+
+    @pytest.mark.parametrize(("indices", "sliced"), [([0], (True, False)), ([0, 1], (True, True))])
+    def test_not_where_the_config_names_what_is_cut(self, indices: list[int], sliced: tuple[bool, ...]) -> None:
+        one = of(((TOKENS, self.FLOATS), TOKENS), sliced_inputs=indices)
+        (drawn,), (shape,) = one.draw(1, training=True)
+        assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
+
+    def test_the_first_stage_tells_the_others(self, reports: list[StageReport]) -> None:
+        with pytest.raises(BatchError, match="features of each row"):
+            of(((TOKENS, self.FLOATS), TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
+        assert isinstance(reports[0].error, BatchError)
+
+    def test_slices_that_were_set_by_hand_count(self) -> None:
+        batch = ((TOKENS, self.FLOATS), TOKENS)
+
+        def drawn_with(is_cut: bool, **changes: Any) -> Any:
+            iterator = iter([batch])
+            asked: list[int] = []
+            one = BatchSource(
+                config(**changes), lambda: next(iterator), 0, 1, None,
+                is_cut=lambda length: asked.append(length) or is_cut,  # type: ignore[func-returns-value]
+            )  # fmt: skip
+            drawn = one.draw(1, training=True)
+            assert asked == [12]
+            return drawn
+
+        assert drawn_with(False)[1] == (SHAPE,)
+        with pytest.raises(BatchError, match="features of each row"):
+            drawn_with(True, slices=1, schedule="1f1b")
+
+    def test_labels_that_came_with_another_stage_alone(self) -> None:
+        """The length is known once all have spoken."""
+        with pytest.raises(BatchError, match="features of each row"):
+            of().slice_inputs((TOKENS, self.FLOATS), SHAPE, PLAN)
+
+    def test_the_log_says_once_what_is_cut(self, caplog: pytest.LogCaptureFixture) -> None:
+        one = of()
+        with caplog.at_level("INFO", logger="terapipe_ds"):
+            one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, SlicePlan((12,)))
+            assert not caplog.records, "nothing is cut"
+            for _ in range(2):
+                one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, PLAN)
+            BatchSource(config(), pytest.fail, 0, 1, None, tells=False).slice_inputs(TOKENS, SHAPE, PLAN)
+        (record,) = caplog.records
+        assert record.message == (
+            "cut in slices, in dimension 1: input 0 (int64 [2, 12]); whole with each slice: input 1 (float32 [3])"
+        )
+        assert record.levelname == "INFO"
 
 
 class TestSums:

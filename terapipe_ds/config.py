@@ -113,7 +113,9 @@ class TeraPipeConfig(_StrictModel):
         default=PlannerConfig(),
         description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
     )
-    verify: Literal["off", "first_batch"] = Field("off", description='"off" or "first_batch"')
+    verify: Literal["off", "first_batch"] | None = Field(
+        None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
+    )
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
     stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
         300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"

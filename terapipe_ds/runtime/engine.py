@@ -20,6 +20,7 @@ from terapipe_ds.attention import GuardCapturedNames, SliceStore, guard_plain_at
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import raise_on_every_rank
+from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.checkpoint_engine import SafeCheckpoints
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
@@ -83,6 +84,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     """
 
     verify_only: bool = False  # the first batch is checked and then the process ends
+    verified: bool = False  # slices were compared with whole sequences, and agree
+    labels_agreed: bool = False  # it is known how labels weigh the losses of slices
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     loss: Any  # of the last slice: DeepSpeed's attribute, without type
 
@@ -274,12 +277,16 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         if any(part.place.is_last for part in self._parts):
             labels = drawn.labels
             assert labels is not None
-            weights = slice_weights(
-                labels, plan, loss_reduction=self.terapipe_config.loss_reduction,
-                ignore_index=self.terapipe_config.ignore_index,
-                slice_weight=getattr(self.module.loss_fn, "slice_weight", None),
-            )  # fmt: skip
+            weights = self.weights_of_slices(labels, plan)
         return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+
+    def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
+        """Of their losses, on a stage that has the labels."""
+        config = self.terapipe_config
+        return slice_weights(
+            labels, plan, loss_reduction=config.loss_reduction, ignore_index=config.ignore_index,
+            slice_weight=getattr(self.module.loss_fn, "slice_weight", None),
+        )  # fmt: skip
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""

@@ -39,16 +39,23 @@ def slice_weights(
             slice's factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that
             weight.
     """
-    if slice_weight is not None:
-        return _shares([float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)])
-    if loss_reduction == "sum":
+    if slice_weight is None and loss_reduction == "sum":
         return (1.0,) * plan.num_slices
-    if loss_reduction == "mean":
+    if slice_weight is None and loss_reduction == "mean":
         return tuple(length / plan.sequence_length for length in plan.lengths)
+    return _shares(slice_counts(labels, plan, ignore_index, slice_weight))
+
+
+def slice_counts(
+    labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
+) -> list[float]:
+    """What of each slice's labels counts: what ``slice_weight`` says, or the number of valid ones."""
+    if slice_weight is not None:
+        return [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
     valid = labels.deciding != ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
-    return _shares([float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))])
+    return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
 
 
 def _shares(counts: Sequence[float]) -> tuple[float, ...]:

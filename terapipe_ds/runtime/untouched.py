@@ -21,17 +21,20 @@ from torch import nn
 
 
 @contextmanager
-def untouched(module: nn.Module, accumulates_in_fp32: bool = False) -> Iterator[None]:
+def untouched(
+    module: nn.Module, accumulates_in_fp32: bool = False, with_gradients: bool = True
+) -> Iterator[None]:
     """Around measurements on ``module``: parameters, gradients, buffers and random numbers are as before afterwards.
 
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
     The stand-ins' gradients begin as zeros, so that a backward adds to them as that of a later slice does.
     ``accumulates_in_fp32``: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
-    precision may do.
+    precision may do. ``with_gradients`` False: they begin as None, and take no memory before there are any.
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = getattr(module, "rng_trackers", ())
-        with _same_random_numbers(trackers), _same_state(module), _stand_ins(module, accumulates_in_fp32):
+        stand_ins = _stand_ins(module, accumulates_in_fp32, with_gradients)
+        with _same_random_numbers(trackers), _same_state(module), stand_ins:
             yield
 
 
@@ -60,7 +63,7 @@ def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
 def _same_state(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     buffers = [
-        (part._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+        (part._buffers, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
         for part in module.modules()
         for name, buffer in part._buffers.items()
     ]
@@ -81,7 +84,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(module: nn.Module, accumulates_in_fp32: bool) -> Iterator[None]:
+def _stand_ins(module: nn.Module, accumulates_in_fp32: bool, with_gradients: bool) -> Iterator[None]:
     originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     stand_ins: dict[int, nn.Parameter] = {}
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -90,7 +93,7 @@ def _stand_ins(module: nn.Module, accumulates_in_fp32: bool) -> Iterator[None]:
             if parameter is not None:
                 originals.append((part._parameters, name, parameter))
                 if id(parameter) not in stand_ins:
-                    stand_ins[id(parameter)] = _stand_in(parameter, accumulates_in_fp32)
+                    stand_ins[id(parameter)] = _stand_in(parameter, accumulates_in_fp32, with_gradients)
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
@@ -104,12 +107,12 @@ def _stand_ins(module: nn.Module, accumulates_in_fp32: bool) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool) -> nn.Parameter:
+def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients: bool) -> nn.Parameter:
     stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
             setattr(stand_in, name, value)
-    if not parameter.requires_grad:
+    if not (parameter.requires_grad and with_gradients):
         return stand_in
     if accumulates_in_fp32:
         total = torch.zeros_like(parameter, dtype=torch.float32)

@@ -111,7 +111,7 @@ class TestTwoRanks:
         assert len(texts) == 1
         text = texts.pop()
         assert text.startswith(
-            "verify: 3 slices of a sequence of 23 tokens do not give what the whole sequence gives:\n"
+            "verify: 3 slices (9 + 5 + 9) of a sequence of 23 tokens do not give what the whole sequence gives:\n"
             f"  layer 4 ({fault}): "
         )
         assert faulty_layers.LAYERS[getattr(faulty_layers, fault)][1] in text
@@ -185,5 +185,5 @@ class TestMegatron:
         texts = set(rank_pool(2).run(megatron_positions_from_zero, case=case))
         assert len(texts) == 1
         text = texts.pop()
-        assert text.startswith("VerifyError: ") and f"\n  {layer}: output of tokens 6.. differs by " in text
+        assert text.startswith("VerifyError: ") and f"\n  {layer}: output of tokens 7.. differs by " in text
         assert "positions are computed from the slice's own length" in text

@@ -88,7 +88,10 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
         if kind in kinds:
             return f"it mixes tokens: {_BLIND[kind]}"
     if sliced:
-        return f"it uses sliced_attention and nothing else of it mixes tokens, so that probably {_OWN_LENGTH}"
+        return (
+            "it uses sliced_attention and no other operation that is known to mix tokens: "
+            f"either {_OWN_LENGTH}; or a shift or a recurrence over tokens is written by hand; {_CANNOT}"
+        )
     if routed is not None:
         return _capacity(routed)
     return f"it mixes tokens otherwise than by sliced_attention; {_CANNOT}"

@@ -29,6 +29,13 @@ TOLERANCES = {
     torch.float16: Tolerance(1e-2, 0.2),
     torch.bfloat16: Tolerance(5e-2, 0.2),
 }
+# Of a loss and its gradients, on the same outputs: only the order of the sums differs.
+LOSS_TOLERANCES = {
+    torch.float64: Tolerance(1e-6, 0.1),
+    torch.float32: Tolerance(1e-4, 0.1),
+    torch.float16: Tolerance(2e-2, 0.2),
+    torch.bfloat16: Tolerance(2e-2, 0.2),
+}
 _ROWS = 1024
 _TF32 = Tolerance(1e-2, 0.1)  # products with ten bits
 
@@ -39,6 +46,12 @@ def tolerance_of(dtypes: set[torch.dtype], device: torch.device) -> Tolerance:
     if device.type == "cuda" and torch.float32 in dtypes and torch.backends.cuda.matmul.allow_tf32:
         known.append(_TF32)
     return max(known, key=lambda t: t.relative, default=TOLERANCES[torch.float32])
+
+
+def loss_tolerance(dtypes: set[torch.dtype]) -> Tolerance:
+    """Of the least precise of ``dtypes``, those of the outputs that the loss is computed from."""
+    known = [LOSS_TOLERANCES[dtype] for dtype in dtypes if dtype in LOSS_TOLERANCES]
+    return max(known, key=lambda t: t.relative, default=LOSS_TOLERANCES[torch.float32])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ slice.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,3 +156,33 @@ def stand_together(
 def alone(layout: Layout, whole: Tensor, peers: TensorPeersOf) -> Tensor:
     """``whole`` with its tokens first, where it has any."""
     return layout.all_tokens(whole, peers) if isinstance(layout, TokenDim) else whole
+
+
+def likely_layouts(
+    outputs: Sequence[Tensor], plan: SlicePlan, dim: int, peers: TensorPeersOf, most: int = 8
+) -> list[list[Layout]]:
+    """How the tokens of a whole sequence may lie in ``outputs`` when no slices of them are there to tell: by the sizes
+    alone, the likeliest first. None where no output has any.
+
+    Args:
+        dim: of the tokens in the batch.
+    """
+    each = [_likely(tensor, plan.sequence_length, dim, peers) for tensor in outputs]
+    if not any(isinstance(layout, TokenDim) for layouts in each for layout in layouts):
+        return []
+    return [list(chosen) for chosen in itertools.islice(itertools.product(*each), most)]
+
+
+def _likely(tensor: Tensor, tokens: int, dim: int, peers: TensorPeersOf) -> list[Layout]:
+    dims = sorted(range(tensor.dim()), key=lambda d: d != dim)
+    for shared_by in sorted({1, peers.size}):
+        exact: list[Layout] = [TokenDim(d, 1, True, shared_by) for d in dims if tensor.size(d) * shared_by == tokens]
+        flat: list[Layout] = [
+            TokenDim(d, tensor.size(d) * shared_by // tokens, first, shared_by)
+            for first in (dim > 0, dim == 0)
+            for d in dims
+            if tensor.size(d) and tensor.size(d) * shared_by % tokens == 0
+        ]
+        if exact or flat:
+            return exact or flat
+    return [Same()]

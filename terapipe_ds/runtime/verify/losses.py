@@ -12,11 +12,16 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
 from terapipe_ds.runtime.verify.check import Differs, compare_tokens
-from terapipe_ds.runtime.verify.compare import Tolerance, difference
+from terapipe_ds.runtime.verify.compare import difference, loss_tolerance
 from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf, TokenDim, alone, cut, stand_together
 from terapipe_ds.runtime.verify.runner import Values
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
+_NO_WEIGHT = (
+    "if what it gives for a token depends on other tokens in any other way (the root of a mean, a contrastive loss, a "
+    "statistic of the batch), it cannot be sliced: set terapipe.slices to 1"
+)
+_Loss = tuple[Tensor, list[Tensor | None]]  # and its gradients, of the outputs
 
 
 class LossCheck:
@@ -35,36 +40,51 @@ class LossCheck:
         self._loss_fn, self._labels, self._plan, self._outputs = loss_fn, labels, plan, outputs
         self._layouts, self._weights, self._peers = layouts, weights, peers
         self._reduction, self._ignore_index = reduction, ignore_index
+        self._has_weight = hasattr(loss_fn, "slice_weight")
+        self.skipped = ""  # why there was nothing to compare
 
-    def run(self, tolerance: Tolerance) -> tuple[Differs, str] | None:
-        """What differs and why; None where the loss and its gradients agree."""
+    def run(self) -> tuple[Differs, str] | None:
+        """What differs and why; None where the loss and its gradients agree, and where there is no loss to compare:
+        ``skipped`` says why."""
         whole, whole_gradients = self._whole()
         if not torch.isfinite(whole):
-            return None  # no label counts: the mean over nothing has no value
+            self.skipped = "the loss is not finite on whole sequences, so that it was not compared"
+            return None
         parts = [self._slice(i, self._weights[i]) for i in range(self._plan.num_slices)]
-        total = torch.stack([loss for loss, _ in parts]).sum()
-        gradients = [grads for _, grads in parts]
-        apart = difference(total, whole, 1e-6)
-        found = [Differs("the loss", apart, tolerance.relative) if apart.relative > tolerance.relative else None]
-        for j, layout in enumerate(self._layouts):
-            if isinstance(layout, TokenDim) and whole_gradients[j] is not None:
-                together, expected = self._gradient(j, layout, gradients, whole_gradients)
-                found.append(compare_tokens("the gradient of the loss", together, expected, tolerance))
-        differs = self._peers.first(next((each for each in found if each is not None), None))
-        return None if differs is None else (differs, self._cause(whole, whole_gradients, gradients))
+        differs = self._peers.first(self._compare(whole, whole_gradients, parts))
+        return None if differs is None else (differs, self._cause(whole, whole_gradients, parts))
 
-    def _whole(self) -> tuple[Tensor, list[Tensor | None]]:
+    def _compare(self, whole: Tensor, whole_gradients: list[Tensor | None], parts: list[_Loss]) -> Differs | None:
+        tolerance = loss_tolerance({t.dtype for t in self._outputs.tensors})
+        total = torch.stack([loss for loss, _ in parts]).sum()
+        apart = difference(total, whole, self._size(whole_gradients, parts))
+        found = [Differs("the loss", apart, tolerance.relative) if apart.relative > tolerance.relative else None]
+        gradients = [grads for _, grads in parts]
+        for j, layout in enumerate(self._layouts):  # all: tensor-parallel ranks do the same
+            if isinstance(layout, TokenDim) and whole_gradients[j] is not None:
+                pair = self._gradient(j, layout, gradients, whole_gradients)
+                found.append(compare_tokens("the gradient of the loss", *pair, tolerance))
+        return next((each for each in found if each is not None), None)
+
+    def _size(self, whole_gradients: list[Tensor | None], parts: list[_Loss]) -> float:
+        """Of the terms that a loss adds up, which may be next to zero itself: a policy's is, with normalised
+        advantages."""
+        terms = [float((g.float() * x.detach().float()).nan_to_num(0.0, 0.0, 0.0).abs().sum())
+                 for g, x in zip(whole_gradients, self._outputs.tensors, strict=True) if g is not None]  # fmt: skip
+        return max(1e-6, float(torch.stack([loss.abs() for loss, _ in parts]).sum()), *terms)
+
+    def _whole(self) -> _Loss:
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in self._outputs.tensors]
         return self._loss(leaves, self._labels.part(0, self._plan.sequence_length), 1.0)
 
-    def _slice(self, slice_id: int, weight: float) -> tuple[Tensor, list[Tensor | None]]:
+    def _slice(self, slice_id: int, weight: float) -> _Loss:
         leaves = [
             cut(layout, t.detach(), self._plan, slice_id, self._peers).requires_grad_(t.is_floating_point())
             for layout, t in zip(self._layouts, self._outputs.tensors, strict=True)
         ]
         return self._loss(leaves, self._labels.part(*self._plan.span(slice_id)), weight)
 
-    def _loss(self, leaves: list[Tensor], labels: Any, weight: float) -> tuple[Tensor, list[Tensor | None]]:
+    def _loss(self, leaves: list[Tensor], labels: Any, weight: float) -> _Loss:
         packed = tuple(leaf.clone() for leaf in leaves)
         loss = weighted_loss(packed if self._outputs.is_tuple else packed[0], labels, weight, self._loss_fn)
         loss = loss if torch.is_tensor(loss) else sum(loss)
@@ -87,8 +107,8 @@ class LossCheck:
         together = stand_together(layout, known, None, self._peers)
         return together.flatten(1), alone(layout, expected, self._peers).flatten(1)
 
-    def _cause(self, whole: Tensor, whole_gradients: list[Tensor | None], gradients: list[list[Tensor | None]]) -> str:
-        lost = self._lost_tokens(whole_gradients, gradients)
+    def _cause(self, whole: Tensor, whole_gradients: list[Tensor | None], parts: list[_Loss]) -> str:
+        lost = self._lost_tokens(whole_gradients, [grads for _, grads in parts])
         if lost:
             return (
                 f"loss_fn shifts the labels itself: the last token of a slice finds no label in it, so that {lost} "
@@ -96,18 +116,21 @@ class LossCheck:
                 f"{', '.join(str(stop - 1) for _, stop in map(self._plan.span, range(self._plan.num_slices - 1)))}). "
                 "Shift the labels in the data and not in loss_fn"
             )
-        fitting = [name for name in REDUCTIONS if name != self._reduction and self._fits(name, whole)]
+        if self._has_weight:
+            return (
+                "loss_fn.slice_weight(labels), by which slices are weighted in place of terapipe.loss_reduction, must "
+                f"give what loss_fn divides a sum over tokens by; {_NO_WEIGHT}"
+            )
+        fitting = [name for name in REDUCTIONS if name != self._reduction and self._fits(name, whole, whole_gradients)]
         if fitting:
             return (
-                f"the slices' losses are weighted wrongly: loss_fn is no {self._reduction!r} but a {fitting[0]!r}; set "
-                f'terapipe.loss_reduction to "{fitting[0]}"'
+                f"loss_fn is no {self._reduction!r} but a {fitting[0]!r}, which the loss and its gradients agree with: "
+                f'set terapipe.loss_reduction to "{fitting[0]}"; or give loss_fn a method slice_weight(labels)'
             )
-        if self._is_weight(whole_gradients, gradients):
-            return (
-                "the slices' losses are weighted wrongly: loss_fn divides by something else than "
-                f"terapipe.loss_reduction = {self._reduction!r} says; give loss_fn a method slice_weight(labels)"
-            )
-        return "loss_fn mixes tokens: its value for a token depends on the other tokens of the call"
+        return (
+            f"no terapipe.loss_reduction ({', '.join(REDUCTIONS)}) agrees with loss_fn. If it is a sum over tokens "
+            f"divided by something, give it a method slice_weight(labels) that returns this; {_NO_WEIGHT}"
+        )
 
     def _lost_tokens(self, whole: list[Tensor | None], parts: list[list[Tensor | None]]) -> int:
         """Tokens at the end of slices that count in the whole loss and not in the slice's."""
@@ -122,24 +145,10 @@ class LossCheck:
             lost += sum(1 for end in ends if not together[end].any() and expected[end].any())
         return max(self._peers.exchange(lost)) if self._peers.size > 1 else lost
 
-    def _fits(self, reduction: str, whole: Tensor) -> bool:
+    def _fits(self, reduction: str, whole: Tensor, whole_gradients: list[Tensor | None]) -> bool:
+        """Whether slices weighted so give the loss and the gradients of the whole."""
         weights = slice_weights(
             self._labels, self._plan, loss_reduction=reduction, ignore_index=self._ignore_index
         )
-        total = torch.stack([self._slice(i, w)[0] for i, w in enumerate(weights)]).sum()
-        return difference(total, whole, 1e-6).relative < 1e-3
-
-    def _is_weight(self, whole: list[Tensor | None], parts: list[list[Tensor | None]]) -> bool:
-        """Whether each slice's gradient is the whole one's times some number."""
-        for j, layout in enumerate(self._layouts):
-            if not isinstance(layout, TokenDim) or whole[j] is None:
-                continue
-            together, expected = self._gradient(j, layout, parts, whole)
-            for i in range(self._plan.num_slices):
-                span = slice(*self._plan.span(i))
-                a, b = together[span].double().flatten(), expected[span].double().flatten()
-                if float(b.norm()) == 0.0 or float(a.norm()) == 0.0:
-                    continue
-                if float(a @ b / (a.norm() * b.norm())) < 0.999:
-                    return False
-        return True
+        parts = [self._slice(i, w) for i, w in enumerate(weights)]
+        return not self._peers.any(self._compare(whole, whole_gradients, parts) is not None)

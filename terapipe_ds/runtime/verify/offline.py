@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from deepspeed.accelerator import get_accelerator
 
@@ -11,8 +13,10 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.offline import OfflineJob, _be_alone, _part
 from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.verify.cut import Cut
+from terapipe_ds.runtime.verify.handing_on import layouts_of_batch
 from terapipe_ds.runtime.verify.losses import LossCheck
-from terapipe_ds.runtime.verify.pipeline import layers_of, layouts_of_batch
+from terapipe_ds.runtime.verify.pipeline import layers_of
 from terapipe_ds.runtime.verify.report import Report, Told
 from terapipe_ds.runtime.verify.runner import Runner, Values
 from terapipe_ds.runtime.verify.stage import Inputs, check_loss, check_stage
@@ -20,6 +24,7 @@ from terapipe_ds.runtime.verify.stage import Inputs, check_loss, check_stage
 
 def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> Report:
     """The report on all layers of ``job`` and its loss, with the slices of ``plan``."""
+    begin_s = time.monotonic()
     _be_alone()
     device = torch.device(get_accelerator().device_name())
     module = _part(job, 0, len(job.layers))
@@ -30,7 +35,7 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> R
         labels, plan, loss_reduction=reduction, ignore_index=ignore_index,
         slice_weight=getattr(job.loss_fn, "slice_weight", None),
     )  # fmt: skip
-    with untouched(module):
+    with untouched(module, with_gradients=False):
         inputs = Inputs(Values(batch.tensors, batch.is_tuple), layouts_of_batch(batch))
         stage = check_stage(Runner(module, plan), layers_of(module), inputs, weights)
         if stage.outputs is not None:
@@ -41,4 +46,4 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> R
                 ),
                 len(job.layers),
             )
-    return Report.of([Told.of(stage, plan)])
+    return Report.of([Told.of(stage, Cut(plan, plan.sequence_length))], took_s=time.monotonic() - begin_s)

@@ -1,4 +1,4 @@
-"""``"verify": "first_batch"``: before the first step every stage checks its own layers on the first batch.
+"""Before the first step every stage checks its own layers on a cut of the first batch, and the last one the loss.
 
 A collective over all ranks. Parts go one after the other, because a part begins with what the one before gives for
 the whole sequence; then all hear of all findings, and all raise or none does.
@@ -6,123 +6,251 @@ the whole sequence; then all hear of all findings, and all raise or none does.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.header import on_every_rank
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.trials import Trials
 from terapipe_ds.runtime.untouched import untouched
-from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TensorPeersOf, TokenDim
+from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, Cuttable, choose_window, unit_of, window_plan
+from terapipe_ds.runtime.verify.handing_on import first_inputs, hear, hear_notes, note, tell, tell_others
+from terapipe_ds.runtime.verify.layout import TensorPeersOf, likely_layouts
 from terapipe_ds.runtime.verify.losses import LossCheck
+from terapipe_ds.runtime.verify.own import all_own
 from terapipe_ds.runtime.verify.report import Report, Told, VerifyError
-from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
-from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage
+from terapipe_ds.runtime.verify.runner import NamedLayer, Runner
+from terapipe_ds.runtime.verify.stage import (
+    Inputs,
+    StageFindings,
+    check_loss,
+    check_stage,
+    look_at_loss,
+    run_stage,
+)
 
 logger = logging.getLogger("terapipe_ds")
 
 
 def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[MicroBatchInFlight]) -> None:
-    """Check the layers of ``engine`` once, on the first training batch, where the config says so.
-
-    The first micro-batch that runs in several slices serves, with its inputs, labels and the weights of its losses.
+    """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced, the layers of
+    ``engine`` where the config says so, and the loss in any case.
 
     Parameters, gradients, buffers, random numbers and the data stay as they are.
 
     Raises:
+        TeraPipeConfigError: on every rank, where nobody says how tuples of labels weigh the losses of slices.
         VerifyError: on every rank, where slices give another result than whole sequences on any of them.
         SystemExit: on every rank, with ``engine.verify_only`` (of ``terapipe_ds.run --verify``): 0, or 1 after a
-            difference.
+            difference. The whole micro-batch is looked at then, with the plan that it is trained with.
     """
-    asked = engine.verify_only or engine.terapipe_config.verify == "first_batch"
-    if not training or not asked or getattr(engine, "_verified", False):
+    if engine.verified or (not training and (engine.labels_agreed or not engine._compute_loss)):
         return
     sliced = next((one for one in micro_batches if one.plan.num_slices > 1), None)
-    mine = StageFindings() if sliced is None else _check(engine, sliced)
-    report = _reported(engine, mine, None if sliced is None else sliced.plan)
-    engine._verified = sliced is not None and not report.findings  # a caller who goes on is told again
+    is_sliced, with_layers = _agreed(engine, sliced)
+    engine.labels_agreed = is_sliced
+    if not training or not (is_sliced or engine.verify_only):
+        return
+    report = _report(engine, sliced, len(micro_batches), with_layers)
     if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)
         raise on_every_rank(SystemExit(1 if report.findings else 0))
-    if report.findings:
-        raise on_every_rank(VerifyError(str(report))) from mine.error
+    if report.findings:  # a caller who goes on is told again
+        raise on_every_rank(VerifyError(str(report)))
+    engine.verified = True
     if engine.global_rank == 0:
-        logger.info("%s", report)
+        logger.log(logging.WARNING if report.fell_short else logging.INFO, "%s", report)
 
 
-def _reported(engine: Any, mine: StageFindings, plan: SlicePlan | None) -> Report:
+def _agreed(engine: Any, sliced: MicroBatchInFlight | None) -> tuple[bool, bool]:
+    """Whether any pipeline has slices, and whether layers are compared: stages hold different ones."""
+    groups, config = engine._groups, engine.terapipe_config
+    if sliced is None and groups.everyone is None:  # all stages of the only pipeline have the same plans
+        return False, True
+    mine = (sliced is not None, not all_own(engine.module), sliced is not None and _is_unweighted(engine, sliced))
+    flags = torch.tensor(mine, dtype=torch.int64)
+    if groups.world is not None:
+        torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=groups.world)
+    is_sliced, foreign, unweighted = map(bool, flags.tolist())
+    if unweighted:
+        raise on_every_rank(TeraPipeConfigError(_UNWEIGHTED))
+    return is_sliced, engine.verify_only or config.verify == "first_batch" or (config.verify is None and foreign)
+
+
+_UNWEIGHTED = (
+    "the labels are a tuple of tensors, and nobody says how much each slice counts in the loss of its sequence: with a "
+    "mask or weights beside the labels, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
+    "returns what loss_fn divides its sum by (for (labels, loss_mask) the sum of the mask), or say in "
+    'terapipe.loss_reduction that it is "mean_valid" (over labels of the first tensor other than ignore_index), "mean" '
+    'or "sum"'
+)
+
+
+def _is_unweighted(engine: Any, micro_batch: MicroBatchInFlight) -> bool:
+    labels, config = micro_batch.labels, engine.terapipe_config
+    is_said = "loss_reduction" in config.model_fields_set or hasattr(engine.module.loss_fn, "slice_weight")
+    return labels is not None and len(labels.tensors) > 1 and not is_said
+
+
+def _report(engine: Any, sliced: MicroBatchInFlight | None, num_micro_batches: int, with_layers: bool) -> Report:
+    """What all ranks found, on a cut; and on the whole micro-batch where a layer cannot run on a cut, or where that is
+    all that is asked for."""
+    begin_s = time.monotonic()
+    for whole in (True,) if engine.verify_only else (False, True):
+        cut = None if sliced is None else _cut(engine, sliced, num_micro_batches, whole)
+        mine = StageFindings()
+        if sliced is not None and cut is not None:
+            mine = _check(engine, replace(sliced, **_tensors_of(sliced, cut)), cut, with_layers)
+        report = _gathered(engine, Told.of(mine, cut), with_layers, time.monotonic() - begin_s)
+        if not any(finding.raised for finding in report.findings):
+            break
+    if not get_accelerator().is_synchronized_device():
+        get_accelerator().empty_cache()  # training begins with the memory that it would have
+    return report
+
+
+def _gathered(engine: Any, told: Told, with_layers: bool, took_s: float) -> Report:
     """What all ranks found."""
     group = engine._groups.world
-    told = Told.of(mine, plan)
     everyone: list[Any] = [told]
     if group is not None:
         everyone = [None] * torch_dist.get_world_size()
         torch_dist.all_gather_object(everyone, told, group=group)
-    return Report.of(everyone, copies=engine._groups.num_replicas * _tensor_size(engine))
+    return Report.of(everyone, engine._groups.num_replicas * _tensor_size(engine), with_layers, took_s)
 
 
 def _tensor_size(engine: Any) -> int:
     return int(engine.grid.get_slice_parallel_world_size())
 
 
-def _check(engine: Any, micro_batch: MicroBatchInFlight) -> StageFindings:
+def _cut(engine: Any, micro_batch: MicroBatchInFlight, num_micro_batches: int, whole: bool) -> Cut:
+    """What is looked at of a micro-batch. All stages say what may be cut of the tensors that they have; that of the
+    last part, which has the labels, decides."""
+    batches = [batch for batch in (micro_batch.inputs, micro_batch.labels) if batch is not None]
+    groups = engine._groups
+    told: list[Any] = [[Cuttable.of(batch) for batch in batches]]
+    if groups.control is not None:
+        told = [None] * len(groups.ranks)
+        torch_dist.all_gather_object(told, [Cuttable.of(batch) for batch in batches], group=groups.control)
+    chosen: list[Any] = [None]
+    if engine.stage_id == engine._layout.loss_stage:
+        cuttable = functools.reduce(Cuttable.both, itertools.chain(*told))
+        cut = _whole(micro_batch) if whole else _choose(engine, micro_batch, num_micro_batches, cuttable)
+        chosen = [_weighted(engine, micro_batch, cut)]
+    if groups.control is not None:
+        torch_dist.broadcast_object_list(chosen, src=groups.ranks[engine._layout.loss_stage], group=groups.control)
+    decided: Cut = chosen[0]
+    return decided
+
+
+def _whole(micro_batch: MicroBatchInFlight) -> Cut:
+    return Cut(micro_batch.plan, micro_batch.plan.sequence_length)
+
+
+def _choose(engine: Any, micro_batch: MicroBatchInFlight, num_micro_batches: int, cuttable: Cuttable) -> Cut:
+    config, plan, labels = engine.terapipe_config, micro_batch.plan, micro_batch.labels
+    assert labels is not None
+    of_rows = cuttable.rows or 1
+    rows = MOST_ROWS if of_rows > MOST_ROWS else None
+    unit = unit_of(plan, config.granularity_tokens, engine.slice_length_multiple)
+    if cuttable.tokens:
+        stages = engine._layout.num_stages
+        plan = window_plan(plan, unit, of_rows, num_micro_batches, stages, rows or of_rows)
+    weight = getattr(engine.module.loss_fn, "slice_weight", None)
+    counts = partial(slice_counts, ignore_index=config.ignore_index, slice_weight=weight)
+    row, start, _ = choose_window(labels, plan, rows, unit, config.ignore_index, counts)
+    return Cut(plan, labels.length, start, row, rows, of_rows)
+
+
+def _weighted(engine: Any, micro_batch: MicroBatchInFlight, cut: Cut) -> Cut:
+    """With the weights of the slices' losses; those of the tokens where no label counts."""
+    labels, config = micro_batch.labels, engine.terapipe_config
+    assert labels is not None
+    weight = getattr(engine.module.loss_fn, "slice_weight", None)
+    if sum(slice_counts(cut.of(labels), cut.plan, config.ignore_index, weight)) <= 0:
+        shares = tuple(length / cut.plan.sequence_length for length in cut.plan.lengths)
+        return replace(cut, weights=shares, has_labels=False)
+    return replace(cut, weights=engine.weights_of_slices(cut.of(labels), cut.plan))
+
+
+def _tensors_of(micro_batch: MicroBatchInFlight, cut: Cut) -> dict[str, Any]:
+    """What of a micro-batch is otherwise in a cut of it."""
+    inputs, labels = (None if batch is None else cut.of(batch) for batch in (micro_batch.inputs, micro_batch.labels))
+    return {"plan": cut.plan, "inputs": inputs, "labels": labels, "weights": cut.weights}
+
+
+def _check(engine: Any, micro_batch: MicroBatchInFlight, cut: Cut, with_layers: bool) -> StageFindings:
     """This rank's parts, each in its turn."""
     layout, mine, device = engine._layout, engine.stage_id, torch.device(engine.device)
-    weights, peers, found = _weights(engine, micro_batch), _peers(engine), StageFindings()
+    peers, found = _peers(engine), StageFindings()
     inputs: Inputs | None = None
-    with untouched(engine.module):
+    with untouched(engine.module, with_gradients=False):
         for part_id in range(layout.num_parts):
             (stage_id, chunk_id), next_id = layout.homes(part_id)[0], part_id + 1
             follows = layout.owner(next_id) if next_id < layout.num_parts else None
             if stage_id != mine:
-                _hear_notes(engine, stage_id)
+                hear_notes(engine, stage_id)
                 if follows == mine:
-                    inputs = _hear(engine, stage_id, device)
+                    inputs = hear(engine, stage_id, device)
                 continue
             if part_id == 0:
-                inputs = _first_inputs(engine, micro_batch, device)
+                inputs = first_inputs(engine, micro_batch, device)
             part = StageFindings()
             if inputs is not None:
                 activate(engine.module, chunk_id)
-                part = _check_part(engine, micro_batch, part_id, inputs, weights, peers)
+                part = _check_part(engine, micro_batch, part_id, inputs, peers, with_layers, cut)
                 found.add(part)
-            _tell_others(engine, None)
+            tell_others(engine, None)
             inputs = part.outputs
             if follows is not None and follows != mine:
-                _tell(engine, follows, inputs)
+                tell(engine, follows, inputs)
     return found
 
 
 def _check_part(
-    engine: Any, micro_batch: MicroBatchInFlight, part_id: int, inputs: Inputs, weights: tuple[float, ...],
-    peers: TensorPeersOf,
+    engine: Any, micro_batch: MicroBatchInFlight, part_id: int, inputs: Inputs, peers: TensorPeersOf, with_layers: bool,
+    cut: Cut,
 ) -> StageFindings:  # fmt: skip
-    module, plan = engine.module, micro_batch.plan
+    module, plan, weights = engine.module, micro_batch.plan, micro_batch.weights
     runner = Runner(module, plan, part_id, autocast=partial(autocast_if_enabled, engine))
-    found = check_stage(runner, layers_of(module), inputs, weights, peers, partial(_note, engine))
+    if with_layers:
+        found = check_stage(runner, layers_of(module), inputs, weights, peers, partial(note, engine))
+    else:
+        found = run_stage(runner, layers_of(module), inputs, peers)
     is_last = part_id == engine._layout.num_parts - 1
-    if is_last and found.outputs is not None and module.loss_fn is not None and micro_batch.labels is not None:
-        labels, config = micro_batch.labels.to(torch.device(engine.device)), engine.terapipe_config
-        check_loss(
-            found,
-            lambda last: LossCheck(
-                module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
-                config.ignore_index, peers,
-            ),
-            module._local_stop,
-            peers,
+    if not is_last or found.outputs is None or module.loss_fn is None or micro_batch.labels is None:
+        return found
+    if not cut.has_labels:
+        found.notes.append("the loss was not compared: no label counts in this batch")
+        return found
+    labels, config = micro_batch.labels.to(torch.device(engine.device)), engine.terapipe_config
+
+    def check(last: Inputs) -> LossCheck:
+        return LossCheck(
+            module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
+            config.ignore_index, peers,
         )  # fmt: skip
+
+    if with_layers:
+        check_loss(found, check, module._local_stop, peers)
+    else:
+        layouts = likely_layouts(found.outputs.values.tensors, plan, config.sequence_dim, peers)
+        look_at_loss(found, check, module._local_stop, layouts, peers)
     return found
 
 
@@ -135,15 +263,6 @@ def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:
         checkpoint = module.activation_checkpoint_func if checkpointed else None
         layers.append((NamedLayer(index + module._local_start, function), checkpoint))
     return layers
-
-
-def _weights(engine: Any, micro_batch: MicroBatchInFlight) -> tuple[float, ...]:
-    """Of the slices' losses, which the stage of the last part knows; on every stage."""
-    told = [micro_batch.weights]
-    if engine._groups.control is not None:
-        source = engine._groups.ranks[engine._layout.loss_stage]
-        torch_dist.broadcast_object_list(told, src=source, group=engine._groups.control)
-    return told[0]
 
 
 def _peers(engine: Any) -> TensorPeersOf:
@@ -163,84 +282,3 @@ def _peers(engine: Any) -> TensorPeersOf:
         return everyone
 
     return TensorPeersOf(size, int(engine.grid.get_slice_parallel_rank()), gather, exchange, Trials.of(engine))
-
-
-# -- what stages hand on ---------------------------------------------------------------------------------------------
-
-
-def _first_inputs(engine: Any, micro_batch: MicroBatchInFlight, device: torch.device) -> Inputs:
-    assert micro_batch.inputs is not None
-    batch = micro_batch.inputs.to(device)
-    tensors = batch.tensors
-    if engine.fp16_auto_cast():
-        tensors = tuple(engine._cast_inputs_half(t) for t in tensors)
-    return Inputs(Values(tensors, batch.is_tuple), layouts_of_batch(batch))
-
-
-def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
-    """Of the tensors that the first layer gets."""
-    return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
-
-
-def _tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
-    """Send what the whole sequence gives to the stage of the next part; None where there is nothing."""
-    groups = engine._groups
-    peer = groups.ranks[stage_id]
-    if outputs is None:
-        torch_dist.send_object_list([None], dst=peer, group=groups.control)
-        return
-    tensors = outputs.values.tensors
-    spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
-    layouts = [_on_host(layout) for layout in outputs.layouts]
-    torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
-    wire = groups.wire("activations", stage_id, towards=True, device=torch.device(engine.device))
-    for tensor in tensors:
-        torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
-
-
-def _hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
-    """What the stage of the part before sends by :func:`_tell`."""
-    groups = engine._groups
-    peer, told = groups.ranks[stage_id], [None]
-    torch_dist.recv_object_list(told, src=peer, group=groups.control)
-    message: Any = told[0]
-    if message is None:
-        return None
-    spec, layouts = message
-    wire = groups.wire("activations", stage_id, towards=False, device=device)
-    tensors = []
-    for each in spec.tensors:
-        buffer = wire.buffer(each)
-        torch_dist.recv(buffer, peer, group=wire.group)
-        tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
-    return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
-
-
-def _note(engine: Any, text: str) -> None:
-    """Remember what goes on, here and on all other stages, which wait: a long check is no stall."""
-    engine._watchdog.note(text)
-    _tell_others(engine, text)
-
-
-def _tell_others(engine: Any, text: str | None) -> None:
-    """What this stage is busy with; None: it is done with its part."""
-    groups = engine._groups
-    for stage_id, peer in enumerate(groups.ranks):
-        if stage_id != engine.stage_id:
-            torch_dist.send_object_list([text], dst=peer, group=groups.control)
-
-
-def _hear_notes(engine: Any, stage_id: int) -> None:
-    """Until ``stage_id`` is done with its part."""
-    groups, told = engine._groups, ["waiting for the part before"]
-    while told[0] is not None:
-        engine._watchdog.note(told[0])
-        torch_dist.recv_object_list(told, src=groups.ranks[stage_id], group=groups.control)
-
-
-def _on_host(layout: Layout) -> Layout:
-    return PerSlice(tuple(v.detach().cpu() for v in layout.values)) if isinstance(layout, PerSlice) else layout
-
-
-def _on_device(layout: Layout, device: torch.device) -> Layout:
-    return PerSlice(tuple(v.to(device) for v in layout.values)) if isinstance(layout, PerSlice) else layout

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from terapipe_ds.attention import guard_plain_attention
@@ -14,7 +15,6 @@ from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.runtime.trials import Failure
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
 from terapipe_ds.runtime.verify.check import Differs, LayerCheck, in_fp32, without_random_numbers
-from terapipe_ds.runtime.verify.compare import tolerance_of
 from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf
 from terapipe_ds.runtime.verify.losses import LossCheck
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
@@ -125,26 +125,82 @@ def _not_a_number(layer: NamedLayer, outputs: Sequence[Tensor]) -> Finding | Non
     return Finding(layer.layer_id, str(layer), "output of the whole sequence holds NaN", cause)
 
 
+def run_stage(
+    runner: Runner,
+    layers: Sequence[tuple[NamedLayer, Callable[..., Any] | None]],
+    inputs: Inputs,
+    peers: TensorPeersOf = ALONE,
+) -> StageFindings:
+    """Run the layers on the whole sequence, forward only, for what the loss is compared on.
+
+    A layer that cannot do so is a note and not a finding: nobody asked for a check of the layers.
+    """
+    stage = StageFindings()
+    for layer, _ in layers:
+        caught, runner.checkpoint = None, None
+        try:
+            with torch.no_grad():
+                inputs = Inputs(runner.forward(layer, inputs.values, runner.whole_sequence()).values(), [])
+        except Exception as error:
+            caught = error
+        finally:
+            runner.store.reset()
+        failed = peers.trials.failure(caught, f"running {layer} for a look at the loss")
+        if failed is not None:
+            stage.notes.append(f"the loss was not compared: {layer} {_raised(failed)}")
+            return stage
+    stage.outputs = inputs
+    return stage
+
+
 def check_loss(
     stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int, peers: TensorPeersOf = ALONE
 ) -> None:
-    """The loss of the last stage on what its layers gave."""
+    """The loss of the last stage on what its layers gave, for which :func:`check_stage` has found out how slices are
+    cut from it."""
     assert stage.outputs is not None
-    stage.num_losses += 1
-    tensors = stage.outputs.values.tensors
-    tolerance = tolerance_of({t.dtype for t in tensors}, tensors[0].device)
-    found = caught = None
-    try:
-        found = check(stage.outputs).run(tolerance)
-    except Exception as error:
-        stage.error = caught = error
-    failed = peers.trials.failure(caught, "verifying the loss")
-    if failed is not None:
-        stage.findings.append(Finding(layer_id, "loss_fn", _raised(failed), raised=True))
-        return
-    if found is not None:
-        differs, cause = found
-        stage.findings.append(Finding(layer_id, "loss_fn", str(differs), cause))
+    _try_loss(stage, [check(stage.outputs)], layer_id, peers, raising_is_a_finding=True)
+
+
+def look_at_loss(
+    stage: StageFindings, check: Callable[[Inputs], LossCheck], layer_id: int, layouts: Sequence[list[Layout]],
+    peers: TensorPeersOf = ALONE,
+) -> None:  # fmt: skip
+    """The loss on what :func:`run_stage` gave; ``layouts``: all ways in which its tokens may lie. One that agrees is
+    the right one."""
+    assert stage.outputs is not None
+    checks = [check(Inputs(stage.outputs.values, each)) for each in layouts]
+    if checks:
+        _try_loss(stage, checks, layer_id, peers, raising_is_a_finding=False)
+    else:
+        stage.notes.append("the loss was not compared: no output of the last layer has the tokens of the sequence")
+
+
+def _try_loss(
+    stage: StageFindings, checks: Sequence[LossCheck], layer_id: int, peers: TensorPeersOf, raising_is_a_finding: bool
+) -> None:
+    """Until one agrees; else the first one counts that could be compared."""
+    found: list[Finding] = []
+    notes: list[str] = []
+    for check in checks:
+        differs = caught = None
+        try:
+            differs = check.run()
+        except Exception as error:
+            stage.error = caught = error
+        failed = peers.trials.failure(caught, "verifying the loss")
+        if failed is None and differs is None:
+            stage.notes += [check.skipped] if check.skipped else []
+            stage.num_losses += not check.skipped
+            return
+        if differs is not None:
+            found.append(Finding(layer_id, "loss_fn", str(differs[0]), differs[1]))
+        elif failed is not None and raising_is_a_finding:
+            found.append(Finding(layer_id, "loss_fn", _raised(failed), raised=True))
+        elif failed is not None:
+            notes.append(f"the loss was not compared: loss_fn {_raised(failed)}")
+    stage.findings += found[:1]
+    stage.notes += notes[:1] if not found else []
 
 
 def _check_layer(check: LayerCheck, look_for_cause: bool, stage: StageFindings) -> Finding | None:

@@ -1,0 +1,93 @@
+"""What stages tell one another during the check: what the whole sequence gives, and what they are busy with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.buffers import MicroBatchInFlight
+from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TokenDim
+from terapipe_ds.runtime.verify.runner import Values
+from terapipe_ds.runtime.verify.stage import Inputs
+
+
+def first_inputs(engine: Any, micro_batch: MicroBatchInFlight, device: torch.device) -> Inputs:
+    assert micro_batch.inputs is not None
+    batch = micro_batch.inputs.to(device)
+    tensors = batch.tensors
+    if engine.fp16_auto_cast():
+        tensors = tuple(engine._cast_inputs_half(t) for t in tensors)
+    return Inputs(Values(tensors, batch.is_tuple), layouts_of_batch(batch))
+
+
+def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
+    """Of the tensors that the first layer gets."""
+    return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
+
+
+def tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
+    """Send what the whole sequence gives to the stage of the next part; None where there is nothing."""
+    groups = engine._groups
+    peer = groups.ranks[stage_id]
+    if outputs is None:
+        torch_dist.send_object_list([None], dst=peer, group=groups.control)
+        return
+    tensors = outputs.values.tensors
+    spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
+    layouts = [_on_host(layout) for layout in outputs.layouts]
+    torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
+    wire = groups.wire("activations", stage_id, towards=True, device=torch.device(engine.device))
+    for tensor in tensors:
+        torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
+
+
+def hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
+    """What the stage of the part before sends by :func:`tell`."""
+    groups = engine._groups
+    peer, told = groups.ranks[stage_id], [None]
+    torch_dist.recv_object_list(told, src=peer, group=groups.control)
+    message: Any = told[0]
+    if message is None:
+        return None
+    spec, layouts = message
+    wire = groups.wire("activations", stage_id, towards=False, device=device)
+    tensors = []
+    for each in spec.tensors:
+        buffer = wire.buffer(each)
+        torch_dist.recv(buffer, peer, group=wire.group)
+        tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
+    return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
+
+
+def note(engine: Any, text: str) -> None:
+    """Remember what goes on, here and on all other stages, which wait: a long check is no stall."""
+    engine._watchdog.note(text)
+    tell_others(engine, text)
+
+
+def tell_others(engine: Any, text: str | None) -> None:
+    """What this stage is busy with; None: it is done with its part."""
+    groups = engine._groups
+    for stage_id, peer in enumerate(groups.ranks):
+        if stage_id != engine.stage_id:
+            torch_dist.send_object_list([text], dst=peer, group=groups.control)
+
+
+def hear_notes(engine: Any, stage_id: int) -> None:
+    """Until ``stage_id`` is done with its part."""
+    groups, told = engine._groups, ["waiting for the part before"]
+    while told[0] is not None:
+        engine._watchdog.note(told[0])
+        torch_dist.recv_object_list(told, src=groups.ranks[stage_id], group=groups.control)
+
+
+def _on_host(layout: Layout) -> Layout:
+    return PerSlice(tuple(v.detach().cpu() for v in layout.values)) if isinstance(layout, PerSlice) else layout
+
+
+def _on_device(layout: Layout, device: torch.device) -> Layout:
+    return PerSlice(tuple(v.to(device) for v in layout.values)) if isinstance(layout, PerSlice) else layout

@@ -1,0 +1,41 @@
+"""Whose layers and whose loss these are: the package's own are tested with slices, everybody else's are not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from terapipe_ds.runtime.parted import each_part
+
+_PACKAGE = "terapipe_ds"
+_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # of which the package's layers are made
+
+
+def all_own(module: Any) -> bool:
+    """Whether every layer of this stage and ``loss_fn`` are the package's own."""
+    functions = [function for _ in each_part(module) for function in module.forward_funcs]
+    return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
+
+
+def _is_own(layer: Any) -> bool:
+    """A class that is derived from one of the package is its author's; so is one of its layers that holds others."""
+    pieces = list(_pieces(layer))
+    inner = [part for piece in pieces if isinstance(piece, nn.Module) for part in piece.modules()]
+    return all(_root(piece) == _PACKAGE for piece in pieces) and all(_root(m) in _BUILDING_BLOCKS for m in inner)
+
+
+def _pieces(layer: Any) -> Iterator[Any]:
+    """A partial function, as DeepSpeed makes of a tied layer with a forward of its own, consists of several."""
+    if isinstance(layer, functools.partial):
+        yield from _pieces(layer.func)
+        yield from (argument for argument in layer.args if isinstance(argument, nn.Module))
+    else:
+        yield layer
+
+
+def _root(thing: Any) -> str:
+    """The package of a function, or of an object's class."""
+    return str(getattr(thing, "__module__", "")).split(".")[0]

@@ -5,6 +5,7 @@ from tests.zoo import (  # noqa: F401  # each adds its members
     backwards,
     convolutions,
     healthy,
+    long,
     losses,
     norms,
     positions,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as captured_attention
 
 from terapipe_ds.attention import active_slice
-from tests.zoo.layers import HEADS, WIDTH, Attention, later, scores_of, seeded, sliced_attention, weight
+from tests.zoo.layers import HEADS, LONG, WIDTH, Attention, later, scores_of, seeded, sliced_attention, weight
 from tests.zoo.members import attends, layer, updates
 
 BLIND = "attention of its own"
@@ -187,6 +187,18 @@ class RegisterTokensByHand(RegisterTokens):
         self.attend = softmax_by_hand
 
 
+@layer("gate differs")
+class ClosedGate(Attention):
+    """A gate that is closed before the first step: outputs are right."""
+
+    def __init__(self) -> None:
+        super().__init__(softmax_by_hand)
+        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * super().forward(x)
+
+
 @layer("mixes tokens")
 class Latents(nn.Module):
     """Three learned queries read the sequence, and every token reads them."""
@@ -206,7 +218,7 @@ class Linformer(Attention):
 
     def __init__(self) -> None:
         super().__init__(self.project)
-        self.down = weight(4, 64, seed=42)
+        self.down = weight(4, LONG, seed=42)
 
     def project(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         down = self.down[:, : k.shape[2]]
@@ -244,7 +256,7 @@ class DetachedCache(_OwnCache):
         return tensor.detach()
 
 
-@layer("mixes tokens")
+@layer("layer 2 (SharedKeys): output of tokens")
 class SharedKeys(nn.Module):
     """The second attention of a layer reads the keys of the first one, which is sliced."""
 

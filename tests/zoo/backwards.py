@@ -9,8 +9,11 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from tests.distributed.engines import VOCAB_SIZE
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, seeded, weight
-from tests.zoo.members import add, checkpointed, layer, updates
+from tests.zoo.members import add, checkpointed, layer, stack, updates
+
+CALLS = "changes from call to call"
 
 
 class _MeanGradient(torch.autograd.Function):
@@ -64,7 +67,7 @@ class NormalisedWeightGradient(nn.Module):
         return x + (x @ self.inner).tanh()
 
 
-@layer("layer 2 (SpectralNorm)")
+@layer(CALLS)
 class SpectralNorm(nn.Module):
     """Each call in training does one more step of the power iteration."""
 
@@ -77,7 +80,7 @@ class SpectralNorm(nn.Module):
         return x + self.inner(x)
 
 
-@layer("layer 2 (RunningScale)")
+@layer(CALLS)
 class RunningScale(nn.Module):
     """Divides by the running mean size of what former calls were given."""
 
@@ -91,7 +94,7 @@ class RunningScale(nn.Module):
         return x / self.size
 
 
-@layer("layer 2 (CountsCalls)")
+@layer(CALLS)
 class CountsCalls(nn.Module):
     """Warms up over the calls."""
 
@@ -120,3 +123,17 @@ add(
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Recomputed), LayerSpec(Head)],
     "depends on how many tokens come with it", engine=checkpointed(Recomputed),
 )  # fmt: skip
+
+
+class FrequencyEmbedding(nn.Module):
+    """The gradient of a word is divided by how often it comes in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = seeded(nn.Embedding(VOCAB_SIZE, WIDTH, scale_grad_by_freq=True))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens)
+
+
+add("FrequencyEmbedding", lambda: [LayerSpec(FrequencyEmbedding), *stack()[1:]], "words.weight differs")

@@ -203,7 +203,7 @@ class MeanPooling(_OfTorch):
         super().__init__(nn.AvgPool1d(3, stride=1))
 
 
-@layer("mixes tokens")
+@layer(BY_TYPE, "Unfold", **START)
 class Unfold(nn.Module):
     """Windows by nn.Unfold."""
 

@@ -8,28 +8,32 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.attention import active_slice
+from terapipe_ds.attention import active_slice, allow_attention_within_slice
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, gpt_layers, micro_batch
 from tests.zoo.layers import (
     HEADS,
+    LONG,
     WIDTH,
     Attention,
     Embedding,
     Head,
     Mlp,
     Residual,
+    cross_entropy,
     fixed,
     scores_of,
     seeded,
     sliced_attention,
     weight,
 )
-from tests.zoo.losses import each, mean_valid, valid, weighted_tokens
+from tests.zoo.losses import each, labels_as_input, mean_valid, soft_targets, valid, weighted_tokens, with_own_loss
 from tests.zoo.members import add, checkpointed, layer, loss, stack, updates
 from tests.zoo.positions import turned
 from tests.zoo.routers import Experts
-from tests.zoo.shapes import FirstOf, ReadsMemory, reading, tuples, with_input
+from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
 
 
 def first_position() -> int:
@@ -141,11 +145,11 @@ class NarrowConvolution(nn.Module):
 
 
 class WideAsSlices(nn.Module):
-    """Eight features, as many as a slice has tokens."""
+    """Six features, as many as a slice has tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.up = weight(WIDTH, 8, seed=113), weight(8, WIDTH, seed=114)
+        self.down, self.up = weight(WIDTH, 6, seed=113), weight(6, WIDTH, seed=114)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.down
@@ -206,7 +210,7 @@ add(
 )  # fmt: skip
 add(
     "AsManyRowsAsASlice", lambda: stack(LayerSpec(Sliced, 0)), (),
-    data=lambda seed: micro_batch(seed, rows=8), engine={"train_micro_batch_size_per_gpu": 8},
+    data=lambda seed: micro_batch(seed, rows=6), engine={"train_micro_batch_size_per_gpu": 6},
 )  # fmt: skip
 add(
     "OneRow", lambda: stack(LayerSpec(Sliced, 0)), (),
@@ -311,7 +315,7 @@ class FusedMemory(nn.Module):
 class PositionIds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = weight(64, WIDTH, seed=121)
+        self.table = weight(LONG, WIDTH, seed=121)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0] + self.table[inputs[1]]
@@ -447,10 +451,14 @@ def declared_mean(logits: Tensor, labels: Tensor) -> Tensor:
     return each(logits, labels).mean()
 
 
-@loss(terapipe={"ignore_index": 3})
+def masked_by_three(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return tokens, labels.masked_fill(labels == IGNORE_INDEX, 3)
+
+
+@loss(data=masked_by_three, terapipe={"ignore_index": 3})
 def declared_ignore_index(logits: Tensor, labels: Tensor) -> Tensor:
-    known = labels.masked_fill(labels == IGNORE_INDEX, 3)
-    return F.cross_entropy(logits.flatten(0, 1), known.flatten(), ignore_index=3)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
 
 
 @loss()
@@ -514,24 +522,22 @@ add("MaskedLoss", stack, (), loss_fn=MaskedLoss(), data=weighted_tokens)
 add("ClassWeights", stack, (), loss_fn=ClassWeights())
 
 
-class LossHead(Head):
-    """(x, labels) -> the loss: the model needs no loss_fn."""
-
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
-        return F.cross_entropy(super().forward(inputs[0]).flatten(0, 1), inputs[1].flatten())
-
-
-def labels_as_input(seed: int) -> MicroBatch:
-    tokens, labels = micro_batch(seed, masked=False)
-    return (tokens, labels), labels
+def prompts_are_masked(seed: int) -> MicroBatch:
+    """The first slices have no label at all."""
+    tokens, labels = micro_batch(seed)
+    labels[:, :9] = IGNORE_INDEX
+    return tokens, labels
 
 
-add(
-    "OwnLoss",
-    lambda: [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(FirstOf, LayerSpec(Sliced, 0)),
-             LayerSpec(FirstOf, LayerSpec(Mlp)), LayerSpec(LossHead)],
-    (), loss_fn=None, data=labels_as_input, terapipe={"loss_reduction": "mean"},
-)  # fmt: skip
+add("PromptsAreMasked", lambda: stack(LayerSpec(Sliced, 0)), (), data=prompts_are_masked)
+
+
+@loss(data=soft_targets)
+def soft_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1))
+
+
+add("OwnLoss", lambda: with_own_loss(cross_entropy, LayerSpec(Sliced, 0)), (), loss_fn=None, data=labels_as_input)
 
 
 @layer()
@@ -544,3 +550,110 @@ class LearnedSlots(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + scores_of(x, self.slots).softmax(-1) @ self.slots
+
+
+# -- what else a layer may do ----------------------------------------------------------------------------------------
+
+
+class NormedEmbedding(nn.Module):
+    """Words are brought to a length when they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = seeded(nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.words(tokens)
+
+
+class OwnCheckpoint(Sliced):
+    """Recomputes its attention by torch's own checkpointing."""
+
+    def __init__(self, index: int, reentrant: bool) -> None:
+        super().__init__(index)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class NormedWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight_norm(seeded(nn.Linear(WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class MaskedWeights(Mlp):
+    """A hook keeps some weights as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.register_hook(lambda grad: grad * (torch.arange(2 * WIDTH) % 2))
+
+
+class ScaledGradient(Mlp):
+    """The gradient of each token is halved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+        return super().forward(x)
+
+
+class BlocksOfFour(nn.Module):
+    """Four tokens that stand together are mixed; slices hold whole blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight(4, 4, seed=125)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.inner @ x.unflatten(1, (-1, 4))).flatten(1, 2)
+
+
+class AttentionInBlocks(Sliced):
+    """Attention among four tokens that stand together, which is meant so."""
+
+    def sliced(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        blocks = [each.unflatten(2, (-1, 4)).transpose(1, 2) for each in (q, k, v)]
+        with allow_attention_within_slice():
+            return F.scaled_dot_product_attention(*blocks).transpose(1, 2).flatten(2, 3)
+
+
+class AttentionOverHeads(Sliced):
+    """Heads of one token attend to each other: there are as many as slices have tokens, or not."""
+
+    def sliced(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with allow_attention_within_slice():
+            mixed = F.scaled_dot_product_attention(*[each.transpose(1, 2) for each in (q, k, v)])
+        return super().sliced(mixed.transpose(1, 2), k, v)
+
+
+class Skips(nn.Module):
+    """Remembers what it is given for the layer after it, which stands on the same stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Skips.remembered = x
+        return x.tanh()
+
+
+class Remembers(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + Skips.remembered
+
+
+add("NormedEmbedding", lambda: [LayerSpec(NormedEmbedding), *stack(LayerSpec(Sliced, 0))[1:]], ())
+add("OwnCheckpoint", lambda: stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)), ())
+add("OwnReentrantCheckpoint", lambda: stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec(OwnCheckpoint, 1, True)), ())
+for kind in (NormedWeights, MaskedWeights, ScaledGradient, nn.Identity):
+    add(kind.__name__, lambda kind=kind: stack(LayerSpec(Sliced, 0), LayerSpec(kind)), ())
+add("AttentionOverHeads", lambda: stack(LayerSpec(AttentionOverHeads, 0)), ())
+for kind in (BlocksOfFour, AttentionInBlocks):
+    add(kind.__name__, lambda kind=kind: stack(LayerSpec(kind), LayerSpec(Sliced, 1)), (),
+        data=lambda seed: micro_batch(seed, length=24), terapipe={"granularity_tokens": 4})  # fmt: skip
+add("SkipsALayer", lambda: [LayerSpec(Embedding), LayerSpec(Sliced, 0), LayerSpec(Mlp),
+                            LayerSpec(Skips), LayerSpec(Remembers), LayerSpec(Head)], ())  # fmt: skip
+add("PositionIdsOfOneRow", with_sliced(PositionIds), (), data=lambda seed: with_input(seed, torch.arange(LENGTH)[None]))

@@ -14,6 +14,7 @@ from terapipe_ds import attention as terapipe_attention
 from tests.distributed.engines import IGNORE_INDEX, VOCAB_SIZE
 
 WIDTH, HEADS = 12, 2
+LONG = 200  # tokens of a long text
 Module = TypeVar("Module", bound=nn.Module)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
-from tests.zoo.layers import fixed
-from tests.zoo.members import loss
+from tests.zoo.layers import Embedding, Head, Mlp, fixed
+from tests.zoo.members import add, loss, stack
+from tests.zoo.shapes import FirstOf
 
 LOSS = "loss_fn"
 REDUCTION = "loss_reduction"
@@ -245,3 +249,56 @@ def smoothed_with_sums(logits: Tensor, labels: Tensor) -> Tensor:
 def with_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
     """A penalty that does not depend on the tokens at all."""
     return each(logits, labels).mean() + 0.5 * valid(labels).sum()
+
+
+# -- of other labels, or where no loss_fn is --------------------------------------------------------------------------
+
+
+class WrongWeight:
+    """Divides by the sum of a mask and tells of all tokens."""
+
+    __name__ = "WrongWeight"
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        return mask_in_a_tuple(logits, labels)
+
+    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> float:
+        return float(labels[0].numel())
+
+
+add("WrongWeight", stack, (LOSS, "slice_weight(labels)"), loss_fn=WrongWeight(), data=weighted_tokens)
+
+
+def soft_targets(seed: int) -> MicroBatch:
+    return micro_batch(seed)[0], fixed(2, LENGTH, VOCAB_SIZE, seed=seed, std=1.0).softmax(-1)
+
+
+@loss(LOSS, data=soft_targets)
+def divergence_by_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.kl_div(logits.log_softmax(-1), labels, reduction="batchmean")
+
+
+class OwnLossHead(Head):
+    """(x, labels) -> the loss: the model needs no loss_fn."""
+
+    def __init__(self, own_loss: Any) -> None:
+        super().__init__()
+        self.own_loss = own_loss
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
+        return self.own_loss(super().forward(inputs[0]), inputs[1])
+
+
+def labels_as_input(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    return (tokens, labels), labels
+
+
+def with_own_loss(own_loss: Any, inner: LayerSpec | None = None) -> list[LayerSpec]:
+    return [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(FirstOf, inner or LayerSpec(Mlp)),
+            LayerSpec(FirstOf, LayerSpec(Mlp)), LayerSpec(OwnLossHead, own_loss)]  # fmt: skip
+
+
+for each_loss in (summed, root_mean_square, perplexity):
+    add(f"own_{each_loss.__name__}", lambda each_loss=each_loss: with_own_loss(each_loss), "layer 3 (OwnLossHead)",
+        loss_fn=None, data=labels_as_input)  # fmt: skip

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.zoo.convolutions import BY_TYPE, START, over_tokens
-from tests.zoo.layers import WIDTH, fixed, seeded, weight
+from tests.zoo.layers import LONG, WIDTH, fixed, seeded, weight
 from tests.zoo.members import layer, updates
 
 NORM = "a normalisation or a mean over"
@@ -75,13 +75,13 @@ def fourier_mixing(x: Tensor) -> Tensor:
 @updates(MIXES)
 def toeplitz(x: Tensor) -> Tensor:
     distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-    return (fixed(64, seed=61)[distance.clamp(min=0)] * (distance >= 0)) @ x
+    return (fixed(LONG, seed=61)[distance.clamp(min=0)] * (distance >= 0)) @ x
 
 
 class _OverTokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = weight(64, 64, seed=62)
+        self.tokens = weight(LONG, LONG, seed=62)
 
     def matrix(self, length: int) -> Tensor:
         return self.tokens[:length, :length]

@@ -8,7 +8,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import VOCAB_SIZE
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, later, scores_of, sliced_attention, weight
+from tests.zoo.layers import LONG, WIDTH, Embedding, Head, Mlp, later, scores_of, sliced_attention, weight
 from tests.zoo.members import add, attends, layer, updates
 
 OWN_LENGTH = "positions are computed from the slice's own length"
@@ -19,7 +19,7 @@ LENGTH_DEPENDENT = "depends on how many tokens come with it"
 class LearnedPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = weight(64, WIDTH, seed=10)
+        self.table = weight(LONG, WIDTH, seed=10)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table[self.positions(x)]
@@ -38,7 +38,7 @@ class FirstRowsOfATable(LearnedPositions):
 class PositionIdsInABuffer(LearnedPositions):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("position_ids", torch.arange(64)[None])
+        self.register_buffer("position_ids", torch.arange(LONG)[None])
 
     def positions(self, x: Tensor) -> Tensor:
         return self.position_ids[:, : x.size(1)]
@@ -50,6 +50,15 @@ class CountedPositions(LearnedPositions):
 
     def positions(self, x: Tensor) -> Tensor:
         return x[..., 0].isfinite().long().cumsum(1) - 1
+
+
+@layer("table differs")
+class UntrainedPositions(LearnedPositions):
+    """They begin as zeros: before the first step nothing is wrong with outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.nn.init.zeros_(self.table)
 
 
 @layer(LENGTH_DEPENDENT)
@@ -71,7 +80,7 @@ class PositionedEmbedding(Embedding):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = weight(64, WIDTH, seed=11)
+        self.positions = weight(LONG, WIDTH, seed=11)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.positions[torch.arange(tokens.size(1), device=tokens.device)]
@@ -121,7 +130,7 @@ def rotary_from_zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sliced_attention(turned(q, positions), turned(k, positions), v, "rotary")
 
 
-@attends("mixes tokens")
+@attends(OWN_LENGTH)
 def rotary_from_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Positions count from one: nobody can shift them from outside."""
     positions = torch.tensor([1.0 + i for i in range(q.shape[2])])

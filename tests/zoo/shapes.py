@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
+from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
 from tests.zoo.members import add
 
 MIXES = "mixes tokens"
@@ -256,7 +256,7 @@ class FirstDimension(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = weight(LENGTH, WIDTH, seed=94)
+        self.table = weight(LONG, WIDTH, seed=94)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, ids = inputs

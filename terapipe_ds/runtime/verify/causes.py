@@ -63,6 +63,11 @@ def _looked_into(check: LayerCheck, look: Callable[[], str]) -> tuple[str, str |
 
 
 def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
+    if _changes(check, whole, lambda tokens, border: tokens):
+        return (
+            "what it gives changes from call to call: it keeps a state of its own (a counter, a running statistic, a "
+            f"power iteration), and slices are more calls than whole sequences; {_CANNOT}"
+        )
     if differs.first_token is None:
         return _cause_of_values(check)
     routed = router_of(check.layer.module)
@@ -293,9 +298,9 @@ def _changed(check: LayerCheck, change: Callable[[Tensor, int], Tensor], border:
 
 
 def _other(tokens: Tensor) -> Tensor:
-    """Other values of the same kind: those of other tokens, and for floats of another sign and size."""
-    rolled = tokens.flip(0)
-    return rolled * -1.5 if tokens.is_floating_point() else rolled
+    """Other values of the same kind: those of other tokens, of another sign and size; or one for all, where they are
+    numbers of words: a layer that counts words does not see that they change places."""
+    return tokens.flip(0) * -1.5 if tokens.is_floating_point() else tokens[:1].expand_as(tokens)
 
 
 def _flip_later(tokens: Tensor, border: int) -> Tensor:

@@ -138,6 +138,22 @@ class RunningSum(Base):
         return x.cumsum(1) * 0.1
 
 
+class HandRecurrence(Base):
+    def update(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), []
+        for token in x.unbind(1):
+            state = 0.9 * state + 0.1 * token
+            states.append(state)
+        return torch.stack(states, 1)
+
+
+class HandShift(Base):
+    """Each token with the one before it, beside sliced attention."""
+
+    def update(self, x: Tensor) -> Tensor:
+        return super().update(x) + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
 class LinearAttention(Base):
     """A causal product without softmax."""
 

@@ -481,7 +481,8 @@ def job_sliced_inputs(sliced_inputs: list[int] | None) -> Errors:
     data = steps(functools.partial(tuple_models.guided_micro_batch, memory=True))
     layers = tuple_models.guided_layers
     stock = run_training(layers, None, data, stages=1)
-    return differences(run_training(layers, section(sliced_inputs=sliced_inputs), data), stock)
+    ours = section(sliced_inputs=sliced_inputs, verify="off")  # which would refuse what this looks at
+    return differences(run_training(layers, ours, data), stock)
 
 
 def job_scaled(use_at_the_end: bool) -> dict[str, Errors]:

@@ -19,6 +19,7 @@ from terapipe_ds.models.megatron_data.needs import MegatronDataError
 from terapipe_ds.models.megatron_data.options import DataOptions
 from terapipe_ds.models.megatron_data.text_index import find_files, write_index
 from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
+from terapipe_ds.runtime.verify import VerifyError
 from tests.distributed.engines import EXACT, Run, both, section, train
 from tests.distributed.harness import rank_pool
 from tests.distributed.tuple_models import HIDDEN_SIZE, Head, decoder, weight
@@ -152,7 +153,7 @@ class MaskedMean:
 
 
 class WrongWeight(MaskedMean):
-    """Counts tokens for labels: the comparison must see it."""
+    """Counts tokens for labels: refused before the first step."""
 
     @staticmethod
     def slice_weight(labels: tuple[Tensor, Tensor]) -> float:
@@ -163,7 +164,7 @@ def layers() -> list[LayerSpec]:
     return [LayerSpec(Embedding), LayerSpec(Decoder, 0), LayerSpec(Decoder, 1), LayerSpec(Head)]
 
 
-def train_on_dataset(data_path: str, wrong: bool) -> tuple[Run, Run, float]:
+def train_on_dataset(data_path: str, wrong: bool = False) -> tuple[Run, Run, float]:
     dataset = build_datasets(options(data_path), build_tokenizer(TOKENIZER), (8, 0, 0)).train
     micro_batches = list(itertools.islice(training_batches(dataset, 2), 4))
     loss_fn = WrongWeight() if wrong else MaskedMean()
@@ -178,13 +179,25 @@ def train_on_dataset(data_path: str, wrong: bool) -> tuple[Run, Run, float]:
     return *runs, float(sum((mask == 0).sum() for _, (_, mask) in micro_batches))
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_masks_and_positions_of_the_dataset_reach_loss_and_layers(prefixes: tuple[str, str], wrong: bool) -> None:
-    for stock, ours, masked in rank_pool(2).run(train_on_dataset, data_path=prefixes[0], wrong=wrong):
+def refused_weights(data_path: str) -> str:
+    try:
+        train_on_dataset(data_path, wrong=True)
+    except VerifyError as error:
+        return str(error)
+    return ""
+
+
+def test_masks_and_positions_of_the_dataset_reach_loss_and_layers(prefixes: tuple[str, str]) -> None:
+    for stock, ours, masked in rank_pool(2).run(train_on_dataset, data_path=prefixes[0]):
         assert masked > 10
         worst = max(
             float((ours.gradients[step][name] - gradient).norm() / gradient.norm())
             for step, gradients in enumerate(stock.gradients)
             for name, gradient in gradients.items()
         )
-        assert (worst > 1e-4) if wrong else (worst < EXACT), worst
+        assert worst < EXACT, worst
+
+
+def test_wrong_weights_of_slices_are_refused(prefixes: tuple[str, str]) -> None:
+    for text in rank_pool(2).run(refused_weights, data_path=prefixes[0]):
+        assert "\n  loss_fn: the loss differs by " in text and "loss_fn.slice_weight(labels)" in text

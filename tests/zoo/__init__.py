@@ -15,4 +15,6 @@ from tests.zoo import (  # noqa: F401  # each adds its members
 )
 from tests.zoo.members import ZOO, Member
 
+long.add_all()
+
 __all__ = ["ZOO", "Member"]

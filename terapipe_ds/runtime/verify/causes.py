@@ -35,7 +35,7 @@ _BLIND = {
     "attention": f"attention of its own (a softmax over the slice's own tokens), not sliced attention: {_SLICED}",
     "convolution": f"a convolution or shift over tokens, which needs the last tokens of the slice before; {_CANNOT}",
     "running": f"a running sum over tokens, which begins at zero in every slice; {_CANNOT}",
-    "product": f"a product over the slice's own tokens (attention without softmax, or a mixing matrix): {_SLICED}",
+    "product": f"a product over the slice's own tokens (attention without softmax, or a mixing matrix); {_CANNOT}",
     "normalisation": f"a normalisation or a mean over the tokens of the slice; {_CANNOT}",
 }
 _ORDER = ("attention", "convolution", "running", "normalisation", "product")

@@ -9,8 +9,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec
-from terapipe_ds.runtime.verify.layout import Layout, PerSlice, Same, TokenDim
+from terapipe_ds.runtime.verify.layout import Layout, Same, TokenDim
 from terapipe_ds.runtime.verify.runner import Values
 from terapipe_ds.runtime.verify.stage import Inputs
 
@@ -30,37 +29,21 @@ def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
 
 
 def tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
-    """Send what the whole sequence gives to the stage of the next part; None where there is nothing."""
+    """Send what the whole sequence gives to the stage of the next part; None where there is nothing.
+
+    By way of the host: it is little, once, and no wire of the training is touched.
+    """
     groups = engine._groups
-    peer = groups.ranks[stage_id]
-    if outputs is None:
-        torch_dist.send_object_list([None], dst=peer, group=groups.control)
-        return
-    tensors = outputs.values.tensors
-    spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), outputs.values.is_tuple)
-    layouts = [_on_host(layout) for layout in outputs.layouts]
-    torch_dist.send_object_list([(spec, layouts)], dst=peer, group=groups.control)
-    wire = groups.wire("activations", stage_id, towards=True, device=torch.device(engine.device))
-    for tensor in tensors:
-        torch_dist.send(wire.outgoing(tensor), peer, group=wire.group)
+    told = None if outputs is None else outputs.to(torch.device("cpu"))
+    torch_dist.send_object_list([told], dst=groups.ranks[stage_id], group=groups.control)
 
 
 def hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
     """What the stage of the part before sends by :func:`tell`."""
-    groups = engine._groups
-    peer, told = groups.ranks[stage_id], [None]
-    torch_dist.recv_object_list(told, src=peer, group=groups.control)
-    message: Any = told[0]
-    if message is None:
-        return None
-    spec, layouts = message
-    wire = groups.wire("activations", stage_id, towards=False, device=device)
-    tensors = []
-    for each in spec.tensors:
-        buffer = wire.buffer(each)
-        torch_dist.recv(buffer, peer, group=wire.group)
-        tensors.append(wire.incoming(buffer, each).requires_grad_(each.requires_grad))
-    return Inputs(Values(tuple(tensors), spec.is_tuple), [_on_device(layout, device) for layout in layouts])
+    groups, told = engine._groups, [None]
+    torch_dist.recv_object_list(told, src=groups.ranks[stage_id], group=groups.control)
+    message: Inputs | None = told[0]
+    return None if message is None else message.to(device)
 
 
 def note(engine: Any, text: str) -> None:
@@ -83,11 +66,3 @@ def hear_notes(engine: Any, stage_id: int) -> None:
     while told[0] is not None:
         engine._watchdog.note(told[0])
         torch_dist.recv_object_list(told, src=groups.ranks[stage_id], group=groups.control)
-
-
-def _on_host(layout: Layout) -> Layout:
-    return PerSlice(tuple(v.detach().cpu() for v in layout.values)) if isinstance(layout, PerSlice) else layout
-
-
-def _on_device(layout: Layout, device: torch.device) -> Layout:
-    return PerSlice(tuple(v.to(device) for v in layout.values)) if isinstance(layout, PerSlice) else layout

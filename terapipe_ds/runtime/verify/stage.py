@@ -15,7 +15,7 @@ from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.runtime.trials import Failure
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
 from terapipe_ds.runtime.verify.check import Differs, LayerCheck, in_fp32, without_random_numbers
-from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf
+from terapipe_ds.runtime.verify.layout import ALONE, Layout, PerSlice, TensorPeersOf
 from terapipe_ds.runtime.verify.losses import LossCheck
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
 
@@ -45,6 +45,15 @@ class Inputs:
 
     values: Values
     layouts: list[Layout]
+
+    def to(self, device: torch.device) -> Inputs:
+        """Copies on ``device``, which share memory with nothing."""
+        moved = [t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in self.values.tensors]
+        layouts = [
+            PerSlice(tuple(v.detach().to(device) for v in each.values)) if isinstance(each, PerSlice) else each
+            for each in self.layouts
+        ]
+        return Inputs(self.values.with_tensors(moved), layouts)
 
 
 @dataclass
@@ -100,6 +109,13 @@ def check_stage(
         finally:
             runner.store.reset()
         failed = peers.trials.failure(caught, f"verifying {layer}")
+        if failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
+            caught = stage.error = None  # and with it what the layer kept
+            stage.notes.append(f"{layer}: not checked: there is not enough memory beside what training needs")
+            if not _forward_only(check, f"running {layer} once more"):
+                return stage
+            inputs = Inputs(check.outputs, check.output_layouts)
+            continue
         if failed is not None:
             finding = Finding(layer.layer_id, str(layer), _raised(failed), _cause_of(caught), raised=True)
             stage.findings.append(finding)
@@ -115,6 +131,19 @@ def check_stage(
         inputs = Inputs(check.outputs, check.output_layouts)
     stage.outputs = inputs
     return stage
+
+
+def _forward_only(check: LayerCheck, what: str) -> bool:
+    """Find out what the layer gives, without graphs; False where it cannot run even so."""
+    caught = None
+    try:
+        with torch.no_grad():
+            check.compare_outputs(check.run_whole(), check.run_slices())
+    except Exception as error:
+        caught = error
+    finally:
+        check.runner.store.reset()
+    return check.peers.trials.failure(caught, what) is None
 
 
 def _not_a_number(layer: NamedLayer, outputs: Sequence[Tensor]) -> Finding | None:

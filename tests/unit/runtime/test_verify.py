@@ -156,6 +156,31 @@ def test_a_layer_that_cannot_be_compared_is_said() -> None:
     assert [f.layer_id for f in stage.findings] == [2]
 
 
+class TooLarge(faulty_layers.Base):
+    """Fits without its graph only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError
+        return super().forward(x)
+
+
+def test_a_layer_that_does_not_fit_is_said_and_passed_over() -> None:
+    stage = verify([faulty_layers.Base(0), TooLarge(1), faulty_layers.Bidirectional()])
+    assert stage.notes == ["layer 1 (TooLarge): not checked: there is not enough memory beside what training needs"]
+    assert [f.layer_id for f in stage.findings] == [2] and stage.error is None
+
+
+RECURRENCES = [faulty_layers.HandRecurrence, faulty_layers.HandShift]
+
+
+@pytest.mark.parametrize("fault", RECURRENCES, ids=lambda f: f.__name__)
+def test_a_recurrence_by_hand_is_not_told_positions_alone(fault: type[nn.Module]) -> None:
+    [finding] = verify([fault().double()]).findings
+    assert "such a layer cannot be sliced" in finding.cause, finding
+    assert "positions" not in finding.cause or "a shift or a recurrence over tokens" in finding.cause
+
+
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 

@@ -1,0 +1,185 @@
+"""What is compared when nobody asks: layers and losses that are not the package's own, on a cut of the first batch; the
+loss always."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.models import gpt
+from tests.distributed import faulty_layers, lossy, tuple_models
+from tests.distributed.engines import IGNORE_INDEX, batches, engine_of, gpt_layers, logged, micro_batch, section
+from tests.distributed.harness import rank_pool
+
+
+class OnlyTrained(nn.Module):
+    """Cannot run on sequences that are shorter than those of the training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from terapipe_ds.attention import active_slice
+
+        active = active_slice()
+        if active is None or active.sequence_length != 400:
+            raise ValueError("it takes 400 tokens")
+        return x
+
+
+class Nothing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+
+
+def said(
+    extra: Any = None, data: Any = None, steps: int = 1, loss_fn: Any = gpt.gpt_loss, dtype: str = "float64",
+    **changes: Any,
+) -> tuple[str, str, str]:  # fmt: skip
+    """What `steps` steps end with on this rank: the type and text of an error, and what was logged of the check."""
+    layers = gpt_layers(dtype, max_sequence_length=512)
+    if extra is not None:
+        layers.insert(4, LayerSpec(extra))
+    options = {"train_micro_batch_size_per_gpu": len((data or batches(1)[0])[0][0])}
+    with logged() as lines, engine_of(layers, section(**changes), loss_fn=loss_fn, **options) as engine:
+        kind = text = ""
+        try:
+            for _ in range(steps):
+                engine.train_batch(iter(data or batches(1)[0]))
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+    return kind, text, "\n".join(line for line in lines if line.startswith("verify: "))
+
+
+def losses(name: str) -> tuple[str, str, str]:
+    loss_fn, reduction, masked = {**lossy.REFUSED, **lossy.RIGHT}[name]
+    changes = {"verify": "off"} | ({} if reduction is None else {"loss_reduction": reduction})
+    if isinstance(loss_fn, tuple_models.WeightedLoss):
+        data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
+    else:
+        data = batches(1, masked=masked)[0]
+    return said(None, data, loss_fn=loss_fn, slices=[9, 5, 9], **changes)
+
+
+def right_loss(name: str) -> tuple[str, str, str]:
+    return losses(name)
+
+
+def tuples(loss: str, **changes: Any) -> tuple[str, str, str]:
+    data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
+    return said(None, data, loss_fn=getattr(lossy, loss, None) or tuple_models.WeightedLoss(), **changes)
+
+
+def evaluated_tuples() -> str:
+    data = [tuple_models.weighted_micro_batch(seed) for seed in range(2)]
+    with engine_of(gpt_layers(), section(), loss_fn=lossy.masked_loss) as engine:
+        engine.eval_batch(iter(data), compute_loss=False)  # needs no labels
+        try:
+            engine.eval_batch(iter(data))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def long(masked_until: int = 0, **changes: Any) -> tuple[str, str, str]:
+    """Five rows of 400 tokens, of which the first labels do not count, in eight slices."""
+    data = []
+    for seed in range(2):
+        tokens, labels = micro_batch(seed, 400, 5, masked=False)
+        labels[:, :masked_until] = IGNORE_INDEX
+        data.append((tokens, labels))
+    return said(data=data, dtype="float32", **{"slices": 8, **changes})
+
+
+def long_only_trained(verify: str | None) -> tuple[str, str, str]:
+    data = [micro_batch(seed, 400, 5, masked=False) for seed in range(2)]
+    return said(OnlyTrained, data, dtype="float32", slices=8, verify=verify)
+
+
+def _one(results: list[Any]) -> Any:
+    """What all ranks say alike; of the log, what rank 0 says."""
+    assert all(each[:2] == results[0][:2] for each in results)
+    return results[0]
+
+
+class TestLayers:
+    def test_a_layer_of_ones_own_is_compared_and_refused(self) -> None:
+        kind, text, _ = _one(rank_pool(2).run(said, extra=faulty_layers.HiddenPlainAttention, dtype="float32"))
+        assert kind == "VerifyError" and "\n  layer 4 (HiddenPlainAttention): output of tokens 8.. differs" in text
+
+    def test_off_trains_on_and_says_so(self) -> None:
+        case = {"extra": faulty_layers.RunningSum, "dtype": "float32", "verify": "off", "steps": 2}
+        kind, text, log = _one(rank_pool(2).run(said, **case))
+        assert (kind, text) == ("", "")
+        assert log.startswith("verify: the loss agrees on 3 slices (8 + 8 + 7) of a sequence of 23 tokens with the ")
+        assert log.endswith("layers were not compared") and log.count("verify: ") == 1  # once, not in each step
+
+    def test_a_healthy_layer_of_ones_own(self) -> None:
+        kind, _, log = _one(rank_pool(2).run(said, extra=Nothing))
+        assert kind == "" and log.startswith("verify: 8 layers and the loss agree on 3 slices")
+
+    def test_the_package_s_own_are_trusted(self) -> None:
+        kind, _, log = _one(rank_pool(2).run(said))
+        assert kind == "" and log.startswith("verify: the loss agrees") and log.endswith("layers were not compared")
+
+    def test_but_not_with_a_loss_of_ones_own(self) -> None:
+        kind, _, log = _one(rank_pool(2).run(said, loss_fn=lossy.Plain()))
+        assert kind == "" and log.startswith("verify: 7 layers and the loss agree")
+
+
+class TestLosses:
+    @pytest.mark.parametrize("name", lossy.REFUSED)
+    def test_refused(self, name: str) -> None:
+        kind, text, _ = _one(rank_pool(2).run(losses, name=name))
+        assert kind == "VerifyError" and "\n  loss_fn: the " in text
+        assert "slice_weight(labels)" in text or name == "shifting"
+        suggested = 'set terapipe.loss_reduction to "' in text
+        assert suggested == name.startswith("mean over"), text  # no advice that the gradients speak against
+
+    @pytest.mark.parametrize("name", lossy.RIGHT)
+    def test_right(self, name: str) -> None:
+        kind, text, log = _one(rank_pool(2).run(right_loss, name=name))
+        assert (kind, text) == ("", "") and log.startswith("verify: the loss agrees on 3 slices")
+
+    def test_tuples_of_labels_need_a_weight(self) -> None:
+        kind, text, _ = _one(rank_pool(2).run(tuples, loss="masked_loss"))
+        assert kind == "TeraPipeConfigError"
+        assert "slice_weight(labels)" in text and "terapipe.loss_reduction" in text
+
+    def test_tuples_of_labels_are_refused_in_evaluation(self) -> None:
+        assert {text.split(":")[0] for text in rank_pool(2).run(evaluated_tuples)} == {"TeraPipeConfigError"}
+
+    def test_tuples_of_labels_in_one_slice(self) -> None:
+        assert _one(rank_pool(2).run(tuples, loss="masked_loss", slices=1))[:2] == ("", "")
+
+    def test_a_reduction_that_is_said_is_compared(self) -> None:
+        kind, text, _ = _one(rank_pool(2).run(tuples, loss="masked_loss", loss_reduction="mean_valid"))
+        assert kind == "VerifyError" and "no terapipe.loss_reduction" in text
+
+
+class TestCut:
+    def test_rows_and_tokens_are_few(self) -> None:
+        kind, _, log = _one(rank_pool(2).run(long, verify="first_batch"))
+        assert kind == ""
+        assert "on 3 slices (38 + 25 + 65) of tokens 0 to 128 of 400 in 2 of 5 rows with the whole, " in log
+
+    def test_the_window_lies_where_labels_begin_to_count(self) -> None:
+        """A mean over all tokens agrees with one over valid labels wherever all are valid, or none is."""
+        kind, text, _ = _one(rank_pool(2).run(long, masked_until=250, loss_reduction="mean"))
+        assert kind == "VerifyError" and 'set terapipe.loss_reduction to "mean_valid"' in text
+        assert _one(rank_pool(2).run(long, masked_until=250))[0] == ""
+
+    def test_no_label_at_all(self) -> None:
+        kind, _, log = _one(rank_pool(2).run(long, masked_until=400))
+        assert kind == "" and log.endswith("; the loss was not compared: no label counts in this batch")
+
+    def test_a_layer_that_cannot_run_on_a_cut_runs_on_the_whole(self) -> None:
+        kind, text, log = _one(rank_pool(2).run(long_only_trained, verify=None))
+        assert (kind, text) == ("", "") and "on 8 slices of a sequence of 400 tokens with the whole" in log
+
+    def test_off_and_a_layer_that_cannot_run_on_a_cut(self) -> None:
+        kind, text, log = _one(rank_pool(2).run(long_only_trained, verify="off"))
+        assert (kind, text) == ("", "")
+        assert "the loss was not compared: layer 4 (OnlyTrained) raised ValueError: it takes 400 tokens" in log

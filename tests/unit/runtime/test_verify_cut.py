@@ -1,0 +1,159 @@
+"""What of a batch the check looks at."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.models import gpt
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.loss import slice_counts
+from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.verify.cut import LEAST_TOKENS, MOST_TOKENS, Cut, Cuttable, choose_window, unit_of, window_plan
+from terapipe_ds.runtime.verify.layout import ALONE, Same, TokenDim, likely_layouts
+from terapipe_ds.runtime.verify.own import all_own
+
+
+@pytest.mark.parametrize("length", [64, 127, 130, 512, 4096, 131072])
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("unit", [1, 2, 64])
+@pytest.mark.parametrize("slices", [4, 32])
+def test_a_window_is_short_and_its_slices_unequal(length: int, rows: int, unit: int, slices: int) -> None:
+    plan = SlicePlan.equal(length, min(slices, -(-length // unit)), unit)
+    found = window_plan(plan, unit, rows, 8, 4, min(rows, 2))
+    tokens = found.sequence_length
+    if found == plan:
+        assert length <= max(LEAST_TOKENS, 3 * unit) and plan.num_slices <= 3
+        return
+    assert found.num_slices == 3 and tokens <= length
+    assert all(n % unit == 0 for n in found.lengths[:-1]) and (tokens == length or tokens % unit == 0)
+    assert len(set(found.lengths)) > 1 or tokens == 3 * unit
+    assert tokens <= max(LEAST_TOKENS, 3 * unit, min(MOST_TOKENS, length * rows // min(rows, 2) // 8))
+    assert tokens >= min(length, LEAST_TOKENS) - unit
+
+
+def test_slices_are_multiples_of_the_granularity_where_those_of_the_plan_are() -> None:
+    assert unit_of(SlicePlan((512, 256, 100)), 64, 2) == 64
+    assert unit_of(SlicePlan((500, 256, 100)), 64, 2) == 2
+
+
+def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTensors:
+    return SliceableTensors(tensors, sliced or tuple(t.dim() > dim for t in tensors), dim, len(tensors) > 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "tokens"),
+    [
+        (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 3)), 4, True),
+        (sliceable(torch.zeros(10, 4), torch.zeros(10, 4, 3), dim=0, sliced=(True, True)), 4, True),
+        (sliceable(torch.zeros(4, 10), torch.zeros(1, 10)), None, True),  # positions, one row for all
+        (sliceable(torch.zeros(4, 10), torch.zeros(4)), None, True),  # no sequence
+        (sliceable(torch.zeros(4, 10), torch.zeros(4, 1, 10, 10), sliced=(True, False)), None, False),  # a mask
+        (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 10)), 4, False),
+        (sliceable(torch.zeros(10, 10)), 10, True),  # as many rows as tokens
+    ],
+)
+def test_what_may_be_cut(batch: SliceableTensors, rows: int | None, tokens: bool) -> None:
+    assert Cuttable.of(batch) == Cuttable(rows, tokens)
+
+
+def test_a_cut_has_its_rows_and_tokens_only() -> None:
+    tokens = torch.arange(40).view(4, 10)
+    cut = Cut(SlicePlan((1, 2)), 10, start=6, row=2, rows=2, of_rows=4)
+    found = cut.of(sliceable(tokens, tokens + 100)).tensors
+    assert found[0].tolist() == [[26, 27, 28], [36, 37, 38]] and found[1].tolist() == [[126, 127, 128], [136, 137, 138]]
+    assert str(cut) == "2 slices (1 + 2) of tokens 6 to 9 of 10 in 2 of 4 rows"
+
+
+def _chosen(labels: Any, rows: int | None = 2, **options: Any) -> tuple[int, int, tuple[float, ...]]:
+    counts = partial(slice_counts, ignore_index=-100, **options)
+    return choose_window(labels, SlicePlan((6, 4, 10)), rows, 1, -100, counts)
+
+
+def test_the_window_is_where_some_labels_count_and_some_do_not() -> None:
+    labels = torch.zeros(4, 300, dtype=torch.long)
+    assert _chosen(sliceable(labels)) == (0, 0, (12.0, 8.0, 20.0))  # the first one, where all count
+    labels[:, :217] = -100
+    row, start, counts = _chosen(sliceable(labels))
+    assert row == 0 and start < 217 < start + 20
+    assert sum(count > 0 for count in counts) >= 2 and sum(counts) < 40
+    labels[:2] = -100
+    assert _chosen(sliceable(labels))[0] == 2
+
+
+def test_a_loss_mask_beside_the_labels_counts() -> None:
+    labels, mask = torch.zeros(2, 300, dtype=torch.long), torch.zeros(2, 300)
+    mask[:, 100:160] = 1
+    _, start, counts = _chosen(sliceable(labels, mask), None, slice_weight=lambda labels: labels[1].sum())
+    assert start < 100 < start + 20 or start < 160 < start + 20
+    assert sum(count > 0 for count in counts) >= 2
+
+
+def test_nothing_counts() -> None:
+    assert _chosen(sliceable(torch.full((2, 300), -100)))[2] == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "expected"),
+    [
+        ((2, 8, 5), 1, [TokenDim(1)]),
+        ((8, 2, 5), 1, [TokenDim(0)]),
+        ((8, 8, 5), 1, [TokenDim(1), TokenDim(0)]),
+        ((16, 5), 1, [TokenDim(0, 2), TokenDim(0, 2, False)]),
+        ((16, 5), 0, [TokenDim(0, 2, False), TokenDim(0, 2)]),
+    ],
+)
+def test_where_tokens_may_lie(shape: tuple[int, ...], dim: int, expected: list[TokenDim]) -> None:
+    plan = SlicePlan((3, 5))
+    assert likely_layouts([torch.zeros(shape)], plan, dim, ALONE) == [[each] for each in expected]
+    both = likely_layouts([torch.zeros(shape), torch.zeros(())], plan, dim, ALONE)
+    assert both == [[each, Same()] for each in expected]
+    assert likely_layouts([torch.zeros(3)], plan, dim, ALONE) == []
+
+
+class Derived(gpt.DecoderLayer):
+    pass
+
+
+class Held:
+    """What `all_own` looks at of a PipelineModule."""
+
+    def __init__(self, functions: list[Any], loss_fn: Any = gpt.gpt_loss) -> None:
+        self.forward_funcs, self.loss_fn = functions, loss_fn
+
+
+CONFIG = gpt.GPTConfig(vocab_size=8, hidden_size=16, num_layers=1, num_heads=2)
+SPECS: list[LayerSpec] = gpt.gpt_layers(CONFIG)
+
+
+def _with_a_foreign_mlp() -> nn.Module:
+    layer = gpt.DecoderLayer(CONFIG, 0)
+    layer.mlp = Derived(CONFIG, 1)
+    return layer
+
+
+def test_whose_layers_they_are() -> None:
+    own = [spec.build() for spec in SPECS]
+    assert all_own(Held(own)) and all_own(Held(own, None)) and all_own(Held([partial(gpt.gpt_loss, own[0])]))
+    assert not all_own(Held([*own, Derived(CONFIG, 0)]))
+    assert not all_own(Held([nn.Linear(2, 2)]))  # torch's, but no layer of ours
+    assert not all_own(Held([_with_a_foreign_mlp()]))
+    assert not all_own(Held([lambda x: x]))
+    assert not all_own(Held([partial(lambda layer, x: x, own[0])]))
+    assert not all_own(Held(own, nn.CrossEntropyLoss()))
+    assert not all_own(Held(own, lambda outputs, labels: outputs.mean()))
+
+
+def test_no_gradients_are_made_for_all_parameters() -> None:
+    layer = nn.Linear(3, 3)
+    with untouched(layer, with_gradients=False):
+        assert layer.weight.grad is None
+        layer(torch.zeros(2, 3)).sum().backward()
+        assert layer.weight.grad is not None
+    assert layer.weight.grad is None

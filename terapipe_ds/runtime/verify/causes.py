@@ -84,7 +84,7 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
     kinds = _kinds(check)
     if routed is not None and "routing" in kinds:
         return _capacity(routed)
-    if not _whole_mixes(check, whole):
+    if not _whole_mixes(check, whole, differs.first_token):
         return f"it treats each token alone, but not as in the whole sequence: {_OWN_LENGTH}"
     sliced = _uses_sliced_attention(check)
     if sliced:
@@ -311,9 +311,11 @@ def _flip_earlier(tokens: Tensor, border: int) -> Tensor:
     return torch.cat([_other(tokens[:border]), tokens[border:]])
 
 
-def _whole_mixes(check: LayerCheck, whole: Ran) -> bool:
-    """Whether tokens of the whole run depend on those before them."""
-    return _changes(check, whole, _flip_earlier, after=check.runner.plan.lengths[0])
+def _whole_mixes(check: LayerCheck, whole: Ran, token: int) -> bool:
+    """Whether tokens of the whole run depend on those before the slice that ``token`` is in."""
+    plan = check.runner.plan
+    starts = [plan.span(i)[0] for i in range(plan.num_slices)]
+    return _changes(check, whole, _flip_earlier, after=max(start for start in starts if start <= token))
 
 
 def _uses_sliced_attention(check: LayerCheck) -> bool:

@@ -122,7 +122,7 @@ def plain_attention_by_another_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @attends("mixes tokens")
 def attention_to_pooled_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keys, values = (F.adaptive_avg_pool2d(each, (4, each.shape[-1])) for each in (k, v))
+    keys, values = (F.adaptive_avg_pool2d(each, (3, each.shape[-1])) for each in (k, v))
     return F.scaled_dot_product_attention(q, keys, values)
 
 

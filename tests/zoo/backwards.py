@@ -54,7 +54,7 @@ def centred_gradient(x: Tensor) -> Tensor:
     return x.tanh()
 
 
-@layer("gradient of inner")
+@layer("inner differs")
 class NormalisedWeightGradient(nn.Module):
     """A hook of the weight scales its gradient to norm one: of a micro-batch in stock, of a slice here."""
 

@@ -632,19 +632,6 @@ class AttentionOverHeads(Sliced):
         return super().sliced(mixed.transpose(1, 2), k, v)
 
 
-class Skips(nn.Module):
-    """Remembers what it is given for the layer after it, which stands on the same stage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        Skips.remembered = x
-        return x.tanh()
-
-
-class Remembers(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + Skips.remembered
-
-
 add("NormedEmbedding", lambda: [LayerSpec(NormedEmbedding), *stack(LayerSpec(Sliced, 0))[1:]], ())
 add("OwnCheckpoint", lambda: stack(LayerSpec(OwnCheckpoint, 0, False), LayerSpec(OwnCheckpoint, 1, False)), ())
 add("OwnReentrantCheckpoint", lambda: stack(LayerSpec(OwnCheckpoint, 0, True), LayerSpec(OwnCheckpoint, 1, True)), ())
@@ -654,6 +641,4 @@ add("AttentionOverHeads", lambda: stack(LayerSpec(AttentionOverHeads, 0)), ())
 for kind in (BlocksOfFour, AttentionInBlocks):
     add(kind.__name__, lambda kind=kind: stack(LayerSpec(kind), LayerSpec(Sliced, 1)), (),
         data=lambda seed: micro_batch(seed, length=24), terapipe={"granularity_tokens": 4})  # fmt: skip
-add("SkipsALayer", lambda: [LayerSpec(Embedding), LayerSpec(Sliced, 0), LayerSpec(Mlp),
-                            LayerSpec(Skips), LayerSpec(Remembers), LayerSpec(Head)], ())  # fmt: skip
 add("PositionIdsOfOneRow", with_sliced(PositionIds), (), data=lambda seed: with_input(seed, torch.arange(LENGTH)[None]))

@@ -29,7 +29,8 @@ def untouched(
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
     The stand-ins' gradients begin as zeros, so that a backward adds to them as that of a later slice does.
     ``accumulates_in_fp32``: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
-    precision may do. ``with_gradients`` False: they begin as None, and take no memory before there are any.
+    precision may do. ``with_gradients`` False: they begin as None, and take no memory before there are any;
+    what changes the gradient of a parameter (``register_hook``) does so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = getattr(module, "rng_trackers", ())
@@ -112,7 +113,11 @@ def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients
     for name, value in vars(parameter).items():
         if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
             setattr(stand_in, name, value)
-    if not (parameter.requires_grad and with_gradients):
+    if not parameter.requires_grad:
+        return stand_in
+    if not with_gradients:
+        for hook in (parameter._backward_hooks or {}).values():  # they change gradients: those of slices otherwise
+            stand_in.register_hook(hook)
         return stand_in
     if accumulates_in_fp32:
         total = torch.zeros_like(parameter, dtype=torch.float32)

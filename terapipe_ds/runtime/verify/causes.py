@@ -63,6 +63,11 @@ def _looked_into(check: LayerCheck, look: Callable[[], str]) -> tuple[str, str |
 
 
 def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
+    if _changes(check, whole, lambda tokens, border: tokens):
+        return (
+            "what it gives changes from call to call: it keeps a state of its own (a counter, a running statistic, a "
+            f"power iteration), and slices are more calls than whole sequences; {_CANNOT}"
+        )
     if differs.first_token is None:
         return _cause_of_values(check)
     routed = router_of(check.layer.module)
@@ -79,7 +84,7 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
     kinds = _kinds(check)
     if routed is not None and "routing" in kinds:
         return _capacity(routed)
-    if not _whole_mixes(check, whole):
+    if not _whole_mixes(check, whole, differs.first_token):
         return f"it treats each token alone, but not as in the whole sequence: {_OWN_LENGTH}"
     sliced = _uses_sliced_attention(check)
     if sliced:
@@ -293,9 +298,9 @@ def _changed(check: LayerCheck, change: Callable[[Tensor, int], Tensor], border:
 
 
 def _other(tokens: Tensor) -> Tensor:
-    """Other values of the same kind: those of other tokens, and for floats of another sign and size."""
-    rolled = tokens.flip(0)
-    return rolled * -1.5 if tokens.is_floating_point() else rolled
+    """Other values of the same kind: those of other tokens, of another sign and size; or one for all, where they are
+    numbers of words: a layer that counts words does not see that they change places."""
+    return tokens.flip(0) * -1.5 if tokens.is_floating_point() else tokens[:1].expand_as(tokens)
 
 
 def _flip_later(tokens: Tensor, border: int) -> Tensor:
@@ -306,9 +311,11 @@ def _flip_earlier(tokens: Tensor, border: int) -> Tensor:
     return torch.cat([_other(tokens[:border]), tokens[border:]])
 
 
-def _whole_mixes(check: LayerCheck, whole: Ran) -> bool:
-    """Whether tokens of the whole run depend on those before them."""
-    return _changes(check, whole, _flip_earlier, after=check.runner.plan.lengths[0])
+def _whole_mixes(check: LayerCheck, whole: Ran, token: int) -> bool:
+    """Whether tokens of the whole run depend on those before the slice that ``token`` is in."""
+    plan = check.runner.plan
+    starts = [plan.span(i)[0] for i in range(plan.num_slices)]
+    return _changes(check, whole, _flip_earlier, after=max(start for start in starts if start <= token))
 
 
 def _uses_sliced_attention(check: LayerCheck) -> bool:

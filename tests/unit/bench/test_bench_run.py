@@ -445,11 +445,15 @@ def test_stages_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     command._check_devices(job)
     assert [job.device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
     assert [dataclasses.replace(job, share_device=False).device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    assert "sends from the device itself" in (job.problem(Case("torch", "gpipe"), 1) or "")
-    assert "sends from the device itself" in (job.problem(Case("deepspeed", "dualpipev"), 8) or "")
-    for case in (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 8)):
-        assert job.problem(case, 1) is None
-    assert "9999 slices are more than" in (job.problem(Case("terapipe", "seq1f1b", 9999), 1) or "")
+    cases = (
+        Case("torch", "gpipe"), Case("deepspeed", "dualpipev"), Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 8),
+        Case("terapipe", "seq1f1b", 9999),
+    )  # fmt: skip
+    job = dataclasses.replace(job, cases=cases)
+    assert "sends from the device itself" in (job.problem(0, 1) or "")
+    assert "sends from the device itself" in (job.problem(1, 8) or "")
+    assert job.problem(2, 1) is None and job.problem(3, 1) is None
+    assert "9999 slices are more than" in (job.problem(4, 1) or "")
 
 
 def test_the_result_names_the_attention_and_the_shared_device() -> None:

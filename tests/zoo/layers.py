@@ -1,0 +1,131 @@
+"""What the models of the zoo are made of: layers of hidden size 12 in fp64 whose weights follow from seeds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terapipe_ds import attention as terapipe_attention
+from tests.distributed.engines import IGNORE_INDEX, VOCAB_SIZE
+
+WIDTH, HEADS = 12, 2
+LONG = 200  # tokens of a long text
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def weight(*shape: int, seed: int, std: float = 0.4) -> nn.Parameter:
+    return nn.Parameter(fixed(*shape, seed=seed, std=std))
+
+
+def fixed(*shape: int, seed: int, std: float = 0.4) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return std * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def seeded(module: Module, seed: int = 50) -> Module:
+    """A module of torch's own in fp64, with weights that follow from the seed."""
+    module.double()
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            parameter.copy_(fixed(*parameter.shape, seed=seed + index))
+    return module
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(VOCAB_SIZE, WIDTH, seed=1, std=1.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[tokens]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(VOCAB_SIZE, WIDTH, seed=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+class Mlp(nn.Module):
+    """Each token for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight(WIDTH, 2 * WIDTH, seed=3), weight(2 * WIDTH, WIDTH, seed=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(x @ self.up) @ self.down
+
+
+class Residual(nn.Module):
+    """x + out(update(in(x)))."""
+
+    def __init__(self, update: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.update = update
+        self.inner, self.outer = weight(WIDTH, WIDTH, seed=5), weight(WIDTH, WIDTH, seed=6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.update(x @ self.inner) @ self.outer
+
+
+class Attention(nn.Module):
+    """Multi-head attention around `attend`."""
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attend = attend
+        self.qkv, self.outer = weight(WIDTH, 3 * WIDTH, seed=7), weight(WIDTH, WIDTH, seed=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (x @ self.qkv).chunk(3, -1))
+        return x + self.attend(q, k, v).transpose(1, 2).flatten(2) @ self.outer
+
+
+def later(tokens: int, keys: int | None = None) -> Tensor:
+    """[T, T]: true where the key comes after the query."""
+    keys = tokens if keys is None else keys
+    return torch.ones(tokens, keys, dtype=torch.bool).triu(1 + keys - tokens)
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean over the labels that count."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+# -- attention of the healthy ones -----------------------------------------------------------------------------------
+
+
+def sliced_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, **options: Any) -> Tensor:
+    return _attention(q, k, v, layer, **options)
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, layer: Any, scale: float | None = None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+_attention: Callable[..., Tensor] = terapipe_attention.sliced_attention
+
+
+@contextlib.contextmanager
+def torch_attention() -> Iterator[None]:
+    """For stock runs: `sliced_attention` is torch's own meanwhile."""
+    global _attention
+    ours, _attention = _attention, _torch_attention
+    try:
+        yield
+    finally:
+        _attention = ours

@@ -1,0 +1,304 @@
+"""Losses with another denominator than the default of the section has it, or with none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor
+
+from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
+from tests.zoo.layers import Embedding, Head, Mlp, fixed
+from tests.zoo.members import add, loss, stack
+from tests.zoo.shapes import FirstOf
+
+LOSS = "loss_fn"
+REDUCTION = "loss_reduction"
+WEIGHT = "slice_weight"
+
+
+def each(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B, T]; zero where no label counts."""
+    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    return flat.view_as(labels)
+
+
+def valid(labels: Tensor) -> Tensor:
+    return labels != IGNORE_INDEX
+
+
+def mean_valid(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).sum() / valid(labels).sum()
+
+
+def last_is_masked(seed: int) -> MicroBatch:
+    """Rows end at different places, so that slices have different shares of the labels."""
+    tokens, labels = micro_batch(seed)
+    labels[1, 15:] = IGNORE_INDEX
+    return tokens, labels
+
+
+def with_mask(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    return tokens, (labels, fixed(2, LENGTH, seed=seed, std=1.0).abs())
+
+
+def weighted_tokens(seed: int) -> MicroBatch:
+    return micro_batch(seed)[0], with_mask(seed)[1]
+
+
+# -- other denominators ----------------------------------------------------------------------------------------------
+
+
+@loss(LOSS, REDUCTION)
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).sum()
+
+
+@loss(LOSS, REDUCTION)
+def mean_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).mean()
+
+
+@loss(LOSS, REDUCTION)
+def by_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """Divided by the batch size."""
+    return each(logits, labels).sum() / len(labels)
+
+
+@loss(LOSS, REDUCTION)
+def by_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
+    """Divided by the longest sequence there may be."""
+    return each(logits, labels).sum() / (2 * LENGTH)
+
+
+@loss(LOSS, data=last_is_masked)
+def by_rows_that_have_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).sum() / valid(labels).any(1).sum().clamp(min=1)
+
+
+@loss(LOSS, WEIGHT)
+def by_root_of_count(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).sum() / valid(labels).sum().sqrt()
+
+
+@loss(LOSS, WEIGHT)
+def class_weights(logits: Tensor, labels: Tensor) -> Tensor:
+    weights = torch.linspace(0.1, 2.0, VOCAB_SIZE, dtype=logits.dtype)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weights, ignore_index=IGNORE_INDEX)
+
+
+@loss(LOSS, WEIGHT)
+def tokens_of_one_kind(logits: Tensor, labels: Tensor) -> Tensor:
+    """Only labels of the first half of the vocabulary count."""
+    chosen = (labels >= 0) & (labels < VOCAB_SIZE // 2)
+    return (each(logits, labels) * chosen).sum() / chosen.sum()
+
+
+@loss(LOSS)
+def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
+    """Small labels do not count either."""
+    labels = labels.masked_fill(labels < 6, IGNORE_INDEX)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+@loss(LOSS)
+def rows_then_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """A mean over each sequence, then over the sequences."""
+    return (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean()
+
+
+@loss(LOSS)
+def more_than_the_count(logits: Tensor, labels: Tensor) -> Tensor:
+    """One is added to the count, lest it be zero."""
+    return each(logits, labels).sum() / (valid(labels).sum() + 1)
+
+
+@loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")
+def mask_in_a_tuple(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    """As Megatron: (labels, loss_mask)."""
+    targets, mask = labels
+    return (each(logits, targets) * mask).sum() / mask.sum()
+
+
+@loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")
+def sum_of_a_tuple(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    targets, mask = labels
+    return (each(logits, targets) * mask).sum()
+
+
+@loss(LOSS, WEIGHT, data=weighted_tokens, terapipe={"loss_reduction": "mean"})
+def mask_in_a_tuple_called_mean(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+    return mask_in_a_tuple(logits, labels)
+
+
+# -- no weighted mean at all -----------------------------------------------------------------------------------------
+
+
+@loss(LOSS)
+def root_mean_square(logits: Tensor, labels: Tensor) -> Tensor:
+    return (each(logits, labels).square().sum() / valid(labels).sum()).sqrt()
+
+
+@loss(LOSS)
+def perplexity(logits: Tensor, labels: Tensor) -> Tensor:
+    return (mean_valid(logits, labels) / 4).exp()
+
+
+@loss(LOSS)
+def logarithm_of_mean_probability(logits: Tensor, labels: Tensor) -> Tensor:
+    return -((-each(logits, labels)).exp() * valid(labels)).sum().log()
+
+
+@loss(LOSS)
+def batch_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    shares = logits.softmax(-1).mean((0, 1))
+    return mean_valid(logits, labels) + 0.1 * (shares * shares.log()).sum()
+
+
+@loss(LOSS)
+def contrastive(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each token against all other tokens of the call."""
+    states = F.normalize(logits.flatten(0, 1), dim=-1)
+    return mean_valid(logits, labels) + F.cross_entropy(states @ states.mT, torch.arange(len(states)))
+
+
+@loss(LOSS)
+def normalised_focal(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = each(logits, labels)
+    weights = (1 - (-losses).exp()).square() * valid(labels)
+    return (weights * losses).sum() / weights.sum()
+
+
+@loss(LOSS)
+def hardest_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).flatten().topk(labels.numel() // 4).values.mean()
+
+
+@loss(LOSS)
+def largest(logits: Tensor, labels: Tensor) -> Tensor:
+    return each(logits, labels).logsumexp((0, 1))
+
+
+@loss(LOSS)
+def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Rewards without their mean, as policy gradients take them."""
+    losses = each(logits, labels)
+    return (losses * (losses - losses.mean()).detach()).mean()
+
+
+@loss(LOSS)
+def soft_dice(logits: Tensor, labels: Tensor) -> Tensor:
+    right = (-each(logits, labels)).exp() * valid(labels)
+    return 1 - 2 * right.sum() / (right.square().sum() + valid(labels).sum())
+
+
+@loss(LOSS)
+def correlation(logits: Tensor, labels: Tensor) -> Tensor:
+    a, b = logits[..., 0].flatten(), labels.to(logits.dtype).flatten()
+    a, b = a - a.mean(), b - b.mean()
+    return mean_valid(logits, labels) - (a @ b) / (a.norm() * b.norm())
+
+
+# -- shifts and neighbours -------------------------------------------------------------------------------------------
+
+
+@loss("shifts the labels itself")
+def shifting(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
+
+
+@loss(LOSS)
+def shifting_by_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), F.pad(labels, (-1, 1), value=IGNORE_INDEX).flatten())
+
+
+@loss(LOSS)
+def without_the_first_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """The first four tokens of a sequence are a prompt."""
+    return mean_valid(logits[:, 4:], labels[:, 4:])
+
+
+@loss(LOSS)
+def smooth_in_time(logits: Tensor, labels: Tensor) -> Tensor:
+    return mean_valid(logits, labels) + 0.01 * logits.diff(dim=1).square().mean()
+
+
+# -- two parts -------------------------------------------------------------------------------------------------------
+
+
+@loss(LOSS)
+def with_z_loss_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    return mean_valid(logits, labels) + 0.01 * logits.logsumexp(-1).square().mean()
+
+
+@loss(LOSS)
+def mean_and_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return mean_valid(logits, labels) + 0.01 * logits.square().sum()
+
+
+@loss(LOSS)
+def smoothed_with_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """The smoothing is divided by all tokens."""
+    return 0.9 * mean_valid(logits, labels) - 0.1 * logits.log_softmax(-1).mean()
+
+
+@loss(LOSS)
+def with_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
+    """A penalty that does not depend on the tokens at all."""
+    return each(logits, labels).mean() + 0.5 * valid(labels).sum()
+
+
+# -- of other labels, or where no loss_fn is --------------------------------------------------------------------------
+
+
+class WrongWeight:
+    """Divides by the sum of a mask and tells of all tokens."""
+
+    __name__ = "WrongWeight"
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        return mask_in_a_tuple(logits, labels)
+
+    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> float:
+        return float(labels[0].numel())
+
+
+add("WrongWeight", stack, (LOSS, "slice_weight(labels)"), loss_fn=WrongWeight(), data=weighted_tokens)
+
+
+def soft_targets(seed: int) -> MicroBatch:
+    return micro_batch(seed)[0], fixed(2, LENGTH, VOCAB_SIZE, seed=seed, std=1.0).softmax(-1)
+
+
+@loss(LOSS, data=soft_targets)
+def divergence_by_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.kl_div(logits.log_softmax(-1), labels, reduction="batchmean")
+
+
+class OwnLossHead(Head):
+    """(x, labels) -> the loss: the model needs no loss_fn."""
+
+    def __init__(self, own_loss: Any) -> None:
+        super().__init__()
+        self.own_loss = own_loss
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
+        return self.own_loss(super().forward(inputs[0]), inputs[1])
+
+
+def labels_as_input(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    return (tokens, labels), labels
+
+
+def with_own_loss(own_loss: Any, inner: LayerSpec | None = None) -> list[LayerSpec]:
+    return [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(FirstOf, inner or LayerSpec(Mlp)),
+            LayerSpec(FirstOf, LayerSpec(Mlp)), LayerSpec(OwnLossHead, own_loss)]  # fmt: skip
+
+
+for each_loss in (summed, root_mean_square, perplexity):
+    add(f"own_{each_loss.__name__}", lambda each_loss=each_loss: with_own_loss(each_loss), "layer 3 (OwnLossHead)",
+        loss_fn=None, data=labels_as_input)  # fmt: skip

@@ -1,0 +1,269 @@
+"""Masks, pooled states, flat rows and other shapes; layers that hand tuples on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
+from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
+from tests.zoo.members import add
+
+MIXES = "mixes tokens"
+
+
+class FirstOf(nn.Module):
+    """A layer for the first of a tuple; the others go on."""
+
+    def __init__(self, inner: LayerSpec) -> None:
+        super().__init__()
+        self.inner = inner.build()
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.inner(inputs[0]), *inputs[1:]
+
+
+class OnlyFirstOf(FirstOf):
+    """The others end here."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Any:
+        return super().forward(inputs)[0]
+
+
+def tuples(*layers: LayerSpec) -> list[LayerSpec]:
+    return [LayerSpec(FirstOf, LayerSpec(Embedding)), *layers, LayerSpec(OnlyFirstOf, LayerSpec(Head))]
+
+
+def reading(kind: type[nn.Module], after: LayerSpec | None = None) -> list[LayerSpec]:
+    """A layer that reads the further inputs and hands its own output on alone."""
+    return [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(kind), after or LayerSpec(Mlp), LayerSpec(Head)]
+
+
+def with_input(seed: int, extra: Tensor) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return (tokens, extra), labels
+
+
+class MaskedAttention(Attention):
+    """(x, mask): attention by hand with a mask that comes with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(self.with_mask)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.mask = inputs[1]
+        return super().forward(inputs[0]), *inputs[1:]
+
+    def with_mask(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = self.mask if self.mask.dim() == 4 else self.mask[:, None]
+        return scores_of(q, k).masked_fill(mask, float("-inf")).softmax(-1) @ v
+
+
+def square_mask(seed: int) -> MicroBatch:
+    return with_input(seed, later(LENGTH).expand(2, -1, -1).clone())
+
+
+def square_mask_of_heads(seed: int) -> MicroBatch:
+    return with_input(seed, later(LENGTH).expand(2, 1, -1, -1).clone())
+
+
+MASKED = [LayerSpec(MaskedAttention), LayerSpec(FirstOf, LayerSpec(Mlp))]
+add(
+    "MaskOfTokensByTokens", lambda: tuples(*MASKED), ("input 1", "two dimensions"), data=square_mask,
+    error="BatchError", stops=True,
+)  # fmt: skip
+add(
+    "MaskOfHeads", lambda: tuples(*MASKED), ("input 1", "two dimensions"), data=square_mask_of_heads,
+    error="BatchError", stops=True,
+)  # fmt: skip
+
+
+class PerSequence(nn.Module):
+    """(x, table): every token reads the whole table [B, L], which has the length of the labels by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight(WIDTH, seed=90)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        x, table = inputs
+        return x + table.square().mean(1)[:, None, None] * self.inner
+
+
+def table(seed: int) -> MicroBatch:
+    return with_input(seed, fixed(2, LENGTH, seed=seed, std=1.0))
+
+
+add(
+    "TableAsLongAsTheText", lambda: reading(PerSequence),
+    ("input 1", "sliced_inputs"), data=table, error="BatchError",
+)  # fmt: skip
+
+
+def memory_of_the_length(seed: int) -> MicroBatch:
+    return with_input(seed, fixed(2, LENGTH, WIDTH, seed=seed, std=1.0))
+
+
+class ReadsMemory(nn.Module):
+    """(x, memory): attention to another text, which is as long by chance."""
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        x, memory = inputs
+        return x + scores_of(x, memory).softmax(-1) @ memory
+
+
+add(
+    "MemoryAsLongAsTheText", lambda: reading(ReadsMemory), MIXES,
+    data=memory_of_the_length,
+)  # fmt: skip
+
+
+# -- pooled states ---------------------------------------------------------------------------------------------------
+
+
+class Pooling(nn.Module):
+    """x -> (x, a mean over the tokens)."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x, self.pooled(x)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class LastState(Pooling):
+    """x -> (x, the last token)."""
+
+    def pooled(self, x: Tensor) -> Tensor:
+        return x[:, -1].clone()
+
+
+class UsesState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight(WIDTH, WIDTH, seed=91)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0] + (inputs[1] @ self.inner)[:, None]
+
+
+def pooled(kind: type[nn.Module]) -> list[LayerSpec]:
+    return [LayerSpec(Embedding), LayerSpec(kind), LayerSpec(UsesState), LayerSpec(Head)]
+
+
+add("PooledState", lambda: pooled(Pooling), MIXES)
+add("LastTokenPooled", lambda: pooled(LastState), MIXES)
+
+
+class Distances(nn.Module):
+    """x -> (x, the products of all tokens with all)."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x, x @ x.mT
+
+
+class UsesDistances(nn.Module):
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        x, products = inputs
+        return x + products.masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x
+
+
+add(
+    "ProductsHandedOn",
+    lambda: [LayerSpec(Embedding), LayerSpec(Distances), LayerSpec(UsesDistances), LayerSpec(Head)],
+    "layer 1 (Distances)",
+)
+
+
+class Classifier(Head):
+    """The logits of the last token, for every token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, -1:].expand(-1, x.shape[1], -1)
+
+
+add("LastTokenClassifies", lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
+    ("layer 3 (Classifier)", MIXES))  # fmt: skip
+
+
+def class_labels(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return tokens, labels[:, -1].clone()
+
+
+class OneClass(Head):
+    """One class for a sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, -1])
+
+
+add(
+    "OneLabelPerSequence", lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(OneClass)],
+    ("no label tensor has dimension 1",), data=class_labels, error="BatchError", stops=True,
+)  # fmt: skip
+
+
+# -- rows and tokens in one dimension --------------------------------------------------------------------------------
+
+
+class Flatten(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
+
+
+class FlatShift(nn.Module):
+    """[B * T, C]: each token and the one before it, also across rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight(WIDTH, WIDTH, seed=92)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
+
+
+add("FlatRowsShifted", lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
+    "layer 2 (FlatShift)")  # fmt: skip
+
+
+class Pairs(nn.Module):
+    """Two tokens become one of double width, and are taken apart again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = weight(2 * WIDTH, 2 * WIDTH, seed=93)
+
+    def forward(self, x: Tensor) -> Tensor:
+        odd = x.shape[1] % 2
+        wide = F.pad(x, (0, 0, odd, 0)).unflatten(1, (-1, 2)).flatten(2) @ self.inner
+        return x + wide.unflatten(2, (2, -1)).flatten(1, 2)[:, odd:]
+
+
+add("PairsOfTokens", lambda: [LayerSpec(Embedding), LayerSpec(Pairs), LayerSpec(Mlp), LayerSpec(Head)], MIXES)
+
+
+def positions_of_rows(seed: int) -> MicroBatch:
+    return with_input(seed, torch.arange(LENGTH))
+
+
+class FirstDimension(nn.Module):
+    """(x, ids [L]): positions without rows, which are not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = weight(LONG, WIDTH, seed=94)
+
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, ids = inputs
+        return x + self.table[ids[: x.shape[1]]], ids
+
+
+add(
+    "PositionIdsWithoutRows", lambda: tuples(LayerSpec(FirstDimension), LayerSpec(FirstOf, LayerSpec(Mlp))),
+    "layer 1 (FirstDimension)", data=positions_of_rows,
+)  # fmt: skip

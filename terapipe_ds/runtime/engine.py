@@ -103,7 +103,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
         self._links = StageLinks(
             self._groups, self._layout, self.stage_id, torch.device(self.device),
-            announce_each=self.dynamic_shape and self.terapipe_config.is_stock_order,
+            announce_each=self.module.dynamic_shape and self.terapipe_config.is_stock_order,
         )  # fmt: skip
         self._source = BatchSource(
             self.terapipe_config,

@@ -40,7 +40,8 @@ def slice_weights(
             weight.
     """
     if isinstance(labels, UncutLabels):
-        return (1.0,) * plan.num_slices  # one, unless slices were set by hand, and then the labels refuse
+        labels.part(*plan.span(0))  # refuses where slices were set by hand
+        return (1.0,)
     if slice_weight is not None:
         return _shares([float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)])
     if loss_reduction == "sum":

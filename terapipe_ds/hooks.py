@@ -179,6 +179,7 @@ HOOKS: tuple[Hook, ...] = (
         "recomputes layers": "activation_checkpoint_func activation_checkpoint_interval is_checkpointable_results "
         "is_checkpointable_results_interval _precompute_checkpointable_values",
         "reports further losses": "get_additional_losses",
+        "says that shapes differ from message to message": "dynamic_shape",
     }),
     *_hooks("deepspeed.runtime.pipe.topology", "PipelineParallelGrid", {
         "says which ranks make a pipeline": "pipe_parallel_size get_pipe_parallel_world_size get_stage_id topology "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -146,13 +147,13 @@ def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
     """The config with a granularity that every slice can be cut by; listed slices are taken as they are."""
-    raised = config.with_multiple(multiple)
-    if raised.granularity_tokens != config.granularity_tokens and rank == 0:
+    raised = math.lcm(config.granularity_tokens, multiple)
+    if raised != config.granularity_tokens and not isinstance(config.slices, tuple) and rank == 0:
         logger.info(
             "terapipe.granularity_tokens is raised from %d to %d: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple", config.granularity_tokens, raised.granularity_tokens, multiple,
+            "slice_length_multiple", config.granularity_tokens, raised, multiple,
         )  # fmt: skip
-    return raised
+    return config.with_multiple(multiple)
 
 
 def check_device_waits(wires: Wires) -> None:

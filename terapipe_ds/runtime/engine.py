@@ -107,7 +107,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, self._groups)
         self._wires = self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        announce_each = self.dynamic_shape and self.terapipe_config.is_stock_order
+        announce_each = self.module.dynamic_shape and self.terapipe_config.is_stock_order
         self._links = StageLinks(self._wires, self._layout, self.stage_id, announce_each)
         self._source = BatchSource(
             self.terapipe_config,

@@ -40,7 +40,8 @@ def slice_weights(
             weight.
     """
     if isinstance(labels, UncutLabels):
-        return (1.0,) * plan.num_slices  # one, unless slices were set by hand, and then the labels refuse
+        labels.part(*plan.span(0))  # refuses where slices were set by hand
+        return (1.0,)
     if slice_weight is None and loss_reduction == "sum":
         return (1.0,) * plan.num_slices
     if slice_weight is None and loss_reduction == "mean":

@@ -446,8 +446,8 @@ def test_stages_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [job.device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:0"]
     assert [dataclasses.replace(job, share_device=False).device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
     cases = (
-        Case("torch", "gpipe"), Case("deepspeed", "dualpipev"), Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 8),
-        Case("terapipe", "seq1f1b", 9999),
+        Case("torch", "gpipe"), Case("deepspeed", "dualpipev"), Case("deepspeed", "1f1b"),
+        Case("terapipe", "seq1f1b", 8), Case("terapipe", "seq1f1b", 9999),
     )  # fmt: skip
     job = dataclasses.replace(job, cases=cases)
     assert "sends from the device itself" in (job.problem(0, 1) or "")

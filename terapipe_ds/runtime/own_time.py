@@ -7,7 +7,6 @@ these is subtracted.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +53,8 @@ def own_seconds(
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
     probe = _idle_probe(layers, is_last, rounds, device)
     runner = _runner(engine, is_last, rounds, device)
-    seconds: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    probed_s: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    acted_s: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
 
     def settle() -> None:
         between()
@@ -68,17 +68,19 @@ def own_seconds(
 
     for slice_id in range(rounds):
         live: list[Any] = []
-        probed = [
-            timed(lambda start=slice_id, live=live: live.append(probe.issue_forward(1, start))),  # type: ignore[misc]
-            timed(lambda live=live: probe.issue_backward(live.pop())),  # type: ignore[misc]
-        ]
-        for kind, probed_s in zip(seconds, probed, strict=True):
+        calls: tuple[Callable[[], object], ...] = (
+            lambda start=slice_id, live=live: live.append(probe.issue_forward(1, start)),  # type: ignore[misc]
+            lambda live=live: probe.issue_backward(live.pop()),  # type: ignore[misc]
+        )
+        for kind, call in zip(probed_s, calls, strict=True):
+            probed_s[kind].append(timed(call))
             settle()
             with _idle_layers(engine, layers):
                 begin_s = now_s()
                 _act(runner, kind, slice_id, is_last)
-                seconds[kind].append(now_s() - begin_s - probed_s)
-    forward_s, backward_s = (max(0.0, statistics.median(over)) for over in seconds.values())
+                acted_s[kind].append(now_s() - begin_s)
+    # the least of each: what another program took of a run is not the engine's
+    forward_s, backward_s = (max(0.0, min(acted_s[kind]) - min(probed_s[kind])) for kind in probed_s)
     return forward_s, backward_s
 
 

@@ -193,7 +193,7 @@ class ClosedGate(Attention):
 
     def __init__(self) -> None:
         super().__init__(softmax_by_hand)
-        self.gate = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.gate = nn.Parameter(torch.zeros(1, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.gate * super().forward(x)

@@ -141,10 +141,10 @@ def last_token(x: Tensor) -> Tensor:
 
 
 @updates("mixes tokens")
-def triples(x: Tensor) -> Tensor:
-    """The tokens of a group of three add up."""
+def fours(x: Tensor) -> Tensor:
+    """The tokens of a group of four add up."""
     tokens = x.shape[1]
-    groups = F.pad(x, (0, 0, 0, -tokens % 3)).unflatten(1, (-1, 3))
+    groups = F.pad(x, (0, 0, 0, -tokens % 4)).unflatten(1, (-1, 4))
     return groups.cumsum(2).flatten(1, 2)[:, :tokens]
 
 

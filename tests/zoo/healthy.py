@@ -289,7 +289,6 @@ def reversible() -> list[LayerSpec]:
 
 
 add("ReversibleStreams", reversible, ())
-add("ReversibleStreamsCheckpointed", reversible, (), engine=checkpointed(TwoStreams))
 
 
 # -- further inputs --------------------------------------------------------------------------------------------------

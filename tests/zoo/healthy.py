@@ -295,7 +295,7 @@ add("ReversibleStreams", reversible, ())
 
 
 def memory(seed: int) -> MicroBatch:
-    return with_input(seed, fixed(2, 5, WIDTH, seed=seed, std=1.0))
+    return with_input(seed, fixed(2, 7, WIDTH, seed=seed, std=1.0))
 
 
 class FusedMemory(nn.Module):

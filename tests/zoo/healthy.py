@@ -289,14 +289,13 @@ def reversible() -> list[LayerSpec]:
 
 
 add("ReversibleStreams", reversible, ())
-add("ReversibleStreamsCheckpointed", reversible, (), engine=checkpointed(TwoStreams))
 
 
 # -- further inputs --------------------------------------------------------------------------------------------------
 
 
 def memory(seed: int) -> MicroBatch:
-    return with_input(seed, fixed(2, 5, WIDTH, seed=seed, std=1.0))
+    return with_input(seed, fixed(2, 7, WIDTH, seed=seed, std=1.0))
 
 
 class FusedMemory(nn.Module):

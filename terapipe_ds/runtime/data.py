@@ -94,6 +94,7 @@ class BatchSource:
         layout: of the parts; None: one for each stage.
         is_cut: whether sequences of a length are to be cut in slices; None: as the config says.
         tells: whether this rank writes to the log which inputs are cut.
+        look_at: shown the labels of each micro-batch that is trained on; what it raises is raised on every rank.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class BatchSource:
         layout: Layout | None = None,
         is_cut: Callable[[int], bool] | None = None,
         tells: bool = True,
+        look_at: Callable[[SliceableTensors], None] = lambda labels: None,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
@@ -121,6 +123,7 @@ class BatchSource:
         self._length_multiple = length_multiple
         self._is_cut = is_cut if is_cut is not None else lambda length: not config.is_one_slice
         self._tells = tells  # once
+        self._look_at = look_at
         self._agreements: dict[str, str] = {}
         self._fingerprint = _number_of(config.fingerprint())
 
@@ -150,6 +153,9 @@ class BatchSource:
             drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
             if self._is_last:
                 shapes = tuple(self._shape(d) for d in drawn)
+                for each in drawn if training else ():
+                    if each.labels is not None:
+                        self._look_at(each.labels)
             if self._peers is not None:
                 sums = self._sums(drawn)
         except Exception as caught:

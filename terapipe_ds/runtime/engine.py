@@ -57,6 +57,7 @@ from terapipe_ds.runtime.staging import neighbours_staged
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, count_nothing_as_zero, tell_of_clipping
 from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.verify import verify_first_batch
+from terapipe_ds.runtime.verify.later_labels import LaterLabels
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
@@ -86,6 +87,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     verify_only: bool = False  # the first batch is checked and then the process ends
     verified: bool = False  # slices were compared with whole sequences, and agree
     labels_agreed: bool = False  # it is known how labels weigh the losses of slices
+    later_labels: LaterLabels | None = None  # waits for labels that tell how `loss_fn` reduces
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     loss: Any  # of the last slice: DeepSpeed's attribute, without type
 
@@ -121,6 +123,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             self._layout,
             is_cut=lambda length: self._plans.cuts(length),
             tells=self.global_rank == 0,
+            look_at=self.look_at_labels,
         )
         self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
         self._store = SliceStore()
@@ -282,6 +285,11 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             assert labels is not None
             weights = self.weights_of_slices(labels, plan)
         return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+
+    def look_at_labels(self, labels: SliceableTensors) -> None:
+        """Compare the loss once more, where these labels can tell how it reduces and earlier ones could not."""
+        if self.later_labels is not None and self.later_labels.compare(labels):
+            self.later_labels = None
 
     def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
         """Of their losses, on a stage that has the labels."""

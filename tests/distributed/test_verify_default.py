@@ -183,3 +183,46 @@ class TestCut:
         kind, text, log = _one(rank_pool(2).run(long_only_trained, verify="off"))
         assert (kind, text) == ("", "")
         assert "the loss was not compared: layer 4 (OnlyTrained) raised ValueError: it takes 400 tokens" in log
+
+
+def masked_later(reduction: str | None, loss: str) -> tuple[str, str, str, bool]:
+    """Two steps on labels that all count, then one on labels of which some do not; and whether that one was made."""
+    loss_fn = getattr(lossy, loss, None) or gpt.gpt_loss
+    changes = {} if reduction is None else {"loss_reduction": reduction}
+    first, second, third = batches(3, masked=False)
+    third = [micro_batch(7, masked=True), third[1]]
+    kind = text = ""
+    with logged() as lines, engine_of(gpt_layers(), section(**changes), loss_fn=loss_fn) as engine:
+        for batch in (first, second):
+            engine.train_batch(iter(batch))
+        try:
+            engine.train_batch(iter(third))
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+        steps = engine.global_steps
+    return kind, text, "\n".join(line for line in lines if line.startswith("verify: ")), steps == 3
+
+
+class TestLabelsThatAreIgnoredLater:
+    """While all labels count, a mean over the valid ones and a mean over all are the same."""
+
+    @pytest.mark.parametrize(
+        ("reduction", "loss", "fits"), [(None, "mean_loss", "mean"), ("mean", "gpt_loss", "mean_valid")]
+    )
+    def test_a_reduction_that_is_not_the_losss(self, reduction: str | None, loss: str, fits: str) -> None:
+        results = rank_pool(2).run(masked_later, reduction=reduction, loss=loss)
+        assert [made for *_, made in results] == [False, False]
+        kind, text, *_ = results[1]
+        assert kind == "VerifyError" and "labels are ignored for the first time (ignore_index -100)" in text
+        assert f'set terapipe.loss_reduction to "{fits}"' in text
+        assert results[0][0] == "BatchError" and text in results[0][1]
+
+    def test_another_micro_batch_of_the_first_batch(self) -> None:
+        data = [micro_batch(0, masked=False), micro_batch(1, masked=True)]
+        kind, text, _ = _one(rank_pool(2).run(said, data=data, loss_fn=lossy.mean_loss))
+        assert kind == "VerifyError" and 'set terapipe.loss_reduction to "mean"' in text
+
+    @pytest.mark.parametrize(("reduction", "loss"), [(None, "gpt_loss"), ("mean", "mean_loss")])
+    def test_the_right_one_trains_on(self, reduction: str | None, loss: str) -> None:
+        for kind, text, _, made in rank_pool(2).run(masked_later, reduction=reduction, loss=loss):
+            assert (kind, text, made) == ("", "", True)

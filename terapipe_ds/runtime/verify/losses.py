@@ -43,6 +43,11 @@ class LossCheck:
         self._has_weight = hasattr(loss_fn, "slice_weight")
         self.skipped = ""  # why there was nothing to compare
 
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """How slices are cut from the outputs."""
+        return self._layouts
+
     def run(self) -> tuple[Differs, str] | None:
         """What differs and why; None where the loss and its gradients agree, and where there is no loss to compare:
         ``skipped`` says why."""

@@ -30,12 +30,14 @@ from terapipe_ds.runtime.trials import Trials
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, Cuttable, choose_window, unit_of, window_plan
 from terapipe_ds.runtime.verify.handing_on import first_inputs, hear, hear_notes, note, tell, tell_others
+from terapipe_ds.runtime.verify.later_labels import LaterLabels, can_watch, is_even
 from terapipe_ds.runtime.verify.layout import TensorPeersOf, likely_layouts
 from terapipe_ds.runtime.verify.losses import LossCheck
 from terapipe_ds.runtime.verify.own import all_own
 from terapipe_ds.runtime.verify.report import Report, Told, VerifyError
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner
 from terapipe_ds.runtime.verify.stage import (
+    Finding,
     Inputs,
     StageFindings,
     check_loss,
@@ -66,7 +68,7 @@ def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[Micr
     engine.labels_agreed = is_sliced
     if not training or not (is_sliced or engine.verify_only):
         return
-    report = _report(engine, sliced, len(micro_batches), with_layers)
+    report = _report(engine, sliced, micro_batches, with_layers)
     if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)
@@ -108,15 +110,18 @@ def _is_unweighted(engine: Any, micro_batch: MicroBatchInFlight) -> bool:
     return labels is not None and len(labels.tensors) > 1 and not is_said
 
 
-def _report(engine: Any, sliced: MicroBatchInFlight | None, num_micro_batches: int, with_layers: bool) -> Report:
+def _report(
+    engine: Any, sliced: MicroBatchInFlight | None, micro_batches: Sequence[MicroBatchInFlight], with_layers: bool
+) -> Report:
     """What all ranks found, on a cut; and on the whole micro-batch where a layer cannot run on a cut, or where that is
     all that is asked for."""
     begin_s = time.monotonic()
     for whole in (True,) if engine.verify_only else (False, True):
-        cut = None if sliced is None else _cut(engine, sliced, num_micro_batches, whole)
+        cut = None if sliced is None else _cut(engine, sliced, len(micro_batches), whole)
         mine = StageFindings()
         if sliced is not None and cut is not None:
             mine = _check(engine, replace(sliced, **_tensors_of(sliced, cut)), cut, with_layers)
+            mine.findings += _of_other_labels(engine, micro_batches)
         report = _gathered(engine, Told.of(mine, cut), with_layers, time.monotonic() - begin_s)
         if not any(finding.raised for finding in report.findings):
             break
@@ -236,14 +241,28 @@ def _check_part(
     is_last = part_id == engine._layout.num_parts - 1
     if not is_last or found.outputs is None or module.loss_fn is None or micro_batch.labels is None:
         return found
+    _compare_loss(engine, found, micro_batch, peers, with_layers, cut)
+    if is_even(weights, plan):
+        engine.later_labels = _later_labels(engine, found, cut)
+    return found
+
+
+def _compare_loss(
+    engine: Any, found: StageFindings, micro_batch: MicroBatchInFlight, peers: TensorPeersOf, with_layers: bool,
+    cut: Cut,
+) -> None:  # fmt: skip
+    """Compare the loss on what the last layer gave; with layers that were not compared, how it is cut is guessed."""
+    assert found.outputs is not None and micro_batch.labels is not None
+    module, plan, config = engine.module, micro_batch.plan, engine.terapipe_config
     if not cut.has_labels:
         found.notes.append("the loss was not compared: no label counts in this batch")
-        return found
-    labels, config = micro_batch.labels.to(torch.device(engine.device)), engine.terapipe_config
+        found.loss_layouts = found.outputs.layouts or None
+        return
+    labels = micro_batch.labels.to(torch.device(engine.device))
 
     def check(last: Inputs) -> LossCheck:
         return LossCheck(
-            module.loss_fn, labels, plan, last.values, last.layouts, weights, config.loss_reduction,
+            module.loss_fn, labels, plan, last.values, last.layouts, micro_batch.weights, config.loss_reduction,
             config.ignore_index, peers,
         )  # fmt: skip
 
@@ -252,7 +271,28 @@ def _check_part(
     else:
         layouts = likely_layouts(found.outputs.values.tensors, plan, config.sequence_dim, peers)
         look_at_loss(found, check, module._local_stop, layouts, peers)
-    return found
+
+
+def _later_labels(engine: Any, found: StageFindings, cut: Cut) -> LaterLabels | None:
+    """What watches for labels that tell the reductions apart, where `loss_reduction` decides and the first batch did
+    not. Not under tensor parallelism, whose ranks would have to compare together while each draws its data."""
+    config, layouts = engine.terapipe_config, found.loss_layouts
+    is_decided = hasattr(engine.module.loss_fn, "slice_weight") or config.loss_reduction == "sum"
+    if is_decided or layouts is None or not can_watch(layouts) or _tensor_size(engine) > 1:
+        return None
+    assert found.outputs is not None
+    return LaterLabels(Inputs(found.outputs.values, layouts), cut.rows, engine.module.loss_fn, config)
+
+
+def _of_other_labels(engine: Any, micro_batches: Sequence[MicroBatchInFlight]) -> list[Finding]:
+    """What the labels of the batch's other micro-batches tell of the loss, where those of the cut do not."""
+    try:
+        for micro_batch in micro_batches:
+            if micro_batch.labels is not None:
+                engine.look_at_labels(micro_batch.labels)
+    except VerifyError as error:
+        return [Finding(engine.module._local_stop, "loss_fn", str(error))]
+    return []
 
 
 def layers_of(module: Any) -> list[tuple[NamedLayer, Any]]:

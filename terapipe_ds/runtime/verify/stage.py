@@ -67,6 +67,7 @@ class StageFindings:
     in_fp32_too: int = 0  # layers in half precision that were checked in fp32 as well
     without_dropout: int = 0  # layers that draw random numbers, checked in evaluation mode
     outputs: Inputs | None = None
+    loss_layouts: list[Layout] | None = None  # of the outputs, with which the loss of slices is that of the whole
     error: BaseException | None = None
 
     def add(self, part: StageFindings) -> None:
@@ -221,6 +222,7 @@ def _try_loss(
         if failed is None and differs is None:
             stage.notes += [check.skipped] if check.skipped else []
             stage.num_losses += not check.skipped
+            stage.loss_layouts = None if check.skipped else list(check.layouts)
             return
         if differs is not None:
             found.append(Finding(layer_id, "loss_fn", str(differs[0]), differs[1]))

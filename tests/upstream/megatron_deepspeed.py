@@ -229,7 +229,16 @@ def _parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for path in sorted(folder.glob("saved/global_step*/layer_*.pt")):
         for name, value in torch.load(path, map_location="cpu", weights_only=False).items():
             if torch.is_tensor(value):
-                yield f"{path.name}/{name}", value.double()
+                yield f"{path.name}/{name}", _without_key_bias(name, value).double()
+
+
+def _without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A bias of keys adds the same number to all scores of a query, which softmax takes away: its gradient is zero but
+    for rounding, and Adam divides it by its own size. The fused bias is of queries, keys and values, a third each."""
+    if not name.endswith("query_key_value.bias"):
+        return value
+    queries, _, values = value.chunk(3)
+    return torch.cat((queries, values))
 
 
 # -- comparisons ---------------------------------------------------------------------------------------------------
@@ -260,7 +269,6 @@ def compare(what: str, run: Trained, reference: Trained, limit: float, ended: bo
     parameters = None
     if ended:
         assert run.parameters.keys() == reference.parameters.keys(), (what, list(run.parameters)[:3])
-        # by the largest of all: some biases (of keys) have no influence, and nothing but rounding for a gradient
         largest = max(float(value.abs().max()) for value in reference.parameters.values())
         errors = [float((run.parameters[name] - value).abs().max()) for name, value in reference.parameters.items()]
         parameters = max(errors) / largest

@@ -173,8 +173,13 @@ class UncutLabels(SliceableTensors):
         return 1
 
     def to(self, device: torch.device) -> UncutLabels:
-        """A tensor without dimensions goes to the device, all else stays where it is, as in the stock engine."""
-        return replace(self, value=self.value.to(device)) if torch.is_tensor(self.value) else self
+        """Tensors without dimensions go to the device, one or a tuple of them; all else stays where it is, as in the
+        stock engine."""
+        if torch.is_tensor(self.value):
+            return replace(self, value=self.value.detach().to(device))
+        if isinstance(self.value, tuple) and all(torch.is_tensor(t) for t in self.value):
+            return replace(self, value=tuple(t.detach().to(device) for t in self.value))
+        return self
 
     def part(self, start: int, stop: int) -> Any:
         if stop - start != self.whole_length:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import BatchError, SliceableTensors, UncutLabels, as_tuple, check_found
-from terapipe_ds.runtime.checksum import checksum
+from terapipe_ds.runtime.checksum import checksum, content_of
 from terapipe_ds.runtime.header import (
     DataSums,
     MicroBatchShape,
@@ -78,6 +78,10 @@ def _shape_of(labels: SliceableTensors) -> MicroBatchShape:
     return MicroBatchShape(rows=labels.rows, length=labels.length)
 
 
+def _content(labels: SliceableTensors) -> Iterable[torch.Tensor | str]:
+    return content_of(labels.value) if isinstance(labels, UncutLabels) else labels.tensors
+
+
 def _number_of(fingerprint: str) -> int:
     return int(fingerprint[:16], 16) & (2**62 - 1)
 
@@ -95,6 +99,7 @@ class BatchSource:
         is_cut: whether sequences of a length are to be cut in slices; None: as the config says.
         tells: whether this rank writes to the log which inputs are cut.
         look_at: shown the labels of each micro-batch that is trained on; what it raises is raised on every rank.
+        check: called before anything is drawn; what it raises is raised on every rank.
     """
 
     def __init__(
@@ -111,6 +116,7 @@ class BatchSource:
         is_cut: Callable[[int], bool] | None = None,
         tells: bool = True,
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._next_batch = next_batch
@@ -124,6 +130,7 @@ class BatchSource:
         self._is_cut = is_cut if is_cut is not None else lambda length: not config.is_one_slice
         self._tells = tells  # once
         self._look_at = look_at
+        self._check = check
         self._agreements: dict[str, str] = {}
         self._fingerprint = _number_of(config.fingerprint())
 
@@ -150,6 +157,7 @@ class BatchSource:
         error: BaseException | None = None
         sums = DataSums()
         try:
+            self._check()
             drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
             if self._is_last:
                 shapes = tuple(self._shape(d) for d in drawn)
@@ -172,7 +180,8 @@ class BatchSource:
         if self._is_first:
             inputs = checksum(tensor for each in drawn for tensor in as_tuple(each.inputs, "the inputs"))
         if self._is_last:
-            labels = checksum(tensor for each in drawn if each.labels is not None for tensor in each.labels.tensors)
+            known = [each.labels for each in drawn if each.labels is not None]
+            labels = checksum(part for each in known for part in _content(each))
         return DataSums(inputs, labels)
 
     def _agreed(self, report: StageReport) -> tuple[MicroBatchShape, ...]:

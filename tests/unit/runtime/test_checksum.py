@@ -59,4 +59,8 @@ def test_of_huge_tensors_the_beginning_counts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_no_tensor_is_left_to_others() -> None:
-    assert checksum([None, TOKENS, "text"]) == checksum([TOKENS])
+    assert checksum([None, TOKENS, 3]) == checksum([TOKENS])
+
+
+def test_texts_count_wherever_they_end() -> None:
+    assert len({checksum(texts) for texts in (["a", "bc"], ["ab", "c"], ["abc"], [])}) == 4

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from terapipe_ds.runtime.header import DataSums, MicroBatchShape, StageReport, T
 
 TOKENS = torch.arange(24).reshape(2, 12)
 SHAPE, PLAN = MicroBatchShape(2, 12), SlicePlan((5, 7))
+WHOLE = {"slices": 1, "schedule": "1f1b"}  # DeepSpeed's own order
 
 
 def config(**changes: Any) -> TeraPipeConfig:
@@ -222,10 +225,10 @@ class TestSums:
 
     def sums(
         self, reports: list[StageReport], batches: list[Any], stage_id: int = 0, num_stages: int = 2,
-        peers: TensorPeers | None = PEERS,
+        peers: TensorPeers | None = PEERS, **changes: Any,
     ) -> DataSums:  # fmt: skip
         iterator = iter(batches)
-        source = BatchSource(config(), lambda: next(iterator), stage_id, num_stages, None, peers=peers)
+        source = BatchSource(config(**changes), lambda: next(iterator), stage_id, num_stages, None, peers=peers)
         source.draw(len(batches), training=True)
         return reports[-1].sums
 
@@ -250,6 +253,26 @@ class TestSums:
     def test_every_tensor_counts(self, reports: list[StageReport]) -> None:
         one = self.sums(reports, [((TOKENS, torch.zeros(3)), TOKENS)])
         assert one != self.sums(reports, [((TOKENS, torch.tensor([0.0, 0.0, 1.0])), TOKENS)])
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (3, 4), (None, 0), ("text", "next"), (1, True), (torch.tensor(1), torch.tensor(2)),
+            ({"a": TOKENS}, {"a": TOKENS + 1}), ({"a": TOKENS}, {"b": TOKENS}), ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
+            ({"a": [1, 2], "b": []}, {"a": [1], "b": [2]}), (np.arange(3000), np.arange(3000)[::-1]),
+            (MicroBatchShape(2, 12), MicroBatchShape(2, 13)),
+        ],
+    )  # fmt: skip
+    def test_labels_of_any_kind_count_in_deepspeeds_own_order(
+        self, reports: list[StageReport], one: Any, other: Any
+    ) -> None:
+        first = self.sums(reports, [(TOKENS, one)], 1, **WHOLE)
+        assert first == self.sums(reports, [(TOKENS, copy.deepcopy(one))], 1, **WHOLE)
+        assert first.labels != self.sums(reports, [(TOKENS, other)], 1, **WHOLE).labels
+
+    def test_an_object_whose_text_names_its_address_is_no_false_alarm(self, reports: list[StageReport]) -> None:
+        one, other = ([(TOKENS, {"kept": object()})] for _ in range(2))
+        assert self.sums(reports, one, 1, **WHOLE) == self.sums(reports, other, 1, **WHOLE)
 
 
 class TestErrors:
@@ -290,9 +313,6 @@ class TestErrors:
         assert isinstance(reports[0].error, OSError), "the other stages hear of it"
 
 
-WHOLE = {"slices": 1, "schedule": "1f1b"}
-
-
 class TestStockOrder:
     """Labels that are no tensors go to `loss_fn` as they are; the inputs tell the length where there are any."""
 
@@ -304,6 +324,15 @@ class TestStockOrder:
         assert shapes == (MicroBatchShape(1, 12),)
         with pytest.raises(BatchError, match="cannot be cut"):
             drawn[0].labels.part(0, 6)
+
+    @pytest.mark.parametrize("kind", [tuple, list])
+    def test_tensors_without_dimensions_go_to_the_device(self, kind: Any) -> None:
+        labels = kind([torch.tensor(1), torch.tensor(2.0)])
+        drawn, _ = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+        assert drawn[0].labels is not None
+        moved = drawn[0].labels.to(torch.device("meta")).part(0, 12)
+        assert type(moved) is tuple  # as the stock engine makes of both
+        assert [(each.device.type, each.dtype) for each in moved] == [("meta", t.dtype) for t in labels]
 
     @pytest.mark.parametrize("inputs", [None, torch.zeros(2), torch.zeros(2, 0)])
     def test_a_last_stage_that_knows_no_length(self, inputs: Any, reports: list[StageReport]) -> None:

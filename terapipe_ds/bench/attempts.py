@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.bench.cases import Failure
+from terapipe_ds.files import write_text
 
 
 class Position:
@@ -41,7 +42,7 @@ class Position:
 
     def _write(self, place: dict[str, int | str], **said: str | float) -> None:
         self._place = place
-        self._path.write_text(json.dumps({**place, **said}), encoding="utf-8")
+        write_text(self._path, json.dumps({**place, **said}))  # whole: this rank may be killed in any line
 
 
 def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> Failure | None:

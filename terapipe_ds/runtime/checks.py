@@ -156,19 +156,29 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
     return config.with_multiple(multiple)
 
 
-def check_device_waits(wires: Wires) -> None:
-    """Refuse what would wait for the whole device within a batch; asked before each, for it may be switched on late.
+def problem_of_device_waits(wires: Wires) -> str | None:
+    """What would wait for the whole device within a batch; None where nothing does. Ranks may differ in it, and it may
+    be switched on late.
 
     Such a wait ends when every receive that is posted ahead has its message. That may be a gradient which follows from
     the very slice that is running, so that it never comes.
     """
     reasons = [reason for is_on, reason in _DEVICE_WAITS if wires.post_on_device and is_on()]
-    if reasons:
-        raise TeraPipeConfigError(
-            f"{'; '.join(reasons)}. With several stages receives are posted ahead, and a wait for the whole device "
-            "waits for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
-            "wall_clock_breakdown, which wait for the current stream alone."
-        )
+    if not reasons:
+        return None
+    return (
+        f"{'; '.join(reasons)}. With several stages receives are posted ahead, and a wait for the whole device waits "
+        "for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
+        "wall_clock_breakdown, which wait for the current stream alone."
+    )
+
+
+def check_batch_options(in_stock_order: bool, wires: Wires) -> None:
+    """Refuse before a batch what may have been switched on after the engine was built. Ranks may differ in it."""
+    check_checkpointing(in_stock_order)
+    problem = problem_of_device_waits(wires)
+    if problem is not None:
+        raise TeraPipeConfigError(problem)
 
 
 _DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (

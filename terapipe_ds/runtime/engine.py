@@ -25,11 +25,12 @@ from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.checkpoint_engine import SafeCheckpoints
 from terapipe_ds.runtime.checkpoints import warn_of_checkpoints
 from terapipe_ds.runtime.checks import (
+    check_batch_options,
     check_checkpointing,
     check_compile_call,
-    check_device_waits,
     check_eval_call,
     check_train_call,
+    problem_of_device_waits,
     problem_of_given_slices,
     problem_of_layers,
     slice_length_multiple,
@@ -109,6 +110,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, self._groups)
         self._wires = self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
+        raise_on_every_rank(problem_of_device_waits(self._wires))
         announce_each = self.module.dynamic_shape and self.terapipe_config.is_stock_order
         self._links = StageLinks(self._wires, self._layout, self.stage_id, announce_each)
         self._source = BatchSource(
@@ -123,6 +125,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             self._layout,
             is_cut=lambda length: self._plans.cuts(length),
             tells=self.global_rank == 0,
+            check=self._check_options,
             look_at=self.look_at_labels,
         )
         self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
@@ -260,12 +263,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw the data, agree on its shape, and make ready what the actions of this batch work on."""
-        in_stock_order = self.terapipe_config.is_stock_order
-        check_checkpointing(in_stock_order)  # DeepSpeed's may have been configured after the engine was built
-        check_device_waits(self._wires)
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=self._compute_loss)
         name, plans = self._plans.for_batch(drawn, shapes)
-        check_checkpointing(in_stock_order and all(plan.num_slices == 1 for plan in plans))  # none set by hand
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         verify_first_batch(self, training, micro_batches)
@@ -274,6 +273,11 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._tracer.begin(self.global_steps + 1 if training else None)
         self.closing_s = 0.0
         return schedule.for_stage(self.stage_id)
+
+    def _check_options(self) -> None:
+        """Of DeepSpeed and of the environment, before each batch."""
+        in_stock_order = self.terapipe_config.is_stock_order and not self._plans.cut_by_hand
+        check_batch_options(in_stock_order, self._wires)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = labels = None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.batch import BatchError
 
 
@@ -74,6 +75,12 @@ class StageReport:
     @property
     def status(self) -> Status:
         return _status(self.error)
+
+    @property
+    def problem(self) -> str:
+        """What happened to the stage that has the error, as other stages tell it."""
+        what = "refuses the batch" if isinstance(self.error, TeraPipeConfigError) else "failed to draw its data"
+        return f"{what}: {type(self.error).__name__}: {self.error}"
 
     def encode(self) -> torch.Tensor:
         first = self.shapes[0] if self.shapes else MicroBatchShape(0, 0)
@@ -247,7 +254,7 @@ def _status(error: BaseException | None) -> Status:
 
 def _raise_everywhere(report: StageReport, group: Any, num_stages: int, drawing: tuple[int, ...]) -> None:
     texts: list[Any] = [None] * num_stages
-    mine = None if report.error is None else (report.status, f"{type(report.error).__name__}: {report.error}")
+    mine = None if report.error is None else (report.status, report.problem)
     torch_dist.all_gather_object(texts, mine, group=group)
     failed = {stage: text for stage, text in enumerate(texts) if text is not None}
     exhausted = [stage for stage, (status, _) in failed.items() if status == Status.EXHAUSTED]
@@ -256,17 +263,17 @@ def _raise_everywhere(report: StageReport, group: Any, num_stages: int, drawing:
     if report.status is Status.FAILED:
         assert report.error is not None
         raise on_every_rank(report.error)
-    problems = [_failure_text(stage, status, error) for stage, (status, error) in failed.items()]
+    problems = [_failure_text(stage, status, problem) for stage, (status, problem) in failed.items()]
     raise on_every_rank(BatchError("; ".join(problems))) from report.error
 
 
-def _failure_text(stage: int, status: Status, error: str) -> str:
+def _failure_text(stage: int, status: Status, problem: str) -> str:
     if status == Status.EXHAUSTED:
         return (
             f"the data iterator of stage {stage} is at its end, but not that of the others: give the first and the "
             "last stage iterators over the same micro-batches"
         )
-    return f"stage {stage} failed to draw its data: {error}"
+    return f"stage {stage} {problem}"
 
 
 def _require_agreement(rows: list[list[int]], report: StageReport, group: Any) -> None:

@@ -67,6 +67,11 @@ class Plans:
         by_hand = self._by_hand.get(length)
         return not self._config.is_one_slice if by_hand is None else by_hand.plan.num_slices > 1
 
+    @property
+    def cut_by_hand(self) -> bool:
+        """Whether sequences of any length are cut in slices that were set by hand."""
+        return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
+
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
         """Take ``plan`` for its sequence length from now on. Returns what the ranks must have alike."""
         problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)

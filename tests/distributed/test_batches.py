@@ -196,25 +196,31 @@ class Captured(gpt.CausalSelfAttention):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def _captured_attention(evaluate: bool) -> str:
+def _captured_attention(evaluate: bool, **changes: Any) -> tuple[str, str]:
+    """What a first batch is refused with: the class of the error and its words."""
     ours = gpt.CausalSelfAttention
     gpt.CausalSelfAttention = Captured  # type: ignore[misc]
     try:
-        with engine_of(gpt_layers(), section(), stages=1) as engine:
+        with engine_of(gpt_layers(), section(**changes), stages=1) as engine:
             data = iter(batches(1)[0])
             try:
                 engine.eval_batch(data) if evaluate else engine.train_batch(data)
-            except RuntimeError as error:
-                return str(error)
-            return "trained"
+            except Exception as error:
+                return type(error).__name__, str(error)
+            return "", "trained"
     finally:
         gpt.CausalSelfAttention = ours  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("evaluate", [False, True])
-def test_plain_attention_by_a_captured_name_is_refused(evaluate: bool) -> None:
-    (message,) = rank_pool(1).run(_captured_attention, evaluate=evaluate)
-    assert "sliced_attention" in message
+@pytest.mark.parametrize(
+    ("evaluate", "changes", "refusal"),
+    [(False, {}, "VerifyError"), (False, {"verify": "off"}, "PlainAttentionError"), (True, {}, "PlainAttentionError")],
+)
+def test_plain_attention_by_a_captured_name_is_refused(evaluate: bool, changes: dict[str, Any], refusal: str) -> None:
+    """The check of the first batch comes first; evaluations and jobs without it have the guard."""
+    ((name, message),) = rank_pool(1).run(_captured_attention, evaluate=evaluate, **changes)
+    assert name == refusal
+    assert "plain attention was called on slice [0, 8)" in message and "sliced_attention" in message
 
 
 def _two_engines() -> tuple[list[float], list[float]]:

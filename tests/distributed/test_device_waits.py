@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.checks import check_device_waits
+from terapipe_ds.runtime.checks import problem_of_device_waits
 from terapipe_ds.runtime.groups import Wires
 from terapipe_ds.runtime.link import Wire
 from tests.distributed import engines
@@ -101,28 +104,54 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_replaced_is_refused_where_receives_are_on_a_device(words: str) -> None:
     with REFUSED[words]():
-        with pytest.raises(TeraPipeConfigError, match=rf"{words}.*a hang"):
-            check_device_waits(wires("cuda"))
-        check_device_waits(wires("cpu"))
-        check_device_waits(wires("cuda", staged=True))  # receives are in the host's memory
-        check_device_waits(Wires({}))  # one stage
-    check_device_waits(wires("cuda"))
+        assert re.search(rf"{words}.*a hang", problem_of_device_waits(wires("cuda")) or "")
+        assert problem_of_device_waits(wires("cpu")) is None
+        assert problem_of_device_waits(wires("cuda", staged=True)) is None  # receives are in the host's memory
+        assert problem_of_device_waits(Wires({})) is None  # one stage
+    assert problem_of_device_waits(wires("cuda")) is None
 
 
-def job_refused() -> list[str]:
-    """On every rank, before the first batch begins, and only as long as it is on."""
-    said = []
+@contextlib.contextmanager
+def waiting(words: str, ranks: list[int]) -> Iterator[None]:
+    """What waits for the device is switched on, on some ranks, and all post on a device."""
+    with mock.patch.object(Wires, "post_on_device", True):
+        with REFUSED[words]() if torch_dist.get_rank() in ranks else contextlib.nullcontext():
+            yield
+
+
+def job_refused_batch(words: str, ranks: list[int], evaluate: bool) -> tuple[str, str]:
+    """What a batch is refused with, and then it trains: nothing was begun, and nobody ended the ranks."""
+    said = ("", "trained")
     with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
         (batch,) = engines.batches(1)
-        with mock.patch.object(Wires, "post_on_device", True), REFUSED["synchronize_checkpoint_boundary"]():
+        with waiting(words, ranks):
             try:
-                engine.train_batch(iter(batch))
-            except TeraPipeConfigError as error:
-                said.append(str(error))
+                engine.eval_batch(iter(batch)) if evaluate else engine.train_batch(iter(batch))
+            except ValueError as error:
+                said = type(error).__name__, str(error)
         engine.train_batch(iter(batch))
+        assert engine.global_steps == 1
     return said
 
 
-def test_the_engine_refuses_it_on_every_rank() -> None:
-    for said in rank_pool(2).run(job_refused):
-        assert len(said) == 1 and "synchronize_checkpoint_boundary" in said[0]
+@pytest.mark.parametrize("evaluate", [False, True])
+@pytest.mark.parametrize(
+    ("words", "ranks"), [("synchronize_checkpoint_boundary", [0, 1]), ("CUDA_LAUNCH_BLOCKING=1", [1])]
+)
+def test_a_batch_is_refused_on_every_rank(words: str, ranks: list[int], evaluate: bool) -> None:
+    """Whether it is on everywhere, or in the environment of one rank."""
+    for rank, (name, said) in enumerate(rank_pool(2).run(job_refused_batch, words=words, ranks=ranks, evaluate=evaluate)):
+        assert words in said
+        assert name == ("TeraPipeConfigError" if rank in ranks else "BatchError")
+        assert rank in ranks or said.startswith("stage 1 refuses the batch: TeraPipeConfigError: ")
+
+
+def job_refused_engine(words: str, ranks: list[int]) -> str:
+    with waiting(words, ranks), pytest.raises(TeraPipeConfigError) as caught:
+        engines.build(engines.gpt_layers(), engines.section())
+    return str(caught.value)
+
+
+def test_the_engine_is_refused_on_every_rank() -> None:
+    for said in rank_pool(2).run(job_refused_engine, words="CUDA_LAUNCH_BLOCKING=1", ranks=[1]):
+        assert said.startswith("on rank 1: CUDA_LAUNCH_BLOCKING=1 waits")

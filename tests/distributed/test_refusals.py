@@ -122,15 +122,25 @@ def test_a_layer_that_is_slice_safe_trains_as_in_the_stock_engine() -> None:
     assert violations(rank_pool(2).run(job_trained, kind=FeatureConvolution, checkpointing="off")) == {}
 
 
-def job_unsaid_attention() -> str:
-    with engine_of(layers_with(FeatureAttentionUnsaid), section(), stages=1) as engine:
-        with pytest.raises(PlainAttentionError) as caught:
+def job_unsaid_attention(refusal: type[Exception], **changes: Any) -> str:
+    with engine_of(layers_with(FeatureAttentionUnsaid), section(**changes), stages=1) as engine:
+        with pytest.raises(refusal) as caught:
             engine.train_batch(iter(batches(1)[0]))
         return str(caught.value)
 
 
-def test_attention_that_is_not_allowed_is_refused_though_no_slice_has_four_tokens() -> None:
-    (message,) = rank_pool(1).run(job_unsaid_attention)
+@pytest.mark.parametrize(
+    ("changes", "refusal", "begin"),
+    [({}, VerifyError, "verify: 3 slices (8 + 8 + 7)"),
+     ({"verify": "off"}, PlainAttentionError, "plain attention was called")],
+    ids=["default", "verify off"],
+)  # fmt: skip
+def test_attention_that_is_not_allowed_is_refused_though_no_slice_has_four_tokens(
+    changes: dict[str, Any], refusal: type[Exception], begin: str
+) -> None:
+    """By the check of the first batch, which says what the guard said; without the check by the guard itself."""
+    (message,) = rank_pool(1).run(job_unsaid_attention, refusal=refusal, **changes)
+    assert message.startswith(begin)
     assert "slice [0, 8) of a sequence of 23 tokens" in message and "queries of shape [2, 8, 4, 4]" in message
     assert "allow_attention_within_slice" in message
 

@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "": NAMES, "--full": None, "--systems": NAMES, "--schedules": NAMES, "--slices": COUNTS, "--pairs": NUMBERS,
         "--accumulation": COUNTS, "--config": FILES, "--model": [*FILES, *NAMES], "--stages": NUMBERS,
         "--sequence-length": NUMBERS, "--hidden": NUMBERS, "--layers": NUMBERS, "--heads": NUMBERS,
-        "--micro-batch": NUMBERS,
+        "--micro-batch": NUMBERS, "--share-device": None,
         "--granularity": NUMBERS, "--device": NAMES, "--json": OUTPUTS, "--html": OUTPUTS, "--check-replay": None,
     },
     "verify": {

@@ -142,7 +142,7 @@ def test_data_options(pretrain: ModuleType) -> None:
         ("--lr=1e-3", "--lr is DeepSpeed's matter: set optimizer.params.lr"),
         ("--bf16", "set bf16.enabled"),
         ("--num-layer 4", "unknown arguments: --num-layer 4"),
-        ("--seq-length 128", "4 slices cut at multiples of 64 tokens do not fit in a sequence of 128 tokens"),
+        ("--seq-length 3", "4 slices cut at multiples of 1 tokens do not fit in a sequence of 3 tokens"),
         ("--tokenizer huggingface:gpt2", "needs --data-path"),
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
         ("--hidden-size 0", "0 is not a number >= 1"),
@@ -158,6 +158,18 @@ def test_wrong_options(
     assert error.startswith("pretrain_gpt_megatron.py: error: ")
     assert message in error
     assert len(error.splitlines()) == 1  # every rank of a machine could say it
+
+
+def test_a_granularity_gives_way_to_short_sequences_unless_somebody_set_it(
+    arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert arguments.parse_arguments([f"--deepspeed_config={CONFIG}", "--seq-length=128"]).seq_length == 128
+    config = json.loads(CONFIG.read_text())
+    config["terapipe"]["granularity_tokens"] = 64
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config))
+    error = said(arguments, capsys, f"--deepspeed_config={file}", "--seq-length=128")
+    assert "4 slices cut at multiples of 64 tokens do not fit in a sequence of 128 tokens" in error
 
 
 def test_a_config_that_cannot_be_read(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import header
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.header import (
@@ -49,7 +50,7 @@ class Stages:
             if isinstance(mine, str)
             else None
             if each.error is None
-            else (each.status, f"{type(each.error).__name__}: {each.error}")
+            else (each.status, each.problem)
             for each in self.reports
         ]
         assert mine in texts
@@ -106,6 +107,15 @@ class TestErrors:
         for error in results[1:]:
             assert isinstance(error, BatchError)
             assert str(error) == "stage 0 failed to draw its data: KeyError: 'tokens'"
+        assert all(raised_on_every_rank(error) for error in results)
+
+    def test_what_one_stage_refuses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        own = TeraPipeConfigError("CUDA_LAUNCH_BLOCKING=1")
+        results, _ = exchanged(monkeypatch, [report(), report(error=own), report(shapes=SHAPES)])
+        assert results[1] is own
+        for error in results[::2]:
+            assert isinstance(error, BatchError)
+            assert str(error) == "stage 1 refuses the batch: TeraPipeConfigError: CUDA_LAUNCH_BLOCKING=1"
         assert all(raised_on_every_rank(error) for error in results)
 
     def test_the_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:

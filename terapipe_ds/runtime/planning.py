@@ -140,8 +140,8 @@ class AutoPlanner:
         key = self._key(length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
-            return self._from_rank_0(lambda: _given(planner.profile, key, self._config.granularity_tokens))
-        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._besides_key())
+            return self._from_rank_0(lambda: _given(planner.profile, key, self._config.granularity_for(length)))
+        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._besides_key(length))
         cached = self._from_rank_0(lambda: read_cache(path, key))
         if cached is not None:
             return cached
@@ -192,12 +192,12 @@ class AutoPlanner:
     def _part_id(self, chunk_id: int) -> int:
         return int(self._engine._layout.placement[self._engine.stage_id, chunk_id])
 
-    def _besides_key(self) -> dict[str, Any]:
+    def _besides_key(self, length: int) -> dict[str, Any]:
         """What a profile in the cache depends on besides its key: which slices were measured, the loss, and what the
         memory figures beside it count."""
         engine, loss_fn = self._engine, self._engine.module.loss_fn
         return {
-            "granularity_tokens": self._config.granularity_tokens,
+            "granularity_tokens": self._config.granularity_for(length),
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
@@ -287,15 +287,15 @@ def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Prof
     return profile
 
 
-def _given(path: str, key: ProfileKey, granularity_tokens: int) -> Measured:
+def _given(path: str, key: ProfileKey, granularity: int) -> Measured:
     """The profile that the config names."""
     profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
-    if granularity_tokens < smallest:
+    if granularity < smallest:
         logger.warning(
             "terapipe.planner.profile = %s: slices of fewer than %d tokens were not measured and count as %d, but "
-            "terapipe.granularity_tokens is %d; measure again, or raise it",
-            path, smallest, smallest, granularity_tokens,
+            "plans are cut at multiples of %d; measure again, or raise terapipe.granularity_tokens",
+            path, smallest, smallest, granularity,
         )  # fmt: skip
     return Measured(profile, None)
 

@@ -6,6 +6,7 @@ fault that comes of slices shows at the first boundary, so that a short window w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -92,7 +93,10 @@ def row_dim(batch: SliceableTensors) -> int:
 
 
 def unit_of(plan: SlicePlan, granularity: int, multiple: int) -> int:
-    """Of how many tokens slices are multiples: layers may count on it, so that those of a cut are as well."""
+    """Of how many tokens slices are multiples: layers may count on it, so that those of a cut are as well.
+
+    ``multiple``: what layers need in any case. Slices that were listed or set by hand may be cut elsewhere."""
+    granularity = math.lcm(granularity, multiple)
     inner = [plan.span(i)[0] for i in range(plan.num_slices)]
     return granularity if all(start % granularity == 0 for start in inner) else multiple
 

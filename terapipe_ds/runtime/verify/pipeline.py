@@ -173,7 +173,7 @@ def _choose(engine: Any, micro_batch: MicroBatchInFlight, num_micro_batches: int
     assert labels is not None
     of_rows = cuttable.rows or 1
     rows = MOST_ROWS if of_rows > MOST_ROWS else None
-    unit = unit_of(plan, config.granularity_tokens, engine.slice_length_multiple)
+    unit = unit_of(plan, config.granularity_for(plan.sequence_length), engine.slice_length_multiple)
     if cuttable.tokens:
         stages = engine._layout.num_stages
         plan = window_plan(plan, unit, of_rows, num_micro_batches, stages, rows or of_rows)

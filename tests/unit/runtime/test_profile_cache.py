@@ -7,6 +7,8 @@ import functools
 import itertools
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, Profile, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.measuring import PartCosts
+from terapipe_ds.runtime.planning import AutoPlanner
 from terapipe_ds.runtime.profile_cache import combine
 from terapipe_ds.runtime.profile_key import describe_each_layer, describe_layers, profile_key
 
@@ -73,6 +78,27 @@ def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -
     one, two = (dataclasses.replace(rank(part_id, 0, (1.0, 1.0)), layer_shares=shares) for part_id in (0, 1))
     parts = combine(KEY, [one, one, two, rank(1, 0, (1.0, 1.0))]).profile.parts
     assert [part.layer_shares for part in parts] == [shares, None]
+
+
+@pytest.mark.parametrize(("section", "multiple", "warns"), [
+    ({}, 3, False), ({}, 1, True), ({"granularity_tokens": 192}, 1, False), ({"granularity_tokens": 96}, 1, True),
+])  # fmt: skip
+def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
+    section: dict[str, Any], multiple: int, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The granularity is what plans are cut at: raised to the module's multiple where nobody has set it."""
+    key = dataclasses.replace(KEY, sequence_length=768)
+    samples = tuple(CostSample(tokens, 0, 1.0, 1.0) for tokens in (192, 768))
+    path = tmp_path / "profile.json"
+    combine(key, [dataclasses.replace(rank(i, 0, (1.0, 1.0)), samples=samples) for i in (0, 1)]).profile.save(path)
+    config = TeraPipeConfig(enabled=True, planner={"profile": str(path)}, **section).with_multiple(multiple)
+    alone: Any = SimpleNamespace(world=None)
+    planner = AutoPlanner(SimpleNamespace(terapipe_config=config), alone, pytest.fail)
+    monkeypatch.setattr(planner, "_key", lambda length, rows: key)
+    with caplog.at_level("WARNING", logger="terapipe_ds"):
+        planner._measured_for(768, [], [MicroBatchShape(2, 768)])
+    assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns
 
 
 def test_memory_is_that_of_the_fullest_rank_of_a_stage() -> None:

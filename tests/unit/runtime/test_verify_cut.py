@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +12,17 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.cut import LEAST_TOKENS, MOST_TOKENS, Cut, Cuttable, choose_window, unit_of, window_plan
 from terapipe_ds.runtime.verify.layout import ALONE, Same, TokenDim, likely_layouts
 from terapipe_ds.runtime.verify.own import all_own
+from terapipe_ds.runtime.verify.pipeline import _choose
 
 
 @pytest.mark.parametrize("length", [64, 127, 130, 512, 4096, 131072])
@@ -41,6 +46,28 @@ def test_a_window_is_short_and_its_slices_unequal(length: int, rows: int, unit: 
 def test_slices_are_multiples_of_the_granularity_where_those_of_the_plan_are() -> None:
     assert unit_of(SlicePlan((512, 256, 100)), 64, 2) == 64
     assert unit_of(SlicePlan((500, 256, 100)), 64, 2) == 2
+    assert unit_of(SlicePlan((192, 192, 128)), 64, 3) == 192
+    assert unit_of(SlicePlan((192, 126, 128)), 64, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "multiple", "plan", "unit"),
+    [
+        ({"slices": "auto"}, 3, (384, 192, 384), 192),  # a granularity that nobody set is raised
+        ({"slices": 32}, 1, (32,) * 32, 32),  # and halved
+        ({"slices": "auto", "granularity_tokens": 128}, 1, (256,) * 4, 128),
+    ],
+)  # fmt: skip
+def test_the_window_is_cut_as_plans_are(section: dict[str, Any], multiple: int, plan: Any, unit: int) -> None:
+    config = TeraPipeConfig(enabled=True, **section).with_multiple(multiple)
+    engine = SimpleNamespace(
+        terapipe_config=config, slice_length_multiple=multiple, _layout=Layout.plain(2), module=nn.Identity()
+    )
+    engine.module.loss_fn = None
+    labels = sliceable(torch.arange(2 * sum(plan)).view(2, -1))
+    cut = _choose(engine, SimpleNamespace(plan=SlicePlan(plan), labels=labels), 4, Cuttable(2, True))  # type: ignore[arg-type]
+    lengths = cut.plan.lengths
+    assert math.gcd(cut.start, *lengths) == unit
 
 
 def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTensors:

@@ -65,15 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print what a person or a program wants to know."""
-    from terapipe_ds.planner import granularity_for
-
     if arguments.picture and Path(arguments.picture).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CommandError(f"--picture {arguments.picture}: end the name in .png, .svg or .pdf")
     check_output(arguments.out, "--out")
     setup = plan_setup(arguments)
     options = read_options(arguments) or setup.options
-    granularity = granularity_for(setup.granularity, setup.tensor_parallel, bool(arguments.sequence_parallel))
-    result, ranking = _search(setup, granularity, arguments.max_slices, options)
+    result, ranking = _search(setup, arguments.max_slices, options)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if arguments.out:
@@ -82,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_text(arguments.out, result.plan.to_json() + "\n")
     if arguments.picture:
         _draw(result, setup, arguments.picture, options)
-    section = _section(result, granularity) | ({"schedule_options": options} if options else {})
+    section = _section(result, setup.granularity) | ({"schedule_options": options} if options else {})
     if arguments.json:
         ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
         print(json.dumps(result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked, indent=1))
@@ -91,13 +88,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _search(
-    setup: PlanSetup, granularity: int, max_slices: int | None, options: dict[str, Any]
+    setup: PlanSetup, max_slices: int | None, options: dict[str, Any]
 ) -> tuple[PlanResult, Ranking | None]:  # fmt: skip
     """The best plan, and with "auto" all schedules."""
     from terapipe_ds.planner import plan_slices, rank_schedules
 
     progress = _progress if sys.stderr.isatty() else None
-    shape = setup.sequence_length, setup.stages, setup.micro_batches, granularity
+    shape = setup.sequence_length, setup.stages, setup.micro_batches, setup.granularity
     if setup.schedule == "auto":
         if options:
             raise CommandError(f"--option {next(iter(options))}: they are those of one schedule; give --schedule too")

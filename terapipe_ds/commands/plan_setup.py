@@ -33,7 +33,7 @@ class PlanSetup:
     stages: int
     micro_batches: int
     tensor_parallel: int
-    granularity: int
+    granularity: int  # with that of sequence parallelism
     schedule: str
     chunks_per_stage: int | None  # None: those of the schedule, of "auto" all
     options: dict[str, Any]  # of the schedule, in the config
@@ -51,7 +51,7 @@ def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
         raise CommandError("no costs: give --model and --device, or --profile with measured costs")
     values: dict[str, Any] = {
         "tensor_parallel": 1, "data_parallel": 1, "micro_batches": 1, "micro_batch_size": 1, "zero_stage": 0,
-        "dtype": "auto", "activation_checkpointing": False, "granularity": 64, "schedule": "auto",
+        "dtype": "auto", "activation_checkpointing": False, "schedule": "auto",
     }  # fmt: skip
     asked = from_config(arguments.config) | given
     if profile is not None:
@@ -97,6 +97,7 @@ def _counted(values: dict[str, Any]) -> PlanSetup:
     dtype = card.resolve_dtype(values["dtype"])
     devices = values["stages"] * values["tensor_parallel"] * values["data_parallel"]
     title = f"{size.name} in {dtype} on {devices} x {card.title}, costs counted"
+    values["granularity"] = _granularity(values)
     costs_of = _counted_parts(values, size, card)
     costs_of(values["stages"])  # what cannot be at all is said before anything is searched
     return _finished(title, costs_of, _memory(values, dtype), _counted_both_ways(values, costs_of), values)
@@ -147,6 +148,7 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts
 
     models: list[Any] = CostModel.from_profile(profile)
+    values["granularity"] = _granularity(values)
     stages, parts = values["stages"], MeasuredParts.of_profile(profile, models)
     if len(models) == 1:
         parts = dataclasses.replace(
@@ -186,6 +188,17 @@ def _refuse_unknown_stages(path: str, profile: Any) -> None:
             f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
             f"number of pipeline stages, --stages {num_parts} if each held one"
         )
+
+
+def _granularity(values: dict[str, Any]) -> int:
+    """Where slices may end. One that nobody has set is no larger than the sequence, as in training."""
+    from terapipe_ds.config import TeraPipeConfig
+    from terapipe_ds.planner import granularity_for
+
+    default = TeraPipeConfig.model_fields["granularity_tokens"].default
+    given = values.get("granularity")
+    found = granularity_for(given or default, values["tensor_parallel"], values["sequence_parallel"])
+    return found if given else min(found, max(1, values["sequence_length"]))
 
 
 def _memory(values: dict[str, Any], dtype: str) -> PartsOf:
@@ -256,7 +269,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "micro_batches": _count(path, config, "gradient_accumulation_steps", 1),
         "micro_batch_size": _count(path, config, "train_micro_batch_size_per_gpu", 1),
         "zero_stage": _count(path, _object(path, config, "zero_optimization"), "stage", 0),
-        "granularity": section.granularity_tokens,
+        "granularity": section.granularity_tokens if "granularity_tokens" in section.model_fields_set else None,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in config.get("terapipe", {}) else None,
         "schedule": section.schedule if "schedule" in config.get("terapipe", {}) else None,

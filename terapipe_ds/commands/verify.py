@@ -70,4 +70,7 @@ def _plan(section: Any, length: int, lengths: list[int] | None) -> Any:
     if section.slices != "auto":
         return section.plan_for(length)
     section.check_granularity(length)
-    return SlicePlan.equal(length, min(4, length // section.granularity_tokens), section.granularity_tokens)
+    most = length
+    if "granularity_tokens" in section.model_fields_set:
+        most = -(-length // section.granularity_tokens)
+    return section.model_copy(update={"slices": min(4, most)}).plan_for(length)

@@ -102,6 +102,19 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
 
 
+def test_a_granularity_that_nobody_set_gives_way_to_short_sequences(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    options = ("--model", "gpt3-1b", "--device", "v100", "--stages", "2", "--schedule", "seq1f1b")
+    path = tmp_path / "ds.json"
+    path.write_text('{"terapipe": {"enabled": true}}')
+    for more in ((), ("--config", str(path)), ("--tensor-parallel", "2", "--sequence-parallel")):
+        assert as_json(capsys, *options, *more, "--sequence-length", "48")["plan"] == [48]
+    path.write_text('{"terapipe": {"enabled": true, "granularity_tokens": 64}}')
+    for more in (("--granularity", "64"), ("--config", str(path))):
+        assert "= 64 is larger than the sequence of 48" in refused(capsys, *options, *more, "--sequence-length", "48")
+
+
 def profile_of(num_parts: int) -> Profile:
     """Times that are linear in the tokens, with a floor and a share of the prefix."""
     key = ProfileKey("f" * 16, "my model", "a device", "bf16", 1, 1, num_parts, False, 1024, "flash", {})

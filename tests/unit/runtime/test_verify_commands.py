@@ -9,10 +9,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from terapipe_ds.cli import main
+from terapipe_ds.commands.verify import _plan
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.run import take_verify
 
 ROOT = Path(__file__).parents[3]
@@ -79,6 +83,23 @@ def test_slices_that_do_not_add_up(tmp_path: Path, capsys: pytest.CaptureFixture
     arguments = ["verify", "--config", str(ds_config), "--model", "tiny", "--sequence-length", "8"]
     assert main([*arguments, "--slices", "4", "5"]) == 2
     assert "--slices add up to 9 tokens, the sequence has 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "length", "lengths"),
+    [
+        ({}, 32, (8,) * 4), ({}, 100, (32, 32, 32, 4)), ({}, 3, (1, 1, 1)), ({}, 1024, (256,) * 4), ({}, 1, (1,)),
+        ({"granularity_tokens": 64}, 100, (64, 36)), ({"granularity_tokens": 8}, 24, (8, 8, 8)),
+        ({"slices": 2}, 32, (16, 16)),
+    ],
+)  # fmt: skip
+def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: tuple[int, ...]) -> None:
+    assert _plan(TeraPipeConfig(**section), length, None) == SlicePlan(lengths)
+
+
+def test_a_granularity_that_somebody_set_is_kept() -> None:
+    with pytest.raises(TeraPipeConfigError, match="granularity_tokens = 64: larger than a sequence of 32 tokens"):
+        _plan(TeraPipeConfig(granularity_tokens=64), 32, None)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,8 @@ def job_refused_batch(words: str, ranks: list[int], evaluate: bool) -> tuple[str
 )
 def test_a_batch_is_refused_on_every_rank(words: str, ranks: list[int], evaluate: bool) -> None:
     """Whether it is on everywhere, or in the environment of one rank."""
-    for rank, (name, said) in enumerate(rank_pool(2).run(job_refused_batch, words=words, ranks=ranks, evaluate=evaluate)):
+    refusals = rank_pool(2).run(job_refused_batch, words=words, ranks=ranks, evaluate=evaluate)
+    for rank, (name, said) in enumerate(refusals):
         assert words in said
         assert name == ("TeraPipeConfigError" if rank in ranks else "BatchError")
         assert rank in ranks or said.startswith("stage 1 refuses the batch: TeraPipeConfigError: ")

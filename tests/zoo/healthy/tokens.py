@@ -1,0 +1,146 @@
+"""Each token for itself, whatever the sizes are alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from tests.distributed.engines import LENGTH, micro_batch
+from tests.zoo.healthy.attention import Sliced
+from tests.zoo.layers import (
+    WIDTH,
+    Mlp,
+    Residual,
+    scores_of,
+    seeded,
+    weight,
+)
+from tests.zoo.members import add, layer, stack, updates
+from tests.zoo.routers import Experts
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU after a norm over features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = seeded(nn.LayerNorm(WIDTH))
+        self.gate_proj, self.up_proj = (seeded(nn.Linear(WIDTH, 20, bias=False), seed) for seed in (110, 111))
+        self.down_proj = seeded(nn.Linear(20, WIDTH), 112)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+
+
+class RootMeanSquare(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+
+class InPlace(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.up
+        y += 0.5
+        y[:, -1:] *= 1.0
+        return y.tanh_() @ self.down
+
+
+class NarrowConvolution(nn.Module):
+    """Convolutions of width one are linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = seeded(nn.Conv1d(WIDTH, WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
+
+
+class WideAsSlices(nn.Module):
+    """Six features, as many as a slice has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = weight(WIDTH, 6, seed=113), weight(6, WIDTH, seed=114)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.down
+        return x + (y - y.mean(-1, keepdim=True)).softmax(-1) @ self.up
+
+
+for kind in (GatedMlp, RootMeanSquare, InPlace, NarrowConvolution, WideAsSlices, Experts):
+    add(kind.__name__, lambda kind=kind: stack(LayerSpec(Sliced, 0), LayerSpec(kind)), ())
+
+
+@updates()
+def own_norms(x: Tensor) -> Tensor:
+    """Over groups of features, one token after the other."""
+    grouped = F.group_norm(x.flatten(0, 1), 3).view_as(x)
+    return F.normalize(grouped - x.mean(-1, keepdim=True), dim=-1)
+
+
+@updates()
+def over_features(x: Tensor) -> Tensor:
+    """What mixes features and no tokens: running sums, shifts, choices, transforms."""
+    chosen = torch.zeros_like(x).scatter(-1, x.topk(3, -1).indices, 1.0)
+    return x.cumsum(-1) + x.roll(1, -1) * x.softmax(-1) + chosen + torch.fft.fft(x, dim=-1).real + x.sort(-1).values
+
+
+class WidthOfTheText(nn.Module):
+    """As many features as a sequence has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = weight(WIDTH, LENGTH, seed=115), weight(LENGTH, WIDTH, seed=116)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.up).tanh() @ self.down
+
+
+class Widened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = weight(WIDTH, LENGTH, seed=117)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.up
+
+
+class Narrowed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = weight(LENGTH, WIDTH, seed=118)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / x.norm(dim=-1, keepdim=True)) @ self.down
+
+
+add("AsWideAsLong", lambda: stack(LayerSpec(Widened), LayerSpec(Narrowed), LayerSpec(WidthOfTheText)), ())
+add(
+    "AsManyRowsAsTokens", lambda: stack(LayerSpec(Sliced, 0)), (),
+    data=lambda seed: micro_batch(seed, rows=LENGTH), engine={"train_micro_batch_size_per_gpu": LENGTH},
+)  # fmt: skip
+add(
+    "AsManyRowsAsASlice", lambda: stack(LayerSpec(Sliced, 0)), (),
+    data=lambda seed: micro_batch(seed, rows=6), engine={"train_micro_batch_size_per_gpu": 6},
+)  # fmt: skip
+add(
+    "OneRow", lambda: stack(LayerSpec(Sliced, 0)), (),
+    data=lambda seed: micro_batch(seed, rows=1), engine={"train_micro_batch_size_per_gpu": 1},
+)  # fmt: skip
+add("Dropped", lambda: stack(LayerSpec(Residual, nn.Dropout(0.0)), LayerSpec(Sliced, 0)), ())
+
+
+@layer()
+class LearnedSlots(nn.Module):
+    """Attention of each token to learned slots: a softmax over keys that are no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = weight(6, WIDTH, seed=124)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + scores_of(x, self.slots).softmax(-1) @ self.slots

@@ -92,37 +92,46 @@ def row_dim(batch: SliceableTensors) -> int:
     return 0 if batch.dim else 1
 
 
-def unit_of(plan: SlicePlan, granularity: int, multiple: int) -> int:
-    """Of how many tokens slices are multiples: layers may count on it, so that those of a cut are as well.
+def unit_of(plan: SlicePlan, granularity: int, multiple: int, allowed: int, most: int) -> int:
+    """Of how many tokens the slices of a window are multiples: layers may count on it. What those of the plan have in
+    common where three such slices are ``allowed``, else their granularity, or the largest part of it of which two do
+    not exceed ``most`` tokens.
 
-    ``multiple``: what layers need in any case. Slices that were listed or set by hand may be cut elsewhere."""
-    granularity = math.lcm(granularity, multiple)
-    inner = [plan.span(i)[0] for i in range(plan.num_slices)]
-    return granularity if all(start % granularity == 0 for start in inner) else multiple
+    ``multiple``: what layers need in any case. Slices that were listed or set by hand may have no more in common."""
+    common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
+    if common and common % multiple == 0 and _MOST_SLICES * common <= allowed:
+        return common
+    times = math.lcm(granularity, multiple) // multiple if common % math.lcm(granularity, multiple) == 0 else 1
+    if _MOST_SLICES * times * multiple > most:
+        fitting = (n for n in range(most // (2 * multiple), 0, -1) if times % n == 0)
+        times = next(fitting, 1)
+    return times * multiple
 
 
-def window_plan(plan: SlicePlan, unit: int, rows: int, micro_batches: int, stages: int, cut_rows: int) -> SlicePlan:
-    """Slices of a window of a sequence that is cut by ``plan``: three unequal ones where there is room, else two; those
-    of ``plan`` where the window is the whole sequence and they are few.
+def window_plan(
+    plan: SlicePlan, granularity: int, multiple: int, rows: int, micro_batches: int, stages: int, cut_rows: int
+) -> tuple[SlicePlan, int]:
+    """Slices of a window of a sequence that is cut by ``plan``, and what they are multiples of: three unequal ones
+    where there is room, else two; those of ``plan`` where the window is the whole sequence and they are few.
 
     Layers run forward and backward twice, or four times in half precision, stage after stage: a window has so few
     tokens that this takes no longer than a step, and that what one layer keeps of it is less than what the stage keeps
-    of a micro-batch.
+    of a micro-batch. Only two slices of ``multiple`` tokens may have more.
     """
     length = plan.sequence_length
     tokens = length * rows // cut_rows
-    allowed = max(min(tokens // _SHARE, tokens * micro_batches // (4 * stages), MOST_TOKENS), LEAST_TOKENS)
-    if length <= max(allowed, _MOST_SLICES * unit):
+    most = min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
+    share = min(tokens // _SHARE, tokens * micro_batches // (4 * stages))
+    allowed = min(max(share, LEAST_TOKENS), most)
+    unit = unit_of(plan, granularity, multiple, allowed, most)
+    units, last = max(allowed // unit, _MOST_SLICES if _MOST_SLICES * unit <= most else 2), 0
+    if length <= max(allowed, units * unit):
         if plan.num_slices <= _MOST_SLICES:
-            return plan
-        last = length - length // unit * unit  # ends with the sequence
-        allowed = length - last
-    else:
-        last = 0
-    units = max(allowed // unit, _MOST_SLICES)
+            return plan, unit
+        units, last = divmod(length, unit)  # ends with the sequence
     first, second = max(2, 3 * units // 10), max(1, units // 5)
-    parts = [1, 1, 1] if units == _MOST_SLICES else [first, second, units - first - second]
-    return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last))
+    parts = [1] * units if units <= _MOST_SLICES else [first, second, units - first - second]
+    return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last)), unit
 
 
 def choose_window(

@@ -28,7 +28,7 @@ from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.trials import Trials
 from terapipe_ds.runtime.untouched import untouched
-from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, Cuttable, choose_window, unit_of, window_plan
+from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, Cuttable, choose_window, row_dim, window_plan
 from terapipe_ds.runtime.verify.handing_on import first_inputs, hear, hear_notes, note, tell, tell_others
 from terapipe_ds.runtime.verify.later_labels import LaterLabels, can_watch, is_even
 from terapipe_ds.runtime.verify.layout import TensorPeersOf, likely_layouts
@@ -173,10 +173,11 @@ def _choose(engine: Any, micro_batch: MicroBatchInFlight, num_micro_batches: int
     assert labels is not None
     of_rows = cuttable.rows or 1
     rows = MOST_ROWS if of_rows > MOST_ROWS else None
-    unit = unit_of(plan, config.granularity_for(plan.sequence_length), engine.slice_length_multiple)
+    unit = engine.slice_length_multiple
     if cuttable.tokens:
-        stages = engine._layout.num_stages
-        plan = window_plan(plan, unit, of_rows, num_micro_batches, stages, rows or of_rows)
+        granularity, stages = config.granularity_for(plan.sequence_length), engine._layout.num_stages
+        all_rows = labels.deciding.size(row_dim(labels)) if labels.deciding.dim() > 1 else 1
+        plan, unit = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
     weight = getattr(engine.module.loss_fn, "slice_weight", None)
     counts = partial(slice_counts, ignore_index=config.ignore_index, slice_weight=weight)
     row, start, _ = choose_window(labels, plan, rows, unit, config.ignore_index, counts)

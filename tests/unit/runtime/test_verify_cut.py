@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -19,35 +20,55 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.untouched import untouched
-from terapipe_ds.runtime.verify.cut import LEAST_TOKENS, MOST_TOKENS, Cut, Cuttable, choose_window, unit_of, window_plan
+from terapipe_ds.runtime.verify.cut import Cut, Cuttable, choose_window, window_plan
 from terapipe_ds.runtime.verify.layout import ALONE, Same, TokenDim, likely_layouts
 from terapipe_ds.runtime.verify.own import all_own
 from terapipe_ds.runtime.verify.pipeline import _choose
 
 
-@pytest.mark.parametrize("length", [64, 127, 130, 512, 4096, 131072])
-@pytest.mark.parametrize("rows", [1, 2, 16])
-@pytest.mark.parametrize("unit", [1, 2, 64])
-@pytest.mark.parametrize("slices", [4, 32])
-def test_a_window_is_short_and_its_slices_unequal(length: int, rows: int, unit: int, slices: int) -> None:
-    plan = SlicePlan.equal(length, min(slices, -(-length // unit)), unit)
-    found = window_plan(plan, unit, rows, 8, 4, min(rows, 2))
-    tokens = found.sequence_length
-    if found == plan:
-        assert length <= max(LEAST_TOKENS, 3 * unit) and plan.num_slices <= 3
-        return
-    assert found.num_slices == 3 and tokens <= length
+@pytest.mark.parametrize("length", [64, 127, 130, 512, 4096, 16384, 131072])
+@pytest.mark.parametrize("cut_rows", [1, 2, 16])
+def test_a_window_is_short_and_its_slices_are_unequal(length: int, cut_rows: int) -> None:
+    for granularity, slices in itertools.product([1, 2, 64, 384, 1024, 8192], [4, 32]):
+        check_window(length, cut_rows, min(granularity, length // 2), slices)
+
+
+def check_window(length: int, cut_rows: int, granularity: int, slices: int) -> None:
+    plan = SlicePlan.equal(length, min(slices, -(-length // granularity)), granularity)
+    found, unit = window_plan(plan, granularity, 1, 16, 8, 4, cut_rows)
+    tokens, slices_found = found.sequence_length, found.num_slices
+    assert tokens <= length
+    if length > 1024:  # whatever the granularity is
+        assert tokens <= 1024 and tokens * cut_rows <= 2048
+    assert tokens >= min(length, 128, 2048 // cut_rows) - unit
+    assert slices_found in (2, 3)
     assert all(n % unit == 0 for n in found.lengths[:-1]) and (tokens == length or tokens % unit == 0)
-    assert len(set(found.lengths)) > 1 or tokens == 3 * unit
-    assert tokens <= max(LEAST_TOKENS, 3 * unit, min(MOST_TOKENS, length * rows // min(rows, 2) // 8))
-    assert tokens >= min(length, LEAST_TOKENS) - unit
+    assert granularity % unit == 0 or all(n % unit == 0 for n in plan.lengths[:-1])
+    if tokens > 3 * unit:
+        assert len(set(found.lengths)) > 1 and slices_found == 3 or found == plan
 
 
-def test_slices_are_multiples_of_the_granularity_where_those_of_the_plan_are() -> None:
-    assert unit_of(SlicePlan((512, 256, 100)), 64, 2) == 64
-    assert unit_of(SlicePlan((500, 256, 100)), 64, 2) == 2
-    assert unit_of(SlicePlan((192, 192, 128)), 64, 3) == 192
-    assert unit_of(SlicePlan((192, 126, 128)), 64, 3) == 3
+@pytest.mark.parametrize(
+    ("plan", "granularity", "multiple", "lengths"),
+    [
+        ((1024,) * 16, 1024, 1, (512, 512)),
+        ((8192,) * 16, 8192, 1, (512, 512)),
+        ((3072,) * 16, 3072, 3, (384, 384)),
+        ((1536,) * 16, 1536, 1, (512, 512)),
+        ((2000,) * 16, 2000, 16, (400, 400)),
+        ((2000,) * 16, 2000, 2000, (2000, 2000)),  # layers need as many
+        ((320,) * 32, 64, 1, (320, 320, 320)),  # what listed slices have in common
+        ((1280,) * 16, 64, 1, (256, 192, 576)),  # three do not fit
+        ((500, 256, 15000), 64, 2, (4, 4, 12)),  # not at the granularity
+    ],
+)
+def test_what_the_slices_of_a_window_are_multiples_of(
+    plan: Any, granularity: int, multiple: int, lengths: tuple[int, ...]
+) -> None:
+    found, unit = window_plan(SlicePlan(plan), granularity, multiple, 8, 8, 4, 2)
+    if lengths != (4, 4, 12):
+        assert found.lengths == lengths
+    assert math.gcd(*found.lengths) == unit == math.gcd(*lengths)
 
 
 @pytest.mark.parametrize(

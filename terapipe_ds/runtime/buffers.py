@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +73,11 @@ class BatchInFlight:
     micro_batches: list[MicroBatchInFlight]
     slices: dict[Key, SliceInFlight] = field(default_factory=dict)
     live_peak: int = 0
+
+    def kinds(self) -> frozenset[Hashable]:
+        """Tell what decides which kernels run: the schedule, and the slices of each micro-batch."""
+        how = self.training, self.schedule.name
+        return frozenset((how, each.shape.rows, each.shape.length, each.plan.lengths) for each in self.micro_batches)
 
     def signature(self, unit: Unit) -> tuple[bool, int, int, int]:
         """What the shapes of a slice's activations depend on: (mode, rows, sequence length, slice length)."""

@@ -119,7 +119,8 @@ class PipelineGroups:
         return activations, gradients
 
     def _warn_of_one_queue(self, device: torch.device) -> None:
-        if device.type != "cuda" or any(needs_staging(group, device) for group, _ in self.by_wire.values()):
+        groups = [group for group, _ in self.by_wire.values()]  # none with one stage, which posts no receives
+        if device.type != "cuda" or not groups or any(needs_staging(group, device) for group in groups):
             return
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             logger.warning(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.int32, torch.int64, torch.complex64, torch.complex128,
 )  # fmt: skip
 _ANNOUNCEMENT_INTS = 256
+_TAGS_BY_HOST = 1 << 16
+"""In the control group the announcements of a link have its tag, and messages that go there this many more."""
 
 
 class LinkError(RuntimeError):
@@ -111,11 +113,19 @@ class Wire:
 
     def isend(self, tensor: torch.Tensor) -> Any:
         """Begin to send what ``outgoing`` gave; returns what to wait for."""
-        return torch_dist.isend(tensor, self.peer, group=self.group, tag=self.tag)
+        return torch_dist.isend(tensor, self.peer, group=self.group, tag=self._message_tag)
 
     def irecv(self, buffer: torch.Tensor) -> Any:
         """Begin to receive into a ``buffer``; returns what to wait for."""
-        return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self.tag)
+        return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
+
+    def by_host(self) -> Wire:
+        """Return the same way over the control group, where no message waits for its other end on the device."""
+        return replace(self, group=self.control, staged=True)
+
+    @property
+    def _message_tag(self) -> int:
+        return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
 
     def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
@@ -136,11 +146,22 @@ class Wire:
         return buffer.view(torch.bool) if spec.dtype == torch.bool else buffer
 
 
-class SendChannel:
+class _Channel:
+    """One end of one direction of a link. Between batches nothing is on its way."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = self._connected = wire
+
+    def go_by_host(self, by_host: bool) -> None:
+        """Say which way the messages of the batch that begins take; both ends must do the same."""
+        self.wire = self._connected.by_host() if by_host else self._connected
+
+
+class SendChannel(_Channel):
     """The sending end of one direction of a link."""
 
     def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+        super().__init__(wire)
         self.announced: dict[Signature, MessageSpec] = {}
         self._in_flight: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
 
@@ -194,7 +215,7 @@ class _Posted:
     buffers: Tensors = ()
 
 
-class ReceiveChannel:
+class ReceiveChannel(_Channel):
     """The receiving end of one direction of a link.
 
     Args:
@@ -205,7 +226,7 @@ class ReceiveChannel:
     def __init__(
         self, wire: Wire, spec_of: Callable[[Unit], MessageSpec | None], learn: Callable[[Unit], None]
     ) -> None:
-        self.wire = wire
+        super().__init__(wire)
         self._spec_of = spec_of
         self._learn = learn
         self._posted: deque[_Posted] = deque()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -49,6 +49,10 @@ class StageLinks:
     then arrived as well, and the memory of those sends is given back. Between two parts of this stage there is no wire:
     what one hands on waits here for the other.
 
+    Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host:
+    CUDA loads kernels when they are first launched, and that may wait for all that is at work on the device, receives
+    among it that end only after what this stage is about to run.
+
     Args:
         announce_each: shapes may differ from one message to the next, and each is announced; otherwise the first one of
             a signature is, and the next ones are received as soon as they come.
@@ -57,6 +61,8 @@ class StageLinks:
     def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
+        self._post_on_device = wires.post_on_device
+        self._kinds_run: set[Hashable] = set()
         self._batch: BatchInFlight | None = None
         self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
@@ -92,8 +98,11 @@ class StageLinks:
         """Messages are those of ``batch`` from now on."""
         self._batch = batch
         self._handed.clear()
+        by_host = self._post_on_device and not batch.kinds() <= self._kinds_run
+        for channel in self._ends():
+            channel.go_by_host(by_host)
         if self._announce_each:
-            self._forget_announced()
+            self.forget_announced()
         key = id(batch.schedule)
         if key not in self._places_of:
             self._places_of[key] = Places(batch.schedule)
@@ -102,14 +111,22 @@ class StageLinks:
 
     def close_batch(self) -> None:
         """Every message of the batch was used, and everything sent has been received."""
-        for channels in self._channels:
-            for receiving in (channels.activations_in, channels.gradients_in):
-                if receiving is not None:
-                    receiving.assert_empty()
-        for sending in (channel for channels in self._towards.values() for channel in channels):
-            with self.waiting(_wait_of_send(sending)):
-                sending.flush()
+        for channel in self._ends():
+            if isinstance(channel, ReceiveChannel):
+                channel.assert_empty()
+        for channel in self._ends():
+            if isinstance(channel, SendChannel):
+                with self.waiting(_wait_of_send(channel)):
+                    channel.flush()
+        if self._batch is not None:
+            self._kinds_run |= self._batch.kinds()
         self._batch = None
+
+    def _ends(self) -> Iterator[SendChannel | ReceiveChannel]:
+        for mine in self._channels:
+            for channel in (mine.activations_in, mine.gradients_in, mine.activations_out, mine.gradients_out):
+                if channel is not None:
+                    yield channel
 
     def _open(self) -> BatchInFlight:
         if self._batch is None:
@@ -119,7 +136,8 @@ class StageLinks:
     def _signature(self, unit: Unit) -> Signature:
         return unit if self._announce_each else self._open().signature(unit)
 
-    def _forget_announced(self) -> None:
+    def forget_announced(self) -> None:
+        """Announce each signature again. Between batches, on both ends of a link."""
         for channels in self._channels:
             if channels.announced_in is not None:
                 channels.announced_in.known.clear()

@@ -51,8 +51,8 @@ def train_over_nccl(
     """
     chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
     section = engines.section(
-        schedule=schedule, slices=slices, granularity_tokens=8, verify="first_batch", stall_timeout_s=60,
-        **{**chunks, **(changes or {})},
+        schedule=schedule, slices=slices, granularity_tokens=8, stall_timeout_s=60,
+        **{"verify": "first_batch", **chunks, **(changes or {})},
     )  # fmt: skip
     num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
     make = tuple_models.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
+from terapipe_ds.attention.active_slice import active_slice
+from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime import groups, measuring
 from terapipe_ds.runtime.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.link import Wire
@@ -143,6 +147,58 @@ def train_with(fault: Callable[[], contextlib.AbstractContextManager[Any]], **jo
 def test_a_deadlock_ends_in_words(fault: Any, words: str, job: dict[str, Any]) -> None:
     with pytest.raises(RankFailure, match=f"NCCL would hang: rank . {words}"):
         rank_pool(job["stages"]).run(train_with, fault=fault, **job)
+
+
+@contextlib.contextmanager
+def kernels_loaded_at_first() -> Iterator[None]:
+    """The first time that a slice runs, its kernels are loaded, which waits for all that is at work on the device."""
+    forward, loaded = DecoderLayer.forward, set()
+
+    def load_and_run(self: DecoderLayer, hidden: Any) -> Any:
+        active = active_slice()
+        kernel = self.training, hidden.shape, active and active.start
+        if kernel not in loaded:
+            loaded.add(kernel)
+            get_accelerator().synchronize()
+        hidden = forward(self, hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(functools.partial(load, ("backward", *kernel)))
+        return hidden
+
+    def load(kernel: Any, gradient: Any) -> None:
+        if kernel not in loaded:
+            loaded.add(kernel)
+            get_accelerator().synchronize()
+
+    with mock.patch.object(DecoderLayer, "forward", load_and_run):
+        yield
+
+
+@contextlib.contextmanager
+def kernels_loaded_on_devices() -> Iterator[None]:
+    """And the engine takes its messages for ones that wait on a device."""
+    with kernels_loaded_at_first(), mock.patch.object(Wires, "post_on_device", True):
+        yield
+
+
+LOADING = {"slices": 3, "changes": {"verify": "off"}}  # a check of the first batch would have loaded them
+
+
+@pytest.mark.parametrize("schedule", [
+    "seq1f1b", *(pytest.param(name, marks=full) for name in SCHEDULE_NAMES if name != "seq1f1b")
+])  # fmt: skip
+def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None:
+    trained = rank_pool(2).run(
+        train_with, fault=kernels_loaded_on_devices, schedule=schedule, stages=2, eager=True, **LOADING
+    )
+    assert_right(trained)
+
+
+def test_loading_kernels_behind_messages_on_the_device_would_hang() -> None:
+    with pytest.raises(RankFailure, match="NCCL would hang: a wait for the whole device waits for the receive of"):
+        rank_pool(2).run(
+            train_with, fault=kernels_loaded_at_first, schedule="seq1f1b", stages=2, eager=True, **LOADING
+        )
 
 
 def checkpoints_that_synchronize() -> contextlib.AbstractContextManager[Any]:

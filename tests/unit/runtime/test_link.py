@@ -248,6 +248,21 @@ def test_a_staged_wire_carries_copies_in_memory_of_the_host(post: Post, dtype: t
     assert came.dtype == dtype and torch.equal(came, values)
 
 
+def test_a_batch_by_way_of_the_host(post: Post) -> None:
+    """Its messages are in the control group, apart from the announcements there; the next batch's are not."""
+    sender, receiver = SendChannel(wire()), receiving_end()
+    for batch, by_host in enumerate((True, False)):
+        for channel in (sender, receiver):
+            channel.go_by_host(by_host)
+        receiver.post((batch, 0))
+        sent = torch.randn(2, 3)
+        send(sender, (batch, 0), sent)
+        (key,) = [key for key, mail in post.mail.items() if key != ("control", 0) and mail]
+        assert key == (("control", link._TAGS_BY_HOST) if by_host else ("data", 0))
+        assert len(post.mail["control", 0]) == 1
+        assert torch.equal(receiver.wait((batch, 0))[1][0], sent)
+
+
 def test_only_devices_beside_the_host_are_staged() -> None:
     """gloo carries CPU tensors itself; of CUDA tensors it knows nothing between two ranks, NCCL does."""
 
@@ -287,6 +302,15 @@ def test_one_queue_of_the_device_is_warned_of(
     assert ["CUDA_DEVICE_MAX_CONNECTIONS=1" in record.getMessage() for record in caplog.records] == [True] * expected
     with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
         wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
+
+
+def test_one_stage_posts_no_receives_to_wait_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        groups.PipelineGroups((0,)).connect(Layout.plain(1), 0, torch.device("cuda"))
+    assert not caplog.records
 
 
 def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from terapipe_ds.runtime.part_runner import PartRunner
 from terapipe_ds.runtime.probe import StageProbe, synchronize
 from terapipe_ds.runtime.rank_record import RankRecord
 from terapipe_ds.runtime.stall import Wait
+from terapipe_ds.runtime.trace import Tracer
 from terapipe_ds.runtime.weight_gradients import WeightGradients
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
@@ -52,7 +53,7 @@ def own_seconds(
     layers, device = _Idle(), torch.device(engine.device)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
     probe = _idle_probe(layers, is_last, rounds, device)
-    runner = _runner(engine, is_last, rounds, device)
+    runner, stand_ins = _runner(engine, is_last, rounds, device), _stand_ins(engine, layers)
     probed_s: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
     acted_s: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
 
@@ -75,7 +76,7 @@ def own_seconds(
         for kind, call in zip(probed_s, calls, strict=True):
             probed_s[kind].append(timed(call))
             settle()
-            with _idle_layers(engine, layers):
+            with _swapped(engine, stand_ins):
                 begin_s = now_s()
                 _act(runner, kind, slice_id, is_last)
                 acted_s[kind].append(now_s() - begin_s)
@@ -124,26 +125,32 @@ def _idle_probe(layers: _Idle, is_last: bool, rounds: int, device: torch.device)
     return probe
 
 
-@contextmanager
-def _idle_layers(engine: Any, layers: nn.Module) -> Iterator[None]:
+def _stand_ins(engine: Any, layers: nn.Module) -> dict[str, Any]:
     """``layers`` in the place of the module, and neither an optimizer whose books a backward would change nor what
-    counts operations and looks for numbers that are not finite; the loss of a batch is as it was afterwards."""
-    stand_ins = {
+    counts operations and looks for numbers that are not finite; the loss of a batch, timers and a timeline apart."""
+    return {
         "module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None, "loss": engine.loss,
         "total_loss": None, "total_additional_losses": None, "fwd_outputs": [], "_compute_loss": True,
-        "eval_return_logits": False,
+        "eval_return_logits": False, "timers": type(engine.timers)(), "_tracer": Tracer(None, 0, 0, 1),
     }  # fmt: skip
-    kept = {name: getattr(engine, name) for name in stand_ins if hasattr(engine, name)}
+
+
+@contextmanager
+def _swapped(engine: Any, stand_ins: dict[str, Any]) -> Iterator[None]:
+    """The attributes of ``engine`` for ``stand_ins``, and as they were afterwards.
+
+    In its own dictionary: ``setattr`` of a module drops the plain attribute that DeepSpeed has beside that of
+    ``nn.Module``, and ``getattr`` finds on the user's module what the engine does not have yet.
+    """
+    own = vars(engine)
+    kept = {name: own[name] for name in stand_ins if name in own}
+    own.update(stand_ins)
     try:
-        for name, stand_in in stand_ins.items():
-            setattr(engine, name, stand_in)
         yield
     finally:
         for name in stand_ins:
-            if name in kept:
-                setattr(engine, name, kept[name])
-            else:  # DeepSpeed makes it with the first batch
-                delattr(engine, name)
+            del own[name]
+        own.update(kept)
 
 
 class _NoOptimizer:

@@ -45,17 +45,53 @@ def _counted(settings: dict[str, Any]) -> tuple[float, float]:
     wrappers = {"forward": 3.0, "_backward_epilogue": 5.0}
     wrapped = {name: lasts(seconds, getattr(DeepSpeedEngine, name)) for name, seconds in wrappers.items()}
     engine._flops = engine._finite = object()  # of which nothing may be asked
-    before = engine.module, engine.optimizer, engine._flops, engine._finite
+    before = dict(vars(engine))
     with mock.patch.multiple(DeepSpeedEngine, **wrapped), untouched(engine.module):
         found = own_seconds(engine, engine.is_last_stage(), lambda: None, 0.1, lambda: now_s)
-    assert (engine.module, engine.optimizer, engine._flops, engine._finite) == before
+    _assert_holds(engine, before)
     engine.destroy()
     return found
+
+
+def _assert_holds(engine: Any, before: dict[str, Any]) -> None:
+    """Not one attribute more or less, and each the same object."""
+    after = vars(engine)
+    assert after.keys() == before.keys()
+    assert [name for name in before if after[name] is not before[name]] == []
+    assert engine._modules["module"] is before["module"]
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_what_the_engine_does_around_layers_is_its_own_time(kind: str) -> None:
     assert rank_pool(2).run(_counted, settings=SETTINGS[kind]) == [(3.0, 5.0)] * 2
+
+
+def _interrupted(fails_in: str) -> bool:
+    """Whether an error, inside of what is rehearsed, comes out and leaves the engine with all that it had."""
+    engine = build(gpt_layers(), section(), wall_clock_breakdown=True)
+    before, parameters, timed = dict(vars(engine)), list(engine.module.parameters()), _timed(engine)
+    wrapped = mock.patch.object(DeepSpeedEngine, fails_in, side_effect=RuntimeError("in a rehearsal"))
+    caught = None
+    with wrapped, untouched(engine.module):
+        try:
+            own_seconds(engine, engine.is_last_stage(), lambda: None, 0.1)
+        except RuntimeError as error:
+            caught = str(error)
+    _assert_holds(engine, before)
+    assert all(mine is other for mine, other in zip(engine.module.parameters(), parameters, strict=True))
+    assert not engine._running_engine_backward and _timed(engine) == timed
+    engine.destroy()
+    return caught == "in a rehearsal"
+
+
+def _timed(engine: Any) -> dict[str, float]:
+    """What DeepSpeed's timers have counted so far."""
+    return {name: timer.elapsed(reset=False) for name, timer in engine.timers.get_timers().items()}
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "_backward_prologue", "_backward_epilogue"])
+def test_an_error_in_a_rehearsal_leaves_the_engine_as_it_was(fails_in: str) -> None:
+    assert rank_pool(2).run(_interrupted, fails_in=fails_in) == [True] * 2
 
 
 def _trained(settings: dict[str, Any], rehearsals: int) -> Run:

@@ -15,7 +15,7 @@ import torch
 from terapipe_ds.cost_profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
-from terapipe_ds.runtime import planning, probe, profiler
+from terapipe_ds.runtime import own_time, planning, probe, profiler
 from terapipe_ds.runtime.engine import TeraPipeEngine
 from terapipe_ds.runtime.probe import StageProbe
 from terapipe_ds.runtime.tensor_peak import TensorPeak
@@ -39,9 +39,10 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
         return
     if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
         patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
-    elif how == "noisy clock":  # every second measurement seems to take an hour
+    elif how == "noisy clock":  # every second measurement seems to take an hour, the engine's own time too
         jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
         patch.setattr(probe, "_now_s", lambda: time.perf_counter() + next(jumps))
+        patch.setattr(own_time, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + next(jumps)))
     elif how == "own profiler":  # as where one rank alone is profiled: peaks cannot be told on it
         patch.setattr(TensorPeak, "is_available", staticmethod(lambda: False))
 
@@ -49,7 +50,7 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
 def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """The slices whose F and B the probe of this rank runs, in their order."""
     ran: list[tuple[str, int, int]] = []
-    forward, backward = StageProbe._forward, StageProbe._backward
+    forward, backward = StageProbe._forward, StageProbe.issue_backward
 
     def note_forward(self: StageProbe, active: Any) -> Any:
         ran.append(("F", active.start, active.stop))
@@ -60,7 +61,7 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         backward(self, live)
 
     patch.setattr(StageProbe, "_forward", note_forward)
-    patch.setattr(StageProbe, "_backward", note_backward)
+    patch.setattr(StageProbe, "issue_backward", note_backward)
     return ran
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import terapipe_ds.runtime.probe as probe_module
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch import SliceableTensors
@@ -227,7 +226,7 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 1.0, 2.0), strict=True)]
     probe = probe_of(layers, False, True)
     probe.loss_fn = lambda y, labels: Slow.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0)
-    monkeypatch.setattr(probe_module, "_now_s", clock)
+    probe.clock = clock
     assert probe.forward(4, 0)[0] == 1 + 1 + 2 + 4
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
     backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]

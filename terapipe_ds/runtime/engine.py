@@ -169,6 +169,11 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         with self._guarded():
             return super().train_batch(data_iter)
 
+    def reset_activation_shape(self) -> None:
+        """Let stages hand on other shapes from the next batch on; as with DeepSpeed's, every rank must make the call."""
+        super().reset_activation_shape()
+        self._links.forget_announced()
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's ``compile``, where sequences are whole.
 

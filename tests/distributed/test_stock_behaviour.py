@@ -237,6 +237,17 @@ def images_of_sizes(count: int) -> list[Batch]:
     return [resized[2 * i : 2 * i + 2] for i in range(count)]
 
 
+def other_images(engine: PipelineEngine) -> list[Any]:
+    """Images of one size, and after a reset of others, with labels of one shape."""
+    found: list[Any] = []
+    for step, size in enumerate(((8, 8), (16, 16), (8, 8))):
+        data = [[(F.interpolate(pixels, size), classes) for pixels, classes in image_batches(1)[0]]]
+        if step:
+            engine.reset_activation_shape()
+        found += [vars(train(engine, data)), engine.eval_batch(iter(data[0]))]
+    return found
+
+
 def partitioned(engine: PipelineEngine, contiguous: bool) -> dict[str, Any]:
     """Trained with DeepSpeed's checkpoints in parts, as a program sets them after the engine is built."""
     set_here = {"PARTITION_ACTIVATIONS": True, "CONTIGUOUS_CHECKPOINTING": contiguous, "num_layers": 16}
@@ -299,6 +310,9 @@ CASES: dict[str, tuple[Callable[[PipelineEngine], Any], dict[str, Any]]] = {
     "images of different sizes": (
         functools.partial(train_and_evaluate, data=images_of_sizes(3)),
         on_images(layers=sizeless_layers, module={"dynamic_shape": True, "partition_method": "uniform"}),
+    ),
+    "images of other sizes after a reset": (
+        other_images, on_images(layers=sizeless_layers, module={"partition_method": "uniform"}),
     ),
     "text with dynamic shapes": (
         lambda engine: vars(train(engine, [*batches(1), *batches(1, length=11), *batches(1, length=30, rows=1)])),

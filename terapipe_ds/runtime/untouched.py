@@ -2,13 +2,15 @@
 
 Measurements happen in place, on the very layers that train. Inside :func:`untouched` the layers work on stand-ins: the
 same weights in memory, but other ``Parameter`` objects, with gradients of their own and without the hooks by which
-optimizers gather gradients. What else a forward may change (buffers, random numbers, training mode, DeepSpeed's counter
-of micro-batches) is put back.
+optimizers gather gradients. What else a forward may change (buffers and other attributes, random numbers, training mode,
+DeepSpeed's counter of micro-batches) is put back.
 """
 
 from __future__ import annotations
 
+import copy
 import random
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,26 +64,56 @@ def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
-    modes = {part: part.training for part in module.modules()}
-    buffers = [
-        (part._buffers, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-    ]
-    offset = getattr(module, "micro_offset", None)
+    """Put back what the layers, plain functions among them, and the loss keep: buffers and all other attributes, such
+    as a length or a mask that a layer remembers from its first forward, which is one of a measurement here."""
+    before = _Before()
+    for owner in (*module.modules(), *getattr(module, "forward_funcs", ()), getattr(module, "loss_fn", None)):
+        before.remember(getattr(owner, "__dict__", None))
     module.train()
     try:
         yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        before.put_back()
+
+
+class _Before:
+    """What containers held, and tensors but parameters. Other objects are put back in their places as they are."""
+
+    def __init__(self) -> None:
+        self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def remember(self, value: Any) -> None:
+        """``value`` and what it contains; a kind of object that is not known is passed over."""
+        if type(value) in (dict, OrderedDict, defaultdict, list, set, deque):
+            if id(value) not in self._containers:
+                self._containers[id(value)] = value, copy.copy(value)
+                for each in value.values() if isinstance(value, dict) else value:
+                    self.remember(each)
+        elif type(value) is tuple:
+            for each in value:
+                self.remember(each)
+        elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        for container, before in self._containers.values():
+            if isinstance(container, dict):
+                container.update(before)  # never empty in between: it may be that of a module
+                for key in [key for key in container if key not in before]:
+                    del container[key]
+            else:
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(before)
         with torch.no_grad():
-            for owner, name, buffer, before in buffers:
-                owner[name] = buffer  # a forward may have put another tensor in its place
-                if buffer is not None and before is not None:
-                    buffer.copy_(before)
-        if offset is not None:
-            module.micro_offset = offset  # type: ignore[assignment]
+            for tensor, before in self._tensors.values():
+                if not torch.equal(_bytes(tensor), _bytes(before)):  # what nobody changes may be memory to read only
+                    tensor.copy_(before)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager

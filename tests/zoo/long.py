@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
 
+from terapipe_ds.attention import active_slice
 from tests.distributed.engines import MicroBatch, micro_batch
 from tests.zoo.layers import LONG, fixed
-from tests.zoo.members import ZOO
+from tests.zoo.members import ZOO, add, stack
 
 
 def text(seed: int) -> MicroBatch:
@@ -38,7 +40,23 @@ HEALTHY = (
 )  # fmt: skip
 
 
+class CachesOnFirstUse(nn.Module):
+    """Positions by the share of the sequence, whose length it asks for once; the check's window is shorter."""
+
+    length: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = active_slice()
+        start, length = (0, x.shape[1]) if active is None else (active.start, active.sequence_length)
+        if self.length is None:
+            self.length = length
+            self.register_buffer("places", torch.arange(length) / length)
+        assert isinstance(self.places, Tensor)
+        return x * (1 + self.places[start : start + x.shape[1], None])
+
+
 def add_all() -> None:
     """When all others are there."""
+    add("long_CachesOnFirstUse", lambda: stack(LayerSpec(CachesOnFirstUse)), (), data=text)
     for name in (*UNHEALTHY, *HEALTHY):
         ZOO[f"long_{name}"] = replace(ZOO[name], name=f"long_{name}", data=DATA.get(name, text))

@@ -127,6 +127,59 @@ def test_a_buffer_that_a_forward_replaces_is_back_in_its_place() -> None:
     assert layer.mean is buffer and not buffer.any()
 
 
+class Caching(nn.Module):
+    """Keeps what it computes in its first forward, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.length: int | None = None
+        self.masks: dict[int, list[Tensor]] = {0: []}
+        self.lengths, self.pair = [1, 2], ({3}, 4)
+        self.total = torch.zeros(4)
+        self.view = torch.zeros(1).expand(4)  # nothing may write here
+        self.register_buffer("rotary", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length is None:
+            self.length, self.rotary, self.new = len(x), torch.ones(4), "new"
+            self.register_buffer("mask", torch.ones(4))
+            self.scale = nn.Parameter(torch.ones(4))
+            self.helper = nn.Linear(4, 4)
+        self.inner.seen = x
+        self.masks[0].append(x)
+        self.masks[len(x)] = [x]
+        self.lengths.pop()
+        self.pair[0].add(5)
+        self.total += 1
+        return self.inner(x) * self.rotary
+
+
+class CallsCounted:
+    """A loss that is no module."""
+
+    calls = 0
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        self.calls += 1
+        return outputs.sum()
+
+
+def test_what_a_layer_remembers_of_a_measurement_is_forgotten() -> None:
+    layer = Caching()
+    layer.loss_fn = CallsCounted()
+    total, masks, keys = layer.total, layer.masks, sorted(vars(layer))
+    with untouched(layer):
+        layer.loss_fn(layer(torch.ones(2, 4))).backward()
+        layer.total = layer.total + 1
+        assert layer.length == 2 and layer.loss_fn.calls == 1
+    assert sorted(vars(layer)) == keys and layer.length is None and layer.loss_fn.calls == 0
+    assert list(layer._parameters) == [] and list(layer._modules) == ["inner"] and layer._buffers == {"rotary": None}
+    assert not hasattr(layer.inner, "seen") and (layer.lengths, layer.pair) == ([1, 2], ({3}, 4))
+    assert layer.masks is masks and masks == {0: []}
+    assert layer.total is total and not total.any()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
     layer = Layer()

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.runtime.parted import each_part
 
 _PACKAGE = "terapipe_ds"
 _BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # of which the package's layers are made
+_WATCHERS = (_PACKAGE, "deepspeed")  # whose hooks measure
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def all_own(module: Any) -> bool:
@@ -24,7 +27,22 @@ def _is_own(layer: Any) -> bool:
     """A class that is derived from one of the package is its author's; so is one of its layers that holds others."""
     pieces = list(_pieces(layer))
     inner = [part for piece in pieces if isinstance(piece, nn.Module) for part in piece.modules()]
-    return all(_root(piece) == _PACKAGE for piece in pieces) and all(_root(m) in _BUILDING_BLOCKS for m in inner)
+    return all(_root(piece) == _PACKAGE for piece in pieces) and all(map(_is_as_built, inner))
+
+
+def _is_as_built(module: nn.Module) -> bool:
+    """Whether a module is a building block, and nobody gave it another forward, a hook, a parametrization, or a
+    function of their own (an activation, say)."""
+    own = vars(module)
+    forward = own.get("forward")  # linear layers get one of the package
+    functions = [value for value in own.values() if callable(value)]
+    hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
+    return (
+        all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
+        and all(_root(hook) in _WATCHERS for hook in hooks)
+        and (forward is None or _root(forward) == _PACKAGE)
+        and not is_parametrized(module)
+    )
 
 
 def _pieces(layer: Any) -> Iterator[Any]:
@@ -38,4 +56,6 @@ def _pieces(layer: Any) -> Iterator[Any]:
 
 def _root(thing: Any) -> str:
     """The package of a function, or of an object's class."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
     return str(getattr(thing, "__module__", "")).split(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ def check_window(length: int, cut_rows: int, granularity: int, slices: int) -> N
     assert all(n % unit == 0 for n in found.lengths[:-1]) and (tokens == length or tokens % unit == 0)
     assert granularity % unit == 0 or all(n % unit == 0 for n in plan.lengths[:-1])
     if tokens > 3 * unit:
-        assert len(set(found.lengths)) > 1 and slices_found == 3 or found == plan
+        assert (len(set(found.lengths)) > 1 and slices_found == 3) or found == plan
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,44 @@ def test_whose_layers_they_are() -> None:
     assert not all_own(Held([partial(lambda layer, x: x, own[0])]))
     assert not all_own(Held(own, nn.CrossEntropyLoss()))
     assert not all_own(Held(own, lambda outputs, labels: outputs.mean()))
+
+
+def _hooked(layer: nn.Module) -> None:
+    layer.feed_forward.register_forward_hook(lambda module, inputs, output: output - output.mean(1, keepdim=True))
+
+
+def _with_a_hook_of_torch(layer: nn.Module) -> None:
+    nn.utils.spectral_norm(layer.feed_forward.down)
+
+
+def _parametrized(layer: nn.Module) -> None:
+    nn.utils.parametrizations.spectral_norm(layer.feed_forward.down)
+
+
+def _with_another_forward(layer: nn.Module) -> None:
+    layer.forward = lambda x: x.cumsum(1)
+
+
+def _with_another_activation(layer: nn.Module) -> None:
+    layer.feed_forward.activation = partial(lambda x, dim: x.softmax(dim), dim=1)
+
+
+@pytest.mark.parametrize(
+    "change", [_hooked, _with_a_hook_of_torch, _parametrized, _with_another_forward, _with_another_activation]
+)
+def test_a_layer_of_the_package_that_somebody_changed(change: Callable[[nn.Module], None]) -> None:
+    own = [spec.build() for spec in SPECS]
+    change(own[1])
+    assert not all_own(Held(own))
+
+
+def test_what_measures_or_is_of_torch_changes_nothing() -> None:
+    own = [spec.build() for spec in SPECS]
+    hook = lambda *arguments: None  # noqa: E731
+    hook.__module__ = "deepspeed.profiling.flops_profiler.profiler"
+    own[1].register_forward_hook(hook)
+    own[1].feed_forward.activation = partial(nn.functional.silu, inplace=False)
+    assert all_own(Held(own))
 
 
 def test_no_gradients_are_made_for_all_parameters() -> None:

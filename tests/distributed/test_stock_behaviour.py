@@ -6,10 +6,11 @@ The areas are those that DeepSpeed's tests of its pipeline engine cover.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -248,11 +249,18 @@ def other_images(engine: PipelineEngine) -> list[Any]:
     return found
 
 
-def partitioned(engine: PipelineEngine, contiguous: bool) -> dict[str, Any]:
-    """Trained with DeepSpeed's checkpoints in parts, as a program sets them after the engine is built."""
+@contextlib.contextmanager
+def in_parts(contiguous: bool = False) -> Iterator[None]:
+    """DeepSpeed's checkpoints for as long as this lasts."""
     set_here = {"PARTITION_ACTIVATIONS": True, "CONTIGUOUS_CHECKPOINTING": contiguous, "num_layers": 16}
     with mock.patch.multiple(ds_checkpointing, **set_here):
         ds_checkpointing.reset()
+        yield
+
+
+def partitioned(engine: PipelineEngine, contiguous: bool) -> dict[str, Any]:
+    """Trained with DeepSpeed's checkpoints in parts, as a program sets them after the engine is built."""
+    with in_parts(contiguous):
         return TEXT(engine)
 
 
@@ -345,6 +353,30 @@ def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
     for error, stock in rank_pool(2).run(job_case, name=name):
         assert error == 0.0
         assert stock is not None
+
+
+def job_set_before() -> float:
+    with in_parts():
+        stock, ours = both(
+            lambda engine: vars(train(engine, batches(1))), fp32_layers, WHOLE, pipeline=CHECKPOINTED
+        )
+    return error_of(ours, stock)
+
+
+def test_checkpoints_in_parts_may_be_set_before_the_engine_is_built() -> None:
+    assert rank_pool(2).run(job_set_before) == [0.0, 0.0]
+
+
+def job_dynamic_shapes_in_slices() -> dict[str, float]:
+    """Lengths differ from batch to batch, and from micro-batch to micro-batch."""
+    [longer], [shorter] = batches(1), batches(1, length=11, first_seed=7)
+    data = [longer, shorter, [longer[0], shorter[1]]]
+    stock, ours = both(lambda engine: train(engine, data), module={"dynamic_shape": True})
+    return differences(ours, stock)
+
+
+def test_dynamic_shapes_with_slices() -> None:
+    assert not violations(rank_pool(2).run(job_dynamic_shapes_in_slices))
 
 
 def job_refused_reduction() -> tuple[str, float]:

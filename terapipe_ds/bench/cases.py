@@ -101,6 +101,11 @@ class Case:
         return isinstance(self.slices, str)
 
     @property
+    def needs_costs(self) -> bool:
+        """Whether the planner chooses its slices or its schedule, from measured costs."""
+        return self.system == "terapipe" and (self.planned or self.schedule == AUTO)
+
+    @property
     def max_slices(self) -> int | None:
         """Of a plan: at most so many; None: as many as the planner wants."""
         limit = self.slices.partition(":")[2] if isinstance(self.slices, str) else ""
@@ -177,7 +182,7 @@ class Job:
         for failure in self.failures:
             if failure.case == index and failure.accumulation in (None, accumulation):
                 return failure.reason
-            if case.planned and case.system == "terapipe" and failure.cut == case.cut:
+            if case.needs_costs and failure.cut == case.cut:
                 return f"no plan, for its costs could not be measured: {failure.reason}"
         return case.problem(self.work, accumulation, self.gpt)
 

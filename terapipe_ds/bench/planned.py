@@ -41,7 +41,7 @@ class Planned:
         """
         planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
         failed = {failure.cut for failure in job.failures}
-        for cut, case in {case.cut if case.planned else "whole stages": case for case in ours}.items():
+        for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
             if cut in failed:
                 continue
             position.at_cut(cut)

@@ -11,7 +11,7 @@ import pytest
 
 from terapipe_ds.bench import run as module
 from terapipe_ds.bench.attempts import Position, find_failure
-from terapipe_ds.bench.cases import PLAN, BenchError, Case, Failure, Job
+from terapipe_ds.bench.cases import AUTO, PLAN, BenchError, Case, Failure, Job
 from terapipe_ds.bench.planned import Planned
 from terapipe_ds.bench.ranks import RankError
 from terapipe_ds.bench.run import run_benchmark
@@ -60,6 +60,10 @@ def test_a_failure_leaves_out_its_own_case_or_accumulation() -> None:
     assert [job.problem(1, m) for m in (1, 4)] == ["b", "b"]
     assert job.problem(2, 1) is None, "with a number of slices it needs no costs"
     assert job.problem(3, 1) == "no plan, for its costs could not be measured: c"
+    failed = (Failure("c", cut="whole stages"),)
+    automatic = Job(WORK, (Case("terapipe", AUTO, 2), Case("deepspeed", "1f1b")), (1,), 1, failures=failed)
+    assert automatic.problem(0, 1) == "no plan, for its costs could not be measured: c", "for its schedule"
+    assert automatic.problem(1, 1) is None
     assert "9 slices" in (Job(WORK, (Case("terapipe", "seq1f1b", 9),), (1,), 1).problem(0, 1) or "")
 
 

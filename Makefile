@@ -84,7 +84,7 @@ demo: venv
 	$(BIN)/python examples/demo.py
 
 # For whoever has a device (docs/gpu.md): PART=attention or several of them, by default all; DRY_RUN=1 needs none.
-OUT ?= out/gpu-checks
+OUT ?= out/gpu-checks$(if $(DRY_RUN),-dry-run)
 
 gpu-checks: venv
 	$(BIN)/python -m tests.gpu_checks --out $(OUT) $(if $(DRY_RUN),--dry-run) $(PART)

@@ -40,6 +40,7 @@ class Case:
     gqa: bool = False
     learned: bool = False  # positions
     mixed: bool = False  # sequence lengths differ between the micro-batches and the steps
+    decoder_layers: int = 4
 
     @property
     def world_size(self) -> int:
@@ -62,6 +63,7 @@ class Case:
         words += [self.precision] * (self.precision != "fp64")
         words += ["clip"] * self.clipping + ["gqa"] * self.gqa
         words += ["learned"] * self.learned + ["mixed"] * self.mixed
+        words += [f"layers{self.decoder_layers}"] * (self.decoder_layers != 4)
         return "-".join(words)
 
     def stock(self) -> Case:

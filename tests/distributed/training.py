@@ -113,7 +113,7 @@ def gpt_config(case: Case) -> gpt.GPTConfig:
     return gpt.GPTConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
-        num_layers=4,
+        num_layers=case.decoder_layers,
         num_heads=4,
         num_kv_heads=2 if case.gqa else 4,
         ffn_size=48,

@@ -10,10 +10,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
-from tests.gpu_checks.checks import PART_LIMIT_S, RESULT, Check, PartResult, Settings, merged, not_run, table
+from tests.gpu_checks.checks import (
+    PART_LIMIT_S,
+    RESULT,
+    Check,
+    PartResult,
+    Settings,
+    merged,
+    not_run,
+    parts_in,
+    require_alike,
+    table,
+)
 
 NO_DEVICE = (
     "gpu-checks: torch sees no CUDA device here. Run it where one is; or try every part on the CPU, with tiny sizes, "
@@ -21,58 +33,19 @@ NO_DEVICE = (
 )
 
 
-def _attention() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import attention
-
-    return attention.checks
-
-
-def _speed() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import speed
-
-    return speed.checks
-
-
-def _ranks() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import ranks
-
-    return ranks.checks
-
-
-def _watched() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import ranks
-
-    return ranks.watched
-
-
-def _actions() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import actions
-
-    return actions.checks
-
-
-def _layers() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import layers
-
-    return layers.checks
-
-
-def _bench() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import benches
-
-    return benches.on_device
-
-
-def _eight() -> Callable[[Settings], Iterator[Check]]:
-    from tests.gpu_checks import benches
-
-    return benches.on_eight_cores
-
-
-PARTS = {
-    "attention": _attention, "ranks": _ranks, "watched": _watched, "speed": _speed, "actions": _actions,
-    "layers": _layers, "bench": _bench, "cpu-8stage": _eight,
+WITHOUT_DEVICE = "cpu-8stage"
+PARTS = {  # module, function that yields its checks
+    "attention": ("attention", "checks"), "ranks": ("ranks", "checks"), "watched": ("ranks", "watched"),
+    "speed": ("speed", "checks"), "actions": ("actions", "checks"), "layers": ("layers", "checks"),
+    "bench": ("benches", "on_device"), WITHOUT_DEVICE: ("benches", "on_eight_cores"),
 }  # fmt: skip
+
+
+def checks_of(part: str) -> Callable[[Settings], Iterator[Check]]:
+    """What yields the checks of a part; imported in its own process only."""
+    module, function = PARTS[part]
+    found: Callable[[Settings], Iterator[Check]] = getattr(import_module(f"tests.gpu_checks.{module}"), function)
+    return found
 
 
 def run_part(part: str, settings: Settings) -> PartResult:
@@ -80,7 +53,7 @@ def run_part(part: str, settings: Settings) -> PartResult:
     result = PartResult(part, settings.dry_run, machine(settings.device))
     result.save(settings.folder)
     begin_s = time.monotonic()
-    checks = PARTS[part]()(settings)
+    checks = checks_of(part)(settings)
     while True:
         try:
             check = next(checks, None)
@@ -108,7 +81,7 @@ def machine(device: str) -> dict[str, object]:
     return found
 
 
-def _in_a_process(part: str, arguments: argparse.Namespace) -> None:
+def _in_a_process(part: str, arguments: argparse.Namespace, device: str) -> None:
     """A part that hangs or dies costs its own checks only."""
     command = [sys.executable, "-m", "tests.gpu_checks", "--out", str(arguments.out), "--inside", part]
     command += ["--dry-run"] * arguments.dry_run
@@ -116,7 +89,6 @@ def _in_a_process(part: str, arguments: argparse.Namespace) -> None:
     path.unlink(missing_ok=True)
     problem = problem_of(command, PART_LIMIT_S)
     if problem is not None:
-        device = "cpu" if arguments.dry_run else "cuda"
         known = json.loads(path.read_text()) if path.exists() else None
         result = PartResult(**known) if known else PartResult(part, arguments.dry_run, machine(device))
         result.add(not_run(f"{part}, after {len(result.checks)} checks", problem), 0.0)
@@ -141,38 +113,54 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_checks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all, in this order)")
-    parser.add_argument("--out", type=Path, default=Path("out/gpu-checks"), help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder (default: out/gpu-checks, of dry runs out/gpu-checks-dry-run)")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny sizes: no time is judged")
     parser.add_argument("--inside", metavar="PART", help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     for part in (*arguments.parts, *([arguments.inside] if arguments.inside else [])):
         if part not in PARTS:
             parser.error(f"part {part!r}: known are {', '.join(PARTS)}")
+    arguments.out = arguments.out or Path("out", "gpu-checks-dry-run" if arguments.dry_run else "gpu-checks")
     return arguments
+
+
+def device_for(parts: Sequence[str], dry_run: bool) -> str | None:
+    """Where parts run; None where there is no device and one of them needs it."""
+    import torch
+
+    if dry_run:
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu" if set(parts) == {WITHOUT_DEVICE} else None
 
 
 def main(words: list[str] | None = None) -> int:
     """0 where every check of the parts that ran is right, 1 where one is not, 2 where nothing could be run."""
     arguments = parse_arguments(words)
-    device = "cpu" if arguments.dry_run else "cuda"
-    os.environ["DS_ACCELERATOR"] = device
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
+    parts = [arguments.inside] if arguments.inside else arguments.parts or list(PARTS)
+    device = device_for(parts, arguments.dry_run)
+    if device is None:
         print(NO_DEVICE, file=sys.stderr)
         return 2
+    os.environ["DS_ACCELERATOR"] = device
     if arguments.inside:
         run_part(arguments.inside, Settings(device, arguments.dry_run, arguments.out))
         return 0
+    try:
+        return _run_all(parts, arguments, device)
+    except ValueError as error:
+        print(f"gpu-checks: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_all(parts: Sequence[str], arguments: argparse.Namespace, device: str) -> int:
+    coming = {"dry_run": arguments.dry_run, "machine": machine(device)}
+    require_alike(arguments.out, [*parts_in(arguments.out, PARTS), coming])  # before anything takes its time
     arguments.out.mkdir(parents=True, exist_ok=True)
-    parts = arguments.parts or list(PARTS)
     for part in parts:
-        _in_a_process(part, arguments)
-        try:
-            result = merged(arguments.out, PARTS)
-        except ValueError as error:
-            print(f"gpu-checks: {error}", file=sys.stderr)
-            return 2
+        _in_a_process(part, arguments, device)
+        result = merged(arguments.out, PARTS)
         print(table(result, [part]), flush=True)
     print(f"all of it is in {arguments.out / RESULT}")
     return int(any(not check["ok"] for part in parts for check in result["parts"][part]["checks"]))

@@ -95,17 +95,27 @@ def merged(folder: Path, parts: Iterable[str]) -> dict[str, Any]:
     Raises:
         ValueError: dry runs beside real ones, or parts from several devices: they make no one result.
     """
-    found = [json.loads(path.read_text()) for part in parts if (path := folder / f"{part}.json").exists()]
+    found = parts_in(folder, parts)
+    require_alike(folder, found)
+    failed = sum(not check["ok"] for part in found for check in part["checks"])
+    result = {"ok": failed == 0, "failed": failed, "parts": {part["part"]: part for part in found}}
+    write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False))
+    return result
+
+
+def parts_in(folder: Path, parts: Iterable[str]) -> list[dict[str, Any]]:
+    """What the folder has of `parts`."""
+    return [json.loads(path.read_text()) for part in parts if (path := folder / f"{part}.json").exists()]
+
+
+def require_alike(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError where parts make no one result."""
     for what, values in (
         ("dry runs and real ones", {part["dry_run"] for part in found}),
         ("devices", {part["machine"]["device"] for part in found}),
     ):
         if len(values) > 1:
             raise ValueError(f"{folder} has parts of several {what} ({sorted(map(str, values))}): give another --out")
-    failed = sum(not check["ok"] for part in found for check in part["checks"])
-    result = {"ok": failed == 0, "failed": failed, "parts": {part["part"]: part for part in found}}
-    write_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False))
-    return result
 
 
 def table(result: Mapping[str, Any], parts: Sequence[str]) -> str:

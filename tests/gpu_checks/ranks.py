@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.gpu_checks.checks import Check, Settings, at_most, not_run
 
 WORLDS = (1, 2, 4)
 SCHEDULES = ("seq1f1b", "seq1f1b-zb", "terapipe", "1f1b", "zbv", "seq1f1b-interleaved", "chimera-seq")
+PATIENCE_S = 120.0
+"""How long a rank that is through with a case, or has refused it, waits for the others."""
 CHECKED = {"verify": "first_batch", "check_finite": "every_step"}
 
 
@@ -31,6 +34,7 @@ class World:
     device: str
     shared: bool
     cases: tuple[Case, ...]
+    telling: int  # so many of them, the first ones, must have run
     extra: dict[str, Any]  # keys of the `terapipe` section of all cases
     seconds: float
 
@@ -46,14 +50,16 @@ def checks(settings: Settings) -> Iterator[Check]:
     worlds = (1, 2) if settings.dry_run else WORLDS
     for place, size in enumerate(worlds):
         share_s = (settings.ends_s - time.monotonic()) / (len(worlds) - place)
-        yield from run_world(world_of(settings, size, cases_of(size, settings.dry_run), {}, share_s))
+        telling = telling_cases(size, settings.dry_run)
+        more = () if settings.dry_run else [case for case in default_cases() if case.world_size == size]
+        yield from run_world(world_of(settings, size, telling, {}, share_s, more))
 
 
 def watched(settings: Settings) -> Iterator[Check]:
     """Two ranks that verify the first batch, look for numbers that are not finite, and write timelines."""
     folder = settings.folder / "traces"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
-    cases = cases_of(2, dry_run=True)
+    cases = telling_cases(2, dry_run=True)
     yield from run_world(world_of(settings, 2, cases, {**CHECKED, "trace_dir": str(folder)}, 240.0))
     from terapipe_ds.timeline import Timeline
 
@@ -64,9 +70,10 @@ def watched(settings: Settings) -> Iterator[Check]:
     yield Check("computations in the shortest of them", float(fewest), ">= 2", fewest >= 2)
 
 
-def cases_of(size: int, dry_run: bool) -> tuple[Case, ...]:
-    """For so many ranks: every precision, every kind of schedule, recomputation; then those of the tests."""
-    plain = Case(stages=size, micro_batches=2, gqa=True)
+def telling_cases(size: int, dry_run: bool) -> tuple[Case, ...]:
+    """For so many ranks: every precision, every kind of schedule, recomputation."""
+    layers = max(4, 2 * size - 3)  # and three beside them: two parts per stage have a layer each
+    plain = Case(stages=size, micro_batches=2, gqa=True, decoder_layers=layers)
     if dry_run:
         return (replace(plain, precision="fp32"), replace(plain, precision="bf16_zero1"))
     found = [replace(plain, precision=p) for p in ("fp64", "fp32", "bf16", "bf16_zero1")]
@@ -80,18 +87,19 @@ def cases_of(size: int, dry_run: bool) -> tuple[Case, ...]:
     ]
     if size == 4:
         found.append(replace(plain, stages=2, data_parallel=2, precision="bf16_zero1"))
-    found += [case for case in default_cases() if case.world_size == size]
-    return tuple(case for case in dict.fromkeys(found) if case.stock().world_size == size)
+    return tuple(found)
 
 
 def world_of(
-    settings: Settings, size: int, cases: Sequence[Case], extra: dict[str, Any], seconds: float
-) -> World:
-    """So many ranks, on a device each where there are enough."""
+    settings: Settings, size: int, telling: Sequence[Case], extra: dict[str, Any], seconds: float,
+    more: Sequence[Case] = (),
+) -> World:  # fmt: skip
+    """So many ranks, on a device each where there are enough. `more`: as many of them as there is time for."""
     import torch
 
     shared = settings.device == "cuda" and torch.cuda.device_count() < size
-    return World(size, settings.device, shared, tuple(cases), extra, seconds)
+    cases = tuple(case for case in dict.fromkeys([*telling, *more]) if case.stock().world_size == size)
+    return World(size, settings.device, shared, cases, len(telling), extra, seconds)
 
 
 def run_world(world: World) -> Iterator[Check]:
@@ -109,8 +117,8 @@ def run_world(world: World) -> Iterator[Check]:
     yield from (Check(**line) for line in found)
     if problem is not None:
         yield not_run(f"{world.name}: {world.cases[min(len(found), len(world.cases) - 1)]}", problem)
-    elif not found:
-        yield not_run(f"{world.name}: any case", "the part's time is over")
+    ran, enough = f"{len(found)} of {len(world.cases)}", len(found) >= world.telling
+    yield Check(f"{world.name}: cases run", ran, f">= {world.telling}", enough)
 
 
 def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
@@ -128,7 +136,8 @@ def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     section = training.terapipe_section
     training.terapipe_section = lambda case: {**section(case), **world.extra}
-    control, ends_s = distributed.new_group(backend="gloo"), time.monotonic() + world.seconds
+    control = distributed.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+    ends_s = time.monotonic() + world.seconds
     runs = _Runs(control)
     with neighbours_staged():
         for case in world.cases:
@@ -136,11 +145,33 @@ def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
             distributed.broadcast(go, 0, group=control)
             if not go:
                 break
-            check = _compared(case, runs, world.name)
+            try:
+                check = _compared(case, runs, world.name)
+            except RefusedError as error:
+                check = not_run(f"{world.name}: {case}", str(error))
             if rank == 0:
                 with open(Path(folder, "found.jsonl"), "a") as file:
                     file.write(json.dumps(asdict(check)) + "\n")
         finish_rank([])
+
+
+class RefusedError(RuntimeError):
+    """A case that no rank runs; the next one may."""
+
+
+def all_alike(everyone: Sequence[Any]) -> list[Any]:
+    """The records of all ranks, where each has one.
+
+    Raises:
+        RefusedError: all ranks have raised, and gave the error as text.
+        RuntimeError: some have, which leaves nothing to go on with.
+    """
+    said = [one for one in everyone if isinstance(one, str)]
+    if not said:
+        return list(everyone)
+    if len(said) < len(everyone):
+        raise RuntimeError(f"{len(said)} of {len(everyone)} ranks raised: {said[0]}")
+    raise RefusedError(said[0])
 
 
 class _Runs:
@@ -160,12 +191,16 @@ class _Runs:
 
         from tests.distributed import training, worker
 
-        record = training.train_case(case, system)
+        try:
+            record: Any = training.train_case(case, system)
+        except Exception as error:
+            record = f"{type(error).__name__}: {error}"
         everyone: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, record, group=self._control)
         gc.collect()
         distributed.barrier(group=self._control)
         worker._destroy_process_groups(except_for=self._groups)
+        everyone = all_alike(everyone)
         if system == "stock":
             self._stock[case] = everyone
         return everyone

@@ -231,7 +231,7 @@ class TeraPipeConfig(_StrictModel):
     def is_stock_order(self) -> bool:
         """True for ``"slices": 1, "schedule": "1f1b"``, DeepSpeed's own order of whole micro-batches.
 
-        Nothing is cut: the granularity does not matter, and a batch may be anything that DeepSpeed's engine takes.
+        A batch may be anything that DeepSpeed's engine takes.
         """
         return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
@@ -253,8 +253,12 @@ class TeraPipeConfig(_StrictModel):
         """One line for a log."""
         if not self.enabled:
             return "terapipe: off"
-        if isinstance(self.slices, int):
-            slices = f"{self.slices} slices cut at multiples of {self.granularity_tokens} tokens"
+        if self.slices == 1:
+            slices = "1 slice"
+        elif isinstance(self.slices, int):
+            set_here = "granularity_tokens" in self.model_fields_set
+            most = f"{'' if set_here else 'up to '}{math.lcm(self.granularity_tokens, self._multiple)}"
+            slices = f"{self.slices} slices cut at multiples of {most} tokens"
         else:
             slices = f"slices {self.slices if isinstance(self.slices, str) else list(self.slices)}"
         ignored = f" (ignore_index {self.ignore_index})" if self.loss_reduction == "mean_valid" else ""

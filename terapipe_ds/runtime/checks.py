@@ -148,10 +148,12 @@ def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
     """The config with a granularity that every slice can be cut by; listed slices are taken as they are."""
     raised = math.lcm(config.granularity_tokens, multiple)
-    if raised != config.granularity_tokens and not isinstance(config.slices, tuple) and rank == 0:
+    is_cut = config.slices != 1 and not isinstance(config.slices, tuple)
+    if raised != config.granularity_tokens and is_cut and rank == 0:
+        shorter = "" if "granularity_tokens" in config.model_fields_set else ", of fewer where sequences are short"
         logger.info(
-            "terapipe.granularity_tokens is raised from %d to %d: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple", config.granularity_tokens, raised, multiple,
+            "terapipe.granularity_tokens is raised from %d to %d%s: slices must be multiples of %d tokens, the model's "
+            "slice_length_multiple", config.granularity_tokens, raised, shorter, multiple,
         )  # fmt: skip
     return config.with_multiple(multiple)
 

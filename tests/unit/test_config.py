@@ -583,8 +583,14 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
 def test_describe() -> None:
     assert read({}).describe() == "terapipe: off"
     assert read({"enabled": True, "slices": 8}).describe() == (
-        "terapipe: schedule seq1f1b, 8 slices cut at multiples of 64 tokens, loss mean_valid (ignore_index -100)"
+        "terapipe: schedule seq1f1b, 8 slices cut at multiples of up to 64 tokens, loss mean_valid (ignore_index -100)"
     )
+    for granularity, multiple, told in (
+        ({}, 3, "up to 192"), ({"granularity_tokens": 64}, 1, "64"), ({"granularity_tokens": 8}, 3, "24"),
+    ):  # fmt: skip
+        config = read({"enabled": True, "slices": 2, **granularity}).with_multiple(multiple)
+        assert f", 2 slices cut at multiples of {told} tokens, " in config.describe()
+    assert ", 1 slice, " in read({"enabled": True, "slices": 1}).describe()
     listed = read({"enabled": True, "slices": [2, 1], "schedule": "1f1b", "loss_reduction": "sum"})
     assert listed.describe() == "terapipe: schedule 1f1b, slices [2, 1], loss sum"
 

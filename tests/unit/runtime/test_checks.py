@@ -192,7 +192,11 @@ class TestMultiples:
             with_multiple(config, 3, rank=1)
             assert not caplog.records
             with_multiple(config, 3, rank=0)
-        assert "granularity_tokens is raised from 64 to 192: slices must be multiples of 3" in caplog.text
+            with_multiple(TeraPipeConfig(enabled=True, slices=4), 3, rank=0)
+            with_multiple(TeraPipeConfig(enabled=True, slices=1), 3, rank=0)  # nothing is cut
+        one, other = caplog.messages
+        assert "granularity_tokens is raised from 64 to 192: slices must be multiples of 3" in one
+        assert "is raised from 64 to 192, of fewer where sequences are short: slices must be multiples of 3" in other
 
     def test_lengths_that_are_no_multiples_are_named(self) -> None:
         assert problem_of_lengths("slices", [8, 4, 12], 4) is None

@@ -54,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument("--chunks-per-stage", type=int, metavar="V",
                         help="parts that each stage holds (default: those of the schedule; with auto 1 and 2)")
     search.add_argument("--option", action="append", metavar="NAME=VALUE", help=OPTION_HELP)
-    search.add_argument("--granularity", type=int, metavar="N", help="cut at multiples of N tokens (default 64)")
+    search.add_argument("--granularity", type=int, metavar="N",
+                        help="cut at multiples of N tokens (default: 64, or the sequence where that is shorter)")
     search.add_argument("--max-slices", type=int, metavar="S", help="at most so many slices")
     search.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per device (default: what it has)")
     output = parser.add_argument_group("output")

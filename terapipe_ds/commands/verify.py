@@ -23,7 +23,8 @@ EXAMPLES = """\
   deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json     (your own script)
 
 A model is a named size (terapipe plan --help lists them) or a JSON file with fields of models.gpt.GPTConfig. With
-"slices": "auto" and no --slices four equal slices are tried. docs/verify.md explains the report.
+"slices": "auto" and no --slices four equal slices are tried, or as many as fit where granularity_tokens is set.
+docs/verify.md explains the report.
 """
 
 

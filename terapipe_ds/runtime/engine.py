@@ -170,7 +170,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             return super().train_batch(data_iter)
 
     def reset_activation_shape(self) -> None:
-        """Let stages hand on other shapes from the next batch on; as with DeepSpeed's, every rank must make the call."""
+        """Let stages hand on other shapes from the next batch on. As with DeepSpeed's, every rank must call."""
         super().reset_activation_shape()
         self._links.forget_announced()
 

@@ -87,6 +87,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     verify_only: bool = False  # the first batch is checked and then the process ends
     verified: bool = False  # slices were compared with whole sequences, and agree
+    loss_waits: bool = False  # layers agree, and the loss is compared with the next batch on which it has a value
     labels_agreed: bool = False  # it is known how labels weigh the losses of slices
     later_labels: LaterLabels | None = None  # waits for labels that tell how `loss_fn` reduces
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock

@@ -43,10 +43,11 @@ class LaterLabels:
     """
 
     def __init__(
-        self, outputs: Inputs, rows: int | None, loss_fn: Callable[[Any, Any], Any], config: TeraPipeConfig
-    ) -> None:
+        self, outputs: Inputs, rows: int | None, loss_fn: Callable[[Any, Any], Any], config: TeraPipeConfig,
+        part_id: int = 0,
+    ) -> None:  # fmt: skip
         self._outputs = _first_tokens(outputs)
-        self._rows, self._loss_fn, self._config = rows, loss_fn, config
+        self._rows, self._loss_fn, self._config, self._part_id = rows, loss_fn, config, part_id
 
     def compare(self, labels: SliceableTensors) -> bool:
         """Return whether the labels of a micro-batch told the reductions apart, and the loss agrees.
@@ -69,7 +70,7 @@ class LaterLabels:
         check = LossCheck(
             self._loss_fn, of_cut.to(tensors[0].device), cut.plan, self._outputs.values, self._outputs.layouts,
             slice_weights(of_cut, cut.plan, loss_reduction=reduction, ignore_index=ignore_index), reduction,
-            ignore_index,
+            ignore_index, part_id=self._part_id,
         )  # fmt: skip
         with torch.enable_grad():
             differs = check.run()

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from terapipe_ds.attention import ActiveSlice, guard_plain_attention, push_slice
+from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.verify.check import Differs, compare_tokens
+from terapipe_ds.runtime.verify.check import Differs, _SawHalf, compare_tokens
 from terapipe_ds.runtime.verify.compare import difference, loss_tolerance
-from terapipe_ds.runtime.verify.layout import ALONE, Layout, TensorPeersOf, TokenDim, alone, cut, stand_together
-from terapipe_ds.runtime.verify.runner import Values
+from terapipe_ds.runtime.verify.layout import (
+    ALONE,
+    Layout,
+    PerSlice,
+    Same,
+    TensorPeersOf,
+    TokenDim,
+    alone,
+    cut,
+    stand_together,
+)
+from terapipe_ds.runtime.verify.runner import HALF, Runner, Values
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
 _NO_WEIGHT = (
@@ -22,6 +35,7 @@ _NO_WEIGHT = (
     "statistic of the batch), it cannot be sliced: set terapipe.slices to 1"
 )
 _Loss = tuple[Tensor, list[Tensor | None]]  # and its gradients, of the outputs
+_CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # of its terms' size: a loss below has rounding of its terms and little else
 
 
 class LossCheck:
@@ -30,13 +44,15 @@ class LossCheck:
     Args:
         outputs, layouts: of the last layer, for the whole sequence.
         weights: of the slices' losses, as training has them; ``reduction``: how they come about.
+        part_id: of the last layer, in whose name the loss runs.
     """
 
     def __init__(
         self, loss_fn: Callable[[Any, Any], Any], labels: SliceableTensors, plan: SlicePlan, outputs: Values,
         layouts: Sequence[Layout], weights: Sequence[float], reduction: str, ignore_index: int,
-        peers: TensorPeersOf = ALONE,
+        peers: TensorPeersOf = ALONE, part_id: int = 0,
     ) -> None:  # fmt: skip
+        self._runner = Runner(nn.Module(), plan, part_id)
         self._loss_fn, self._labels, self._plan, self._outputs = loss_fn, labels, plan, outputs
         self._layouts, self._weights, self._peers = layouts, weights, peers
         self._reduction, self._ignore_index = reduction, ignore_index
@@ -51,18 +67,51 @@ class LossCheck:
     def run(self) -> tuple[Differs, str] | None:
         """What differs and why; None where the loss and its gradients agree, and where there is no loss to compare:
         ``skipped`` says why."""
+        with guard_plain_attention(), GuardCapturedNames():  # as in training
+            return self._run()
+
+    def in_fp32(self) -> LossCheck | None:
+        """The same check on outputs in fp32, where half precision would hide small faults in its rounding."""
+        tensors = self._outputs.tensors
+        if not any(t.dtype in HALF for t in tensors):
+            return None
+        wide = copy.copy(self)
+        wide._outputs = self._outputs.with_tensors([t.float() if t.dtype in HALF else t for t in tensors])
+        wide._layouts = [
+            PerSlice(tuple(v.float() if v.dtype in HALF else v for v in each.values))
+            if isinstance(each, PerSlice)
+            else each
+            for each in self._layouts
+        ]
+        return wide
+
+    def runs_in_half(self) -> bool:
+        """Whether ``loss_fn`` computes in half precision, whatever it is given."""
+        saw = _SawHalf()
+        with saw:
+            self._whole()
+        return saw.saw
+
+    def without_tokens(self) -> list[int]:
+        """Outputs that are numbers of the whole sequence, as far as is known of them."""
+        pairs = zip(self._layouts, self._outputs.tensors, strict=True)
+        return [j for j, (each, t) in enumerate(pairs) if isinstance(each, Same) and t.is_floating_point()]
+
+    def _run(self) -> tuple[Differs, str] | None:
         whole, whole_gradients = self._whole()
-        if not torch.isfinite(whole):
+        if self._peers.any(not torch.isfinite(whole)):
             self.skipped = "the loss is not finite on whole sequences, so that it was not compared"
             return None
-        parts = [self._slice(i, self._weights[i]) for i in range(self._plan.num_slices)]
+        parts = self._slices(self._weights)
         differs = self._peers.first(self._compare(whole, whole_gradients, parts))
         return None if differs is None else (differs, self._cause(whole, whole_gradients, parts))
 
     def _compare(self, whole: Tensor, whole_gradients: list[Tensor | None], parts: list[_Loss]) -> Differs | None:
         tolerance = loss_tolerance({t.dtype for t in self._outputs.tensors})
         total = torch.stack([loss for loss, _ in parts]).sum()
-        apart = difference(total, whole, self._size(whole_gradients, parts))
+        size = self._size(whole_gradients, parts)
+        cancels = _CANCELS_IN_HALF if {t.dtype for t in self._outputs.tensors} & set(HALF) else _CANCELS
+        apart = difference(total, whole, size if float(whole.abs()) < cancels * size else 0.0)
         found = [Differs("the loss", apart, tolerance.relative) if apart.relative > tolerance.relative else None]
         gradients = [grads for _, grads in parts]
         for j, layout in enumerate(self._layouts):  # all: tensor-parallel ranks do the same
@@ -80,22 +129,38 @@ class LossCheck:
 
     def _whole(self) -> _Loss:
         leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in self._outputs.tensors]
-        return self._loss(leaves, self._labels.part(0, self._plan.sequence_length), 1.0)
+        return self._losses([(self._runner.whole_sequence(), leaves, 1.0)])[0]
 
-    def _slice(self, slice_id: int, weight: float) -> _Loss:
-        leaves = [
-            cut(layout, t.detach(), self._plan, slice_id, self._peers).requires_grad_(t.is_floating_point())
-            for layout, t in zip(self._layouts, self._outputs.tensors, strict=True)
+    def _slices(self, weights: Sequence[float]) -> list[_Loss]:
+        return self._losses([
+            (self._runner.slice(i), [
+                cut(layout, t.detach(), self._plan, i, self._peers).requires_grad_(t.is_floating_point())
+                for layout, t in zip(self._layouts, self._outputs.tensors, strict=True)
+            ], weight)
+            for i, weight in enumerate(weights)
+        ])  # fmt: skip
+
+    def _losses(self, given: list[tuple[ActiveSlice, list[Tensor], float]]) -> list[_Loss]:
+        """Forwards and then backwards in reverse, each while its slice is active, as in training."""
+        losses: list[Tensor] = []
+        try:
+            for active, leaves, weight in given:
+                packed, labels = tuple(leaf.clone() for leaf in leaves), self._labels.part(active.start, active.stop)
+                with push_slice(active):
+                    one = weighted_loss(
+                        packed if self._outputs.is_tuple else packed[0], labels, weight, self._loss_fn
+                    )
+                losses.append(one if torch.is_tensor(one) else sum(one))
+            for (active, *_), loss in reversed(list(zip(given, losses, strict=True))):
+                if loss.requires_grad:
+                    with push_slice(active.replace(mode="recompute")):
+                        loss.backward()
+        finally:
+            self._runner.store.reset()
+        return [
+            (loss.detach().double().reshape(()), [leaf.grad for leaf in leaves])
+            for loss, (_, leaves, _) in zip(losses, given, strict=True)
         ]
-        return self._loss(leaves, self._labels.part(*self._plan.span(slice_id)), weight)
-
-    def _loss(self, leaves: list[Tensor], labels: Any, weight: float) -> _Loss:
-        packed = tuple(leaf.clone() for leaf in leaves)
-        loss = weighted_loss(packed if self._outputs.is_tuple else packed[0], labels, weight, self._loss_fn)
-        loss = loss if torch.is_tensor(loss) else sum(loss)
-        if loss.requires_grad:
-            loss.backward()
-        return loss.detach().double().reshape(()), [leaf.grad for leaf in leaves]
 
     def _gradient(
         self, j: int, layout: TokenDim, parts: list[list[Tensor | None]], whole: list[Tensor | None]
@@ -155,5 +220,4 @@ class LossCheck:
         weights = slice_weights(
             self._labels, self._plan, loss_reduction=reduction, ignore_index=self._ignore_index
         )
-        parts = [self._slice(i, w) for i, w in enumerate(weights)]
-        return not self._peers.any(self._compare(whole, whole_gradients, parts) is not None)
+        return not self._peers.any(self._compare(whole, whole_gradients, self._slices(weights)) is not None)

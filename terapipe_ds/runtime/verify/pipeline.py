@@ -51,7 +51,7 @@ logger = logging.getLogger("terapipe_ds")
 
 def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[MicroBatchInFlight]) -> None:
     """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced, the layers of
-    ``engine`` where the config says so, and the loss in any case.
+    ``engine`` where the config says so, and the loss in any case; where it has no value there, on a later batch.
 
     Parameters, gradients, buffers, random numbers and the data stay as they are.
 
@@ -65,18 +65,20 @@ def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[Micr
         return
     sliced = next((one for one in micro_batches if one.plan.num_slices > 1), None)
     is_sliced, with_layers = _agreed(engine, sliced)
+    again = engine.loss_waits
+    with_layers = with_layers and not again
     engine.labels_agreed = is_sliced
     if not training or not (is_sliced or engine.verify_only):
         return
-    report = _report(engine, sliced, micro_batches, with_layers)
+    report = replace(_report(engine, micro_batches, with_layers), only_loss=again)
     if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)
         raise on_every_rank(SystemExit(1 if report.findings else 0))
     if report.findings:  # a caller who goes on is told again
         raise on_every_rank(VerifyError(str(report)))
-    engine.verified = True
-    if engine.global_rank == 0:
+    engine.verified, engine.loss_waits = not report.loss_waits, report.loss_waits
+    if engine.global_rank == 0 and not (again and report.loss_waits):
         logger.log(logging.WARNING if report.fell_short else logging.INFO, "%s", report)
 
 
@@ -110,20 +112,22 @@ def _is_unweighted(engine: Any, micro_batch: MicroBatchInFlight) -> bool:
     return labels is not None and len(labels.tensors) > 1 and not is_said
 
 
-def _report(
-    engine: Any, sliced: MicroBatchInFlight | None, micro_batches: Sequence[MicroBatchInFlight], with_layers: bool
-) -> Report:
-    """What all ranks found, on a cut; and on the whole micro-batch where a layer cannot run on a cut, or where that is
-    all that is asked for."""
+def _report(engine: Any, micro_batches: Sequence[MicroBatchInFlight], with_layers: bool) -> Report:
+    """What all ranks found, on a cut; and on the whole micro-batch where all that was found is that something cannot
+    run on a cut, or where that is all that is asked for."""
     begin_s = time.monotonic()
+    sliced = [one for one in micro_batches if one.plan.num_slices > 1]
     for whole in (True,) if engine.verify_only else (False, True):
-        cut = None if sliced is None else _cut(engine, sliced, len(micro_batches), whole)
-        mine = StageFindings()
-        if sliced is not None and cut is not None:
-            mine = _check(engine, replace(sliced, **_tensors_of(sliced, cut)), cut, with_layers)
-            mine.findings += _of_other_labels(engine, micro_batches)
+        mine, cut = StageFindings(), None
+        if sliced:
+            which, cut, failed = _cut(engine, sliced, len(micro_batches), whole)
+            mine.findings += failed
+            if not failed:
+                cut_out = replace(sliced[which], **_tensors_of(sliced[which], cut))
+                mine = _check(engine, cut_out, cut, with_layers)
+                mine.findings += _of_other_labels(engine, micro_batches)
         report = _gathered(engine, Told.of(mine, cut), with_layers, time.monotonic() - begin_s)
-        if not any(finding.raised for finding in report.findings):
+        if not report.findings or not all(finding.is_of_the_cut for finding in report.findings):
             break
     if not get_accelerator().is_synchronized_device():
         get_accelerator().empty_cache()  # training begins with the memory that it would have
@@ -144,23 +148,36 @@ def _tensor_size(engine: Any) -> int:
     return int(engine.grid.get_slice_parallel_world_size())
 
 
-def _cut(engine: Any, micro_batch: MicroBatchInFlight, num_micro_batches: int, whole: bool) -> Cut:
-    """What is looked at of a micro-batch. All stages say what may be cut of the tensors that they have; that of the
-    last part, which has the labels, decides."""
-    batches = [batch for batch in (micro_batch.inputs, micro_batch.labels) if batch is not None]
-    groups = engine._groups
-    told: list[Any] = [[Cuttable.of(batch) for batch in batches]]
+def _cut(
+    engine: Any, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, whole: bool
+) -> tuple[int, Cut, list[Finding]]:
+    """Which micro-batch is looked at, and what of it: the first one in which labels count, if any. All stages say what
+    may be cut of the tensors that they have; that of the last part, which has the labels, decides. What
+    ``slice_weight`` raises there is found on all stages."""
+    mine = [[Cuttable.of(b) for b in (one.inputs, one.labels) if b is not None] for one in sliced]
+    groups, is_mine = engine._groups, engine.stage_id == engine._layout.loss_stage
+    told: list[Any] = [mine]
     if groups.control is not None:
         told = [None] * len(groups.ranks)
-        torch_dist.all_gather_object(told, [Cuttable.of(batch) for batch in batches], group=groups.control)
-    chosen: list[Any] = [None]
-    if engine.stage_id == engine._layout.loss_stage:
-        cuttable = functools.reduce(Cuttable.both, itertools.chain(*told))
-        cut = _whole(micro_batch) if whole else _choose(engine, micro_batch, num_micro_batches, cuttable)
-        chosen = [_weighted(engine, micro_batch, cut)]
+        torch_dist.all_gather_object(told, mine, group=groups.control)
+    chosen: list[Any] = [(0, _whole(sliced[0]), [])]
+    for which, one in enumerate(sliced) if is_mine else ():
+        try:
+            cuttable = functools.reduce(Cuttable.both, itertools.chain(*(each[which] for each in told)))
+            cut = _whole(one) if whole else _choose(engine, one, num_micro_batches, cuttable)
+            found = which, _weighted(engine, one, cut), []
+        except Exception as error:
+            text = f"raised {type(error).__name__}: {error}"
+            finding = Finding(engine.module._local_stop, "slice_weight of loss_fn", text, "", True, type(error).__name__)
+            chosen = [(which, _whole(one), [finding])]
+            break
+        if which == 0 or found[1].has_labels:
+            chosen = [found]
+        if found[1].has_labels:
+            break
     if groups.control is not None:
         torch_dist.broadcast_object_list(chosen, src=groups.ranks[engine._layout.loss_stage], group=groups.control)
-    decided: Cut = chosen[0]
+    decided: tuple[int, Cut, list[Finding]] = chosen[0]
     return decided
 
 
@@ -240,31 +257,33 @@ def _check_part(
     else:
         found = run_stage(runner, layers_of(module), inputs, peers)
     is_last = part_id == engine._layout.num_parts - 1
+    if is_last and module.loss_fn is None and not with_layers:
+        found.notes.append("the loss was not compared: the model computes it itself")
     if not is_last or found.outputs is None or module.loss_fn is None or micro_batch.labels is None:
         return found
-    _compare_loss(engine, found, micro_batch, peers, with_layers, cut)
+    _compare_loss(engine, found, micro_batch, peers, with_layers, cut, part_id)
     if is_even(weights, plan):
-        engine.later_labels = _later_labels(engine, found, cut)
+        engine.later_labels = _later_labels(engine, found, cut, part_id)
     return found
 
 
 def _compare_loss(
     engine: Any, found: StageFindings, micro_batch: MicroBatchInFlight, peers: TensorPeersOf, with_layers: bool,
-    cut: Cut,
+    cut: Cut, part_id: int,
 ) -> None:  # fmt: skip
     """Compare the loss on what the last layer gave; with layers that were not compared, how it is cut is guessed."""
     assert found.outputs is not None and micro_batch.labels is not None
     module, plan, config = engine.module, micro_batch.plan, engine.terapipe_config
     if not cut.has_labels:
         found.notes.append("the loss was not compared: no label counts in this batch")
-        found.loss_layouts = found.outputs.layouts or None
+        found.loss_waits = True
         return
     labels = micro_batch.labels.to(torch.device(engine.device))
 
     def check(last: Inputs) -> LossCheck:
         return LossCheck(
             module.loss_fn, labels, plan, last.values, last.layouts, micro_batch.weights, config.loss_reduction,
-            config.ignore_index, peers,
+            config.ignore_index, peers, part_id,
         )  # fmt: skip
 
     if with_layers:
@@ -274,7 +293,7 @@ def _compare_loss(
         look_at_loss(found, check, module._local_stop, layouts, peers)
 
 
-def _later_labels(engine: Any, found: StageFindings, cut: Cut) -> LaterLabels | None:
+def _later_labels(engine: Any, found: StageFindings, cut: Cut, part_id: int) -> LaterLabels | None:
     """What watches for labels that tell the reductions apart, where `loss_reduction` decides and the first batch did
     not. Not under tensor parallelism, whose ranks would have to compare together while each draws its data."""
     config, layouts = engine.terapipe_config, found.loss_layouts
@@ -282,7 +301,7 @@ def _later_labels(engine: Any, found: StageFindings, cut: Cut) -> LaterLabels | 
     if is_decided or layouts is None or not can_watch(layouts) or _tensor_size(engine) > 1:
         return None
     assert found.outputs is not None
-    return LaterLabels(Inputs(found.outputs.values, layouts), cut.rows, engine.module.loss_fn, config)
+    return LaterLabels(Inputs(found.outputs.values, layouts), cut.rows, engine.module.loss_fn, config, part_id)
 
 
 def _of_other_labels(engine: Any, micro_batches: Sequence[MicroBatchInFlight]) -> list[Finding]:

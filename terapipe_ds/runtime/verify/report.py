@@ -17,17 +17,19 @@ class VerifyError(ValueError):
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells the others. ``counts``: layers that were checked, in fp32 too, without dropout; losses."""
+    """What one rank tells the others. ``counts``: layers that were checked, in fp32 too, without dropout; losses.
+    ``loss_waits``: another batch may tell more of the loss."""
 
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     counts: tuple[int, int, int, int]
     cut: Cut | None
+    loss_waits: bool = False
 
     @classmethod
     def of(cls, stage: StageFindings, cut: Cut | None) -> Told:
         counts = stage.num_layers, stage.in_fp32_too, stage.without_dropout, stage.num_losses
-        return cls(tuple(stage.findings), tuple(stage.notes), counts, cut)
+        return cls(tuple(stage.findings), tuple(stage.notes), counts, cut, stage.loss_waits)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Report:
     cut: Cut | None
     with_layers: bool = True
     took_s: float = 0.0
+    only_loss: bool = False  # layers had their turn with an earlier batch
+    loss_waits: bool = False  # no rank could compare it on this batch; another may do
 
     @classmethod
     def of(cls, told: Sequence[Told], copies: int = 1, with_layers: bool = True, took_s: float = 0.0) -> Report:
@@ -51,10 +55,12 @@ class Report:
         for finding in (finding for one in told for finding in one.findings):
             first.setdefault((finding.layer_id, finding.layer), finding)
         notes = tuple(dict.fromkeys(note for one in told for note in one.notes))
-        layers, fp32, still, losses = (sum(one.counts[i] for one in told) // copies for i in range(4))
+        layers, fp32, still = (sum(one.counts[i] for one in told) // copies for i in range(3))
+        losses = max((one.counts[3] for one in told), default=0)
+        waits = not losses and any(one.loss_waits for one in told)
         cut = next((one.cut for one in told if one.cut is not None), None)
         findings = tuple(first[key] for key in sorted(first))
-        return cls(findings, notes, layers, fp32, still, losses, cut, with_layers, took_s)
+        return cls(findings, notes, layers, fp32, still, losses, cut, with_layers, took_s, loss_waits=waits)
 
     @property
     def fell_short(self) -> bool:
@@ -83,6 +89,6 @@ class Report:
             said.append(f"{self.in_fp32_too} layers in half precision were compared in fp32 as well")
         if self.without_dropout:
             said.append(f"{self.without_dropout} layers that draw random numbers were compared in evaluation mode")
-        if not self.with_layers:
+        if not self.with_layers and not self.only_loss:
             said.append("layers were not compared")
         return "; ".join(said)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from terapipe_ds.attention import guard_plain_attention
+from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.runtime.trials import Failure
 from terapipe_ds.runtime.verify.causes import cause_of_gradient, cause_of_output
@@ -19,6 +19,7 @@ from terapipe_ds.runtime.verify.layout import ALONE, Layout, PerSlice, TensorPee
 from terapipe_ds.runtime.verify.losses import LossCheck
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
 
+_NO_MEMORY = "there is not enough memory beside what training needs"
 _CAUSES_TRIED = 4  # layers of a stage whose fault is looked into; after one, the others are often the same
 
 
@@ -26,7 +27,7 @@ _CAUSES_TRIED = 4  # layers of a stage whose fault is looked into; after one, th
 class Finding:
     """One layer, or the loss, that differs. ``layer_id`` orders findings; ``cause`` is empty where none was looked for.
 
-    ``raised``: the layer did not run at all.
+    ``raised``: the layer did not run at all, but raised an error of class ``kind``.
     """
 
     layer_id: int
@@ -34,6 +35,12 @@ class Finding:
     problem: str
     cause: str = ""
     raised: bool = False
+    kind: str = ""
+
+    @property
+    def is_of_the_cut(self) -> bool:
+        """Whether it may be that the layer cannot run on so few tokens, and is right where it can."""
+        return self.raised and self.kind != PlainAttentionError.__name__
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.problem}" + (f": {self.cause}" if self.cause else "")
@@ -67,6 +74,7 @@ class StageFindings:
     in_fp32_too: int = 0  # layers in half precision that were checked in fp32 as well
     without_dropout: int = 0  # layers that draw random numbers, checked in evaluation mode
     outputs: Inputs | None = None
+    loss_waits: bool = False  # nothing could be compared on this batch, but may be on another
     loss_layouts: list[Layout] | None = None  # of the outputs, with which the loss of slices is that of the whole
     error: BaseException | None = None
 
@@ -78,6 +86,7 @@ class StageFindings:
         self.notes += part.notes
         self.in_fp32_too += part.in_fp32_too
         self.without_dropout += part.without_dropout
+        self.loss_waits = self.loss_waits or part.loss_waits
         self.error = self.error or part.error
 
 
@@ -112,13 +121,13 @@ def check_stage(
         failed = peers.trials.failure(caught, f"verifying {layer}")
         if failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
             caught = stage.error = None  # and with it what the layer kept
-            stage.notes.append(f"{layer}: not checked: there is not enough memory beside what training needs")
+            stage.notes.append(f"{layer}: not checked: {_NO_MEMORY}")
             if not _forward_only(check, f"running {layer} once more"):
                 return stage
             inputs = Inputs(check.outputs, check.output_layouts)
             continue
         if failed is not None:
-            finding = Finding(layer.layer_id, str(layer), _raised(failed), _cause_of(caught), raised=True)
+            finding = Finding(layer.layer_id, str(layer), _raised(failed), _cause_of(caught), True, failed.kind)
             stage.findings.append(finding)
             return stage
         if found is None:
@@ -209,29 +218,63 @@ def look_at_loss(
 def _try_loss(
     stage: StageFindings, checks: Sequence[LossCheck], layer_id: int, peers: TensorPeersOf, raising_is_a_finding: bool
 ) -> None:
-    """Until one agrees; else the first one counts that could be compared."""
+    """Until one agrees; else the first one counts that could be compared.
+
+    ``raising_is_a_finding`` False: layouts are guessed, and nobody asked for more than a look.
+    """
     found: list[Finding] = []
     notes: list[str] = []
     for check in checks:
-        differs = caught = None
-        try:
-            differs = check.run()
-        except Exception as error:
-            stage.error = caught = error
-        failed = peers.trials.failure(caught, "verifying the loss")
+        differs, failed = _ran(stage, check, peers)
+        if failed is None and differs is None and not check.skipped:
+            differs = _differs_in_fp32(check, peers)
         if failed is None and differs is None:
             stage.notes += [check.skipped] if check.skipped else []
             stage.num_losses += not check.skipped
+            stage.loss_waits = bool(check.skipped)
             stage.loss_layouts = None if check.skipped else list(check.layouts)
             return
         if differs is not None:
             found.append(Finding(layer_id, "loss_fn", str(differs[0]), differs[1]))
+        elif failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
+            stage.error = None
+            notes.append(f"the loss was not compared: {_NO_MEMORY}")
         elif failed is not None and raising_is_a_finding:
-            found.append(Finding(layer_id, "loss_fn", _raised(failed), raised=True))
+            found.append(Finding(layer_id, "loss_fn", _raised(failed), raised=True, kind=failed.kind))
         elif failed is not None:
             notes.append(f"the loss was not compared: loss_fn {_raised(failed)}")
+    whole = checks[0].without_tokens()
+    if found and whole and not raising_is_a_finding:
+        found, notes = [], [f"the loss was not compared: output {whole[0]} of the last layer has no tokens"]
     stage.findings += found[:1]
     stage.notes += notes[:1] if not found else []
+
+
+def _ran(
+    stage: StageFindings, check: LossCheck, peers: TensorPeersOf
+) -> tuple[tuple[Differs, str] | None, Failure | None]:
+    differs = caught = None
+    try:
+        differs = check.run()
+    except Exception as error:
+        stage.error = caught = error
+    return differs, peers.trials.failure(caught, "verifying the loss")
+
+
+def _differs_in_fp32(check: LossCheck, peers: TensorPeersOf) -> tuple[Differs, str] | None:
+    """What half precision hides, where ``loss_fn`` takes fp32 and computes in it."""
+    wide, differs, caught = check.in_fp32(), None, None
+    if wide is None:
+        return None
+    try:
+        differs = None if peers.any(wide.runs_in_half()) else wide.run()
+    except Exception as error:
+        caught = error
+    failed = peers.trials.failure(caught, "verifying the loss in fp32")
+    if failed is not None or differs is None:
+        return None
+    what, cause = differs
+    return replace(what, what=f"{what.what}, on outputs in fp32,"), cause
 
 
 def _check_layer(check: LayerCheck, look_for_cause: bool, stage: StageFindings) -> Finding | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from terapipe_ds.runtime.checksum import checksum, content_of
 from terapipe_ds.runtime.header import (
     DataSums,
     MicroBatchShape,
+    Shapes,
     StageReport,
     TensorPeers,
     agree_between_pipelines,
@@ -172,7 +174,7 @@ class BatchSource:
         report = StageReport(
             training, num_micro_batches, self._fingerprint, shapes, error, self._agreement(), sums, seen
         )
-        return drawn, self._agreed(report)
+        return drawn, self._agreed(report, partial(self._check_inputs, drawn))
 
     def _sums(self, drawn: list[DrawnMicroBatch]) -> DataSums:
         """Of what this stage uses: the inputs on the first, the labels on the last."""
@@ -184,22 +186,28 @@ class BatchSource:
             labels = checksum(part for each in known for part in _content(each))
         return DataSums(inputs, labels)
 
-    def _agreed(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
+    def _agreed(self, report: StageReport, check: Callable[[Shapes], None]) -> Shapes:
         """The shapes, when all stages of this pipeline and then all pipelines can go on; an error on all otherwise."""
         if self._everyone is None:
-            return self._exchanged(report)
+            return self._exchanged(report, check)
         shapes: tuple[MicroBatchShape, ...] = ()
         error: BaseException | None = None
         try:
-            shapes = self._exchanged(report)
+            shapes = self._exchanged(report, check)
         except Exception as caught:
             error = caught
         agree_between_pipelines(error, report, self._everyone, self._peers)
         return shapes
 
-    def _exchanged(self, report: StageReport) -> tuple[MicroBatchShape, ...]:
+    def _exchanged(self, report: StageReport, check: Callable[[Shapes], None]) -> Shapes:
         layout = self._layout
-        return exchange(report, self._group, layout.num_stages, layout.loss_stage, layout.drawing_stages)
+        return exchange(report, self._group, layout.num_stages, layout.loss_stage, layout.drawing_stages, check)
+
+    def _check_inputs(self, drawn: Sequence[DrawnMicroBatch], shapes: Shapes) -> None:
+        """Of micro-batches whose labels this stage was not given."""
+        for each, shape in zip(drawn, shapes, strict=True):
+            if self._is_first and each.seen is None:
+                self._found(each.inputs, shape, self._is_cut(shape.length))
 
     def _draw_one(self, needs_labels: bool) -> DrawnMicroBatch:
         if not (self._is_first or self._is_last):
@@ -254,6 +262,11 @@ class BatchSource:
         length = drawn.labels.length
         if length == 0:
             raise BatchError(f"a batch with labels of shape {list(drawn.labels.deciding.shape)} has no tokens")
+        if isinstance(drawn.labels, UncutLabels) and self._is_cut(length):
+            raise BatchError(
+                f"labels of type {type(drawn.labels.value).__name__} cannot be cut: give tensors, or set no slices by "
+                "hand"
+            )
         if length % self._length_multiple and not isinstance(drawn.labels, UncutLabels):
             raise BatchError(
                 f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "

@@ -8,7 +8,8 @@ there are and how long each is, and whether some stage could not draw its data. 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -109,9 +110,13 @@ def on_every_rank(error: BaseException) -> BaseException:
     return error
 
 
+Shapes = tuple[MicroBatchShape, ...]
+
+
 def exchange(
-    report: StageReport, group: Any, num_stages: int, loss_stage: int = -1, drawing: tuple[int, ...] | None = None
-) -> tuple[MicroBatchShape, ...]:
+    report: StageReport, group: Any, num_stages: int, loss_stage: int = -1, drawing: tuple[int, ...] | None = None,
+    check: Callable[[Shapes], None] | None = None,
+) -> Shapes:  # fmt: skip
     """The shapes of the batch's micro-batches as the stage sees them that knows the loss. A collective over the
     pipeline's stages.
 
@@ -119,6 +124,8 @@ def exchange(
         group: the pipeline's control group (gloo), or None with one stage.
         loss_stage: that stage; -1: the last one.
         drawing: the stages that draw data; None: the first and the last one.
+        check: of what this stage has drawn, with the shapes; called where some stage that draws was given no labels,
+            and could not look at its inputs before.
 
     Raises:
         BatchError, StopIteration: on every stage, when one of them could not draw its data or the stages disagree.
@@ -127,17 +134,46 @@ def exchange(
         if report.error is not None:
             raise on_every_rank(report.error)
         assert report.shapes is not None
+        if check is not None and not report.seen:
+            _checked(check, report.shapes)
         return report.shapes
+    drawing = (0, num_stages - 1) if drawing is None else drawing
     headers = [torch.empty_like(report.encode()) for _ in range(num_stages)]
     torch_dist.all_gather(headers, report.encode(), group=group)
     rows = [header.tolist() for header in headers]
     if any(row[0] != Status.OK for row in rows):
-        _raise_everywhere(report, group, num_stages, (0, num_stages - 1) if drawing is None else drawing)
+        _raise_everywhere(report, group, num_stages, drawing)
     _require_agreement(rows, report, group)
     *_, uniform, first_rows, first_length, _ = rows[loss_stage]
     if uniform:
-        return (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
-    return _broadcast_shapes(report, group, loss_stage % num_stages)
+        shapes = (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
+    else:
+        shapes = _broadcast_shapes(report, group, loss_stage % num_stages)
+    if check is not None and not all(rows[stage][-1] for stage in drawing):
+        _check_on_every_stage(check, shapes, report, group, num_stages, drawing)
+    return shapes
+
+
+def _checked(check: Callable[[Shapes], None], shapes: Shapes) -> None:
+    try:
+        check(shapes)
+    except Exception as error:
+        raise on_every_rank(error) from None
+
+
+def _check_on_every_stage(
+    check: Callable[[Shapes], None], shapes: Shapes, report: StageReport, group: Any, num_stages: int,
+    drawing: tuple[int, ...],
+) -> None:  # fmt: skip
+    """What ``check`` raises on one stage is raised on all."""
+    try:
+        check(shapes)
+    except Exception as error:
+        report = replace(report, error=error)
+    failed = torch.tensor([report.error is not None], dtype=torch.int64)
+    torch_dist.all_reduce(failed, op=torch_dist.ReduceOp.MAX, group=group)
+    if bool(failed.item()):
+        _raise_everywhere(report, group, num_stages, drawing)
 
 
 def agree_between_pipelines(

@@ -366,6 +366,10 @@ def job_interrupted_training() -> dict[str, Any]:
         attempt("too short", engine.train_batch, too_short)
         attempt("unequal lengths", engine.train_batch, unequal)
         attempt("no labels", engine.train_batch, no_labels)
+        of_rows = [((tokens, torch.zeros(tokens.shape)), labels) for tokens, labels in batches(1)[0]]
+        if engine.is_first_stage():
+            of_rows = [(inputs, None) for inputs, _ in of_rows]
+        attempt("labels on the last stage only", engine.train_batch, of_rows)
         attempt("evaluation", functools.partial(engine.eval_batch, return_logits=True), unequal)
         attempt("end in evaluation", engine.eval_batch, good[0][:1])
         attempt("no iterator in evaluation", engine.eval_batch, None)
@@ -443,6 +447,7 @@ class TestData:
             "too short": r"TeraPipeConfigError: terapipe.slices = 3: 3 slices .* a sequence of 2 tokens",
             "unequal lengths": r"BatchError: .*the labels have length 7 .* the inputs have shapes \[2, 5\]",
             "no labels": r"BatchError: .*there are no labels",
+            "labels on the last stage only": r"BatchError: .*input 1 .*features of each row",
             "evaluation": r"BatchError: .*the labels have length 7",
             "end in evaluation": "StopIteration: ",
             "no iterator in evaluation": r"BatchError: .*there is no data",

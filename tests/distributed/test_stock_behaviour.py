@@ -405,7 +405,7 @@ def test_a_default_granularity_refuses_no_short_sequence(schedule: str, slices: 
 
 
 def job_slices_by_hand(data: list[Batch], parted: bool) -> str:
-    options = on_images(loss_fn=loss_of_dict, stages=1)
+    options = on_images(loss_fn=loss_of_dict)
     with engine_of(options.pop("layers")(), WHOLE, **options) as engine:
         engine.use_slice_plan(terapipe_ds.SlicePlan((1, 2)))  # of the images' channels
         with mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", parted):
@@ -418,7 +418,7 @@ def job_slices_by_hand(data: list[Batch], parted: bool) -> str:
 
 @pytest.mark.parametrize(("parted", "message"), [(False, "labels of type dict cannot be cut"), (True, "partition_act")])
 def test_slices_set_by_hand_are_not_deepspeeds_own_order(parted: bool, message: str) -> None:
-    for found in rank_pool(1).run(job_slices_by_hand, data=as_dicts(image_batches(1)), parted=parted):
+    for found in rank_pool(2).run(job_slices_by_hand, data=as_dicts(image_batches(1)), parted=parted):
         assert message in found
 
 

@@ -322,8 +322,9 @@ class TestStockOrder:
         assert drawn[0].labels is not None and drawn[0].seen is None
         assert drawn[0].labels.to(torch.device("cpu")).part(0, 12) == labels
         assert shapes == (MicroBatchShape(1, 12),)
-        with pytest.raises(BatchError, match="cannot be cut"):
-            drawn[0].labels.part(0, 6)
+        one = BatchSource(config(**WHOLE), lambda: (TOKENS, labels), 0, 1, None, is_cut=lambda length: length == 12)
+        with pytest.raises(BatchError, match="cannot be cut"):  # with slices that were set by hand
+            one.draw(1, training=True)
 
     @pytest.mark.parametrize("kind", [tuple, list])
     def test_tensors_without_dimensions_go_to_the_device(self, kind: Any) -> None:

@@ -116,19 +116,6 @@ def wires_that_share_groups() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(groups, "_keeps_order", lambda: False)
 
 
-@contextlib.contextmanager
-def wires_not_connected() -> Iterator[None]:
-    """The first message of a batch connects."""
-    connect = PipelineGroups.connect
-
-    def only_named(self: PipelineGroups, *arguments: Any) -> Wires:
-        with mock.patch.object(groups.torch_dist, "send"), mock.patch.object(groups.torch_dist, "recv"):
-            return connect(self, *arguments)
-
-    with mock.patch.object(PipelineGroups, "connect", only_named):
-        yield
-
-
 def train_with(fault: Callable[[], contextlib.AbstractContextManager[Any]], **job: Any) -> Trained:
     with fault():
         return train_over_nccl(patience_s=IMPATIENT_S, **job)
@@ -141,8 +128,6 @@ def train_with(fault: Callable[[], contextlib.AbstractContextManager[Any]], **jo
                  {"schedule": "zbv", "stages": 3, "slices": "auto", "eager": True}, marks=full),
     pytest.param(wires_that_share_groups, "waits for the receive of message",
                  {"schedule": "seq1f1b", "stages": 4, "slices": 3, "eager": True}, marks=full),
-    pytest.param(wires_not_connected, "connects for a message from rank",
-                 {"schedule": "zbv", "stages": 3, "slices": 3, "eager": False}, marks=full),
 ])  # fmt: skip
 def test_a_deadlock_ends_in_words(fault: Any, words: str, job: dict[str, Any]) -> None:
     with pytest.raises(RankFailure, match=f"NCCL would hang: rank . {words}"):

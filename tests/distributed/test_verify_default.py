@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
@@ -32,6 +33,38 @@ class Nothing(nn.Module):
         return x
 
 
+class WrongIfShort(nn.Module):
+    """Right on sequences as long as those of the training, and wrong on a window."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from terapipe_ds.attention import active_slice
+
+        active = active_slice()
+        return x if active is None or active.sequence_length == 400 else x * x.shape[1]
+
+
+class PlainAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class WeightOfFifty:
+    """Says what slices of fifty tokens weigh, and no others."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return gpt.gpt_loss(logits, labels)
+
+    def slice_weight(self, labels: Tensor) -> float:
+        if labels.shape[1] != 50:
+            raise ValueError("it takes 50 tokens")
+        return float((labels != IGNORE_INDEX).sum())
+
+
+class MeanSquare(nn.Module):
+    """A model's own loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
 
 
 def said(
@@ -40,8 +73,9 @@ def said(
 ) -> tuple[str, str, str]:  # fmt: skip
     """What `steps` steps end with on this rank: the type and text of an error, and what was logged of the check."""
     layers = gpt_layers(dtype, max_sequence_length=512)
-    if extra is not None:
-        layers.insert(4, LayerSpec(extra))
+    layers[4:4] = [LayerSpec(each) for each in (extra if isinstance(extra, tuple) else (extra,)) if each is not None]
+    if loss_fn is None:
+        layers.append(LayerSpec(MeanSquare))
     options = {"train_micro_batch_size_per_gpu": len((data or batches(1)[0])[0][0])}
     with logged() as lines, engine_of(layers, section(**changes), loss_fn=loss_fn, **options) as engine:
         kind = text = ""
@@ -93,9 +127,27 @@ def long(masked_until: int = 0, **changes: Any) -> tuple[str, str, str]:
     return said(data=data, dtype="float32", **{"slices": 8, **changes})
 
 
-def long_only_trained(verify: str | None) -> tuple[str, str, str]:
+def long_with(extra: Any, verify: str | None = None, **more: Any) -> tuple[str, str, str]:
     data = [micro_batch(seed, 400, 5, masked=False) for seed in range(2)]
-    return said(OnlyTrained, data, dtype="float32", slices=8, verify=verify)
+    return said(extra, data, dtype="float32", slices=8, verify=verify, **more)
+
+
+def waiting(loss: str, reduction: str, verify: str | None) -> tuple[str, str, str, int]:
+    """A batch without any label that counts, another one, and one in which all count; and the steps that were made."""
+    loss_fn = getattr(lossy, loss, None) or gpt.gpt_loss
+    first, second, third = batches(3, masked=False)
+    for _, labels in (*first, *second):
+        labels[:] = IGNORE_INDEX
+    kind = text = ""
+    changes = {"verify": verify, "loss_reduction": reduction}
+    with logged() as lines, engine_of(gpt_layers(), section(**changes), loss_fn=loss_fn) as engine:
+        try:
+            for batch in (first, second, third):
+                engine.train_batch(iter(batch))
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+        steps = engine.global_steps
+    return kind, text, "\n".join(line for line in lines if line.startswith("verify: ")), steps
 
 
 def _one(results: list[Any]) -> Any:
@@ -127,6 +179,12 @@ class TestLayers:
     def test_but_not_with_a_loss_of_ones_own(self) -> None:
         kind, _, log = _one(rank_pool(2).run(said, loss_fn=lossy.Plain()))
         assert kind == "" and log.startswith("verify: 7 layers and the loss agree")
+
+
+    def test_a_model_that_computes_its_loss_itself(self) -> None:
+        kind, text, log = _one(rank_pool(2).run(said, loss_fn=None, data=batches(1, masked=False)[0], verify="off"))
+        assert (kind, text) == ("", "")
+        assert log.endswith("layers were not compared; the loss was not compared: the model computes it itself")
 
 
 class TestLosses:
@@ -176,13 +234,48 @@ class TestCut:
         assert kind == "" and log.endswith("; the loss was not compared: no label counts in this batch")
 
     def test_a_layer_that_cannot_run_on_a_cut_runs_on_the_whole(self) -> None:
-        kind, text, log = _one(rank_pool(2).run(long_only_trained, verify=None))
+        kind, text, log = _one(rank_pool(2).run(long_with, extra=OnlyTrained))
         assert (kind, text) == ("", "") and "on 8 slices of a sequence of 400 tokens with the whole" in log
 
     def test_off_and_a_layer_that_cannot_run_on_a_cut(self) -> None:
-        kind, text, log = _one(rank_pool(2).run(long_only_trained, verify="off"))
+        kind, text, log = _one(rank_pool(2).run(long_with, extra=OnlyTrained, verify="off"))
         assert (kind, text) == ("", "")
         assert "the loss was not compared: layer 4 (OnlyTrained) raised ValueError: it takes 400 tokens" in log
+
+
+    def test_what_differs_on_a_cut_counts_though_another_layer_cannot_run_on_it(self) -> None:
+        kind, text, _ = _one(rank_pool(2).run(long_with, extra=(WrongIfShort, OnlyTrained)))
+        assert kind == "VerifyError" and "layer 4 (WrongIfShort): output" in text and "of tokens 0 to 128 of" in text
+
+    def test_attention_that_is_refused_is_not_tried_on_the_whole(self) -> None:
+        kind, text, _ = _one(rank_pool(2).run(long_with, extra=PlainAttention))
+        assert kind == "VerifyError" and "raised PlainAttentionError" in text and "of tokens 0 to 128 of 400" in text
+
+    def test_a_slice_weight_that_cannot_tell_of_a_cut(self) -> None:
+        kind, text, log = _one(rank_pool(2).run(long_with, extra=None, loss_fn=WeightOfFifty()))
+        assert (kind, text) == ("", "")
+        assert "the loss agree on 8 slices of a sequence of 400 tokens with the whole" in log
+
+
+class TestBatchesWithoutLabels:
+    def test_the_micro_batch_that_has_labels_is_looked_at(self) -> None:
+        without, other = batches(1)[0]
+        without[1][:] = IGNORE_INDEX
+        kind, text, log = _one(rank_pool(2).run(said, data=[without, other]))
+        assert (kind, text) == ("", "") and log.startswith("verify: the loss agrees on 3 slices")
+
+    @pytest.mark.parametrize("verify", ["off", "first_batch"])
+    @pytest.mark.parametrize(("loss", "reduction"), [("gpt_loss", "sum"), ("shifting_loss", "mean_valid")])
+    def test_the_next_one_with_labels_is_looked_at(self, loss: str, reduction: str, verify: str) -> None:
+        kind, text, log, steps = _one(rank_pool(2).run(waiting, loss=loss, reduction=reduction, verify=verify))
+        assert (kind, steps) == ("VerifyError", 2) and "\n  loss_fn: the loss differs" in text
+        assert log.count("verify: ") == 1 and log.endswith("; the loss was not compared: no label counts in this batch")
+
+    @pytest.mark.parametrize("verify", ["off", "first_batch"])
+    def test_the_right_one_trains_on(self, verify: str) -> None:
+        kind, text, log, steps = _one(rank_pool(2).run(waiting, loss="gpt_loss", reduction="mean_valid", verify=verify))
+        assert (kind, text, steps) == ("", "", 3)
+        assert log.splitlines()[1].startswith("verify: the loss agrees on 3 slices") and log.count("verify: ") == 2
 
 
 def masked_later(reduction: str | None, loss: str) -> tuple[str, str, str, bool]:

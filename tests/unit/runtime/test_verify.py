@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
@@ -16,10 +20,14 @@ from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.loss import slice_weights
 from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.verify import compare
+from terapipe_ds.runtime.verify.check import compare_parameters
+from terapipe_ds.runtime.verify.compare import Tolerance
 from terapipe_ds.runtime.verify.layout import Same, TokenDim
 from terapipe_ds.runtime.verify.losses import LossCheck
+from terapipe_ds.runtime.verify.report import Report, Told
 from terapipe_ds.runtime.verify.runner import NamedLayer, Runner, Values
-from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage
+from terapipe_ds.runtime.verify.stage import Inputs, StageFindings, check_loss, check_stage, look_at_loss
 from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH
 from tests.distributed.mutations import MUTATIONS
@@ -41,6 +49,7 @@ def data(masked: bool = True) -> tuple[Tensor, Tensor]:
 def verify(
     layers: Sequence[Any], inputs: Values | None = None, plan: SlicePlan = PLAN, loss_fn: Any = None,
     labels: Tensor | None = None, reduction: str = "mean_valid", checkpoint: Callable[..., Any] | None = None,
+    autocast: Callable[[], Any] = nullcontext,
 ) -> StageFindings:  # fmt: skip
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if inputs is None:
@@ -52,7 +61,7 @@ def verify(
     layouts = [TokenDim(1) if t.dim() > 1 and t.size(1) == LENGTH else Same() for t in inputs.tensors]
     with untouched(module):
         named = [(NamedLayer(i, layer), checkpoint) for i, layer in enumerate(layers)]
-        stage = check_stage(Runner(module, plan), named, Inputs(inputs, layouts), weights)
+        stage = check_stage(Runner(module, plan, autocast=autocast), named, Inputs(inputs, layouts), weights)
         if loss_fn is not None:
             check_loss(
                 stage,
@@ -73,7 +82,7 @@ def gpt_model(dtype: str = "float64", **changes: Any) -> list[nn.Module]:
 
 
 def verify_gpt(dtype: str = "float64", loss_fn: Any = gpt.gpt_loss, **changes: Any) -> StageFindings:
-    options = {k: changes.pop(k) for k in ("labels", "reduction", "checkpoint", "plan") if k in changes}
+    options = {k: changes.pop(k) for k in ("labels", "reduction", "checkpoint", "plan", "autocast") if k in changes}
     return verify(gpt_model(dtype, **changes), Values((data()[0],), False), loss_fn=loss_fn, **options)
 
 
@@ -105,6 +114,40 @@ def test_half_precision_hides_wrong_positions_and_fp32_shows_them(monkeypatch: p
     stage = verify_gpt("bfloat16", init_std=0.02)
     assert str(stage.findings[0]).startswith("layer 1 (DecoderLayer): ")
     assert "positions are computed from the slice's own length" in str(stage.findings[0])
+
+
+def test_autocast_hides_them_and_fp32_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    healthy = verify_gpt("float32", autocast=autocast)
+    assert healthy.findings == [] and healthy.in_fp32_too == healthy.num_layers == 5
+    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
+    found = verify_gpt("float32", init_std=0.02, autocast=autocast).findings[0]
+    assert str(found).startswith("layer 1 (DecoderLayer): ") and "(seen in fp32" in str(found)
+
+
+class LargestFp64(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float64:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+def test_large_gradients_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_NUMBERS", 1000)
+    a, b = torch.randn(70, 90), torch.randn(70, 90)
+    with LargestFp64() as saw:
+        found, differs = compare.difference(a, b), compare_parameters({"w": a}, {"w": b}, Tolerance(1e-3, 0.1))
+    assert saw.numbers == 1000
+    apart, norm = (a.double() - b.double()), b.double().norm()
+    assert found.largest == float(apart.abs().max()) and differs is not None
+    assert found.relative == pytest.approx(float(apart.norm() / norm), rel=1e-12) == differs.apart.relative
+    infinite = b.clone()
+    infinite[60, 3] = -torch.inf
+    assert compare.difference(infinite, b).relative == compare.difference(b, infinite).relative == torch.inf
+    assert compare.difference(infinite, infinite).relative == compare.difference(b, b).relative == 0.0
 
 
 def test_learned_positions_from_the_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +266,115 @@ def test_losses(loss_fn: Any, reduction: str, labels: str, cause: str) -> None:
 )
 def test_right_losses_pass(loss_fn: Any, reduction: str) -> None:
     assert verify_gpt("float32", loss_fn, reduction=reduction).findings == []
+
+
+def look(outputs: Values, loss_fn: Any, reduction: str = "mean", guessed: bool = False) -> StageFindings:
+    """At the loss of outputs [rows, tokens, numbers] and numbers of the whole."""
+    labels = SliceableTensors.of_labels(data()[1], 1)
+    weights = slice_weights(labels, PLAN, loss_reduction=reduction, ignore_index=-100)
+    layouts = [TokenDim(1) if t.dim() else Same() for t in outputs.tensors]
+    stage = StageFindings(outputs=Inputs(outputs, layouts))
+
+    def check(last: Inputs) -> LossCheck:
+        return LossCheck(loss_fn, labels, PLAN, last.values, last.layouts, weights, reduction, -100)
+
+    if guessed:
+        look_at_loss(stage, check, 0, [layouts])
+    else:
+        check_loss(stage, check, 0)
+    return stage
+
+
+def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
+    """[2, LENGTH, VOCAB] around zero."""
+    x = torch.randn(2, LENGTH, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return (x - x.mean()).to(dtype)
+
+
+class ByLength:
+    """A sum over tokens by the length of the sequence, for which it asks in its forward and its backward."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, str]] = []
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        outputs.register_hook(self.see)
+        return outputs.square().sum() / self.see(outputs)
+
+    def see(self, _: Tensor) -> Any:
+        active = active_slice()
+        assert active is not None
+        self.seen.append((active.start, active.stop, active.mode))
+        return active.sequence_length if active.mode == "train" else None
+
+
+def test_a_loss_runs_while_its_slice_is_active() -> None:
+    loss_fn = ByLength()
+    stage = look(Values((numbers(),), False), loss_fn, "sum")
+    assert (stage.findings, stage.num_losses) == ([], 1)
+    forwards = [(*PLAN.span(i), "train") for i in range(PLAN.num_slices)]
+    backwards = [(*PLAN.span(i), "recompute") for i in reversed(range(PLAN.num_slices))]
+    assert loss_fn.seen == [(0, LENGTH, "train"), (0, LENGTH, "recompute"), *forwards, *backwards]
+
+
+def test_no_memory_for_the_loss_is_said() -> None:
+    def too_large(outputs: Any, labels: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    stage = look(Values((numbers(),), False), too_large)
+    assert (stage.findings, stage.error, stage.num_losses) == ([], None, 0)
+    assert stage.notes == ["the loss was not compared: there is not enough memory beside what training needs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_a_wrong_loss_and_fp32_shows_it(dtype: torch.dtype) -> None:
+    def by_length(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.float().square().mean() * (1 + 0.01 / outputs.shape[1])
+
+    [finding] = look(Values((numbers(dtype),), False), by_length).findings
+    assert finding.problem.startswith("the loss, on outputs in fp32, differs by")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_for_half_precision_only(dtype: torch.dtype) -> None:
+    def half_only(outputs: Tensor, labels: Tensor) -> Tensor:
+        assert outputs.dtype == dtype
+        return outputs.square().mean()
+
+    def back_to_half(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.to(dtype).square().mean()
+
+    for loss_fn in (half_only, back_to_half):
+        stage = look(Values((numbers(dtype),), False), loss_fn)
+        assert (stage.findings, stage.notes, stage.num_losses) == ([], [], 1)
+
+
+@pytest.mark.parametrize(("size", "differs"), [(1e-2, True), (1e-5, False)])
+def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: float, differs: bool) -> None:
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.mean() + (size if outputs.shape[1] == LENGTH else size + 4e-5)
+
+    assert bool(look(Values((numbers(),), False), loss_fn).findings) == differs
+
+
+def test_an_output_without_tokens_where_layouts_are_guessed() -> None:
+    def with_auxiliary(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return outputs[0].square().sum() + outputs[1]
+
+    outputs = Values((numbers(), torch.ones(())), True)
+    stage = look(outputs, with_auxiliary, "sum", guessed=True)
+    assert (stage.findings, stage.num_losses) == ([], 0)
+    assert stage.notes == ["the loss was not compared: output 1 of the last layer has no tokens"]
+    assert look(outputs, with_auxiliary, "sum").findings  # layers that were compared tell what it is
+    assert look(outputs, lambda out, labels: out[0].square().sum(), "sum", guessed=True).num_losses == 1
+
+
+def test_a_loss_that_is_not_finite_waits() -> None:
+    stage = look(Values((numbers(),), False), lambda out, labels: out.sum() * float("inf"))
+    assert (stage.findings, stage.num_losses, stage.loss_waits) == ([], 0, True)
+    reports = [Report.of([Told.of(one, None) for one in (stage, other)]) for other in (stage, StageFindings())]
+    assert all(report.loss_waits for report in reports)
+    assert not Report.of([Told.of(one, None) for one in (stage, StageFindings(num_losses=1))]).loss_waits
 
 
 MUTATED = {  # faults of the engine's own parts that act inside layers

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terapipe_ds.runtime.verify.compare import Difference, Tolerance, difference, tolerance_of, worst_rows
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, difference, norm_of, tolerance_of, worst_rows
 from terapipe_ds.runtime.verify.layout import (
     ALONE,
     Layout,
@@ -233,7 +233,7 @@ def compare_values(
 
 def compare_parameters(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: Tolerance) -> Differs | None:
     """The parameter gradient that differs most, if any; one that is missing counts as zero."""
-    largest = max((float(g.double().norm()) for g in [*a.values(), *b.values()]), default=0.0)
+    largest = max((norm_of(g) for g in [*a.values(), *b.values()]), default=0.0)
     found = []
     for name in sorted({*a, *b}):
         known = b.get(name, a.get(name))
@@ -319,13 +319,15 @@ def _widened(values: Values) -> Values:
 
 @contextmanager
 def in_fp32(check: LayerCheck) -> Iterator[LayerCheck | None]:
-    """The same check with the layer in fp32, where bf16 or fp16 would hide small faults in its rounding; None where the
-    layer cannot run so, or computes in half precision all the same."""
+    """The same check with the layer in fp32 and without autocast, where bf16 or fp16 would hide small faults in their
+    rounding; None where the layer cannot run so, or computes in half precision all the same."""
     module = check.layer.module
     dtypes = {t.dtype for t in (*check.inputs.tensors, *(module.parameters() if module is not None else ()))}
+    device = check.inputs.tensors[0].device.type
     with check.runner.autocast():
-        autocast = torch.is_autocast_enabled(check.inputs.tensors[0].device.type)
-    if module is None or autocast or not dtypes & set(HALF):
+        if torch.is_autocast_enabled(device):
+            dtypes.add(torch.get_autocast_dtype(device))
+    if module is None or not dtypes & set(HALF):
         yield None
         return
     layouts = [
@@ -334,7 +336,10 @@ def in_fp32(check: LayerCheck) -> Iterator[LayerCheck | None]:
         else layout
         for layout in check.layouts
     ]
-    wide = replace(check, inputs=_widened(check.inputs), layouts=layouts, outputs=NOTHING, output_layouts=[])
+    runner = replace(check.runner, autocast=nullcontext)
+    wide = replace(
+        check, runner=runner, inputs=_widened(check.inputs), layouts=layouts, outputs=NOTHING, output_layouts=[]
+    )
     with _in_fp32(module):
         saw, caught = _SawHalf(), None
         try:

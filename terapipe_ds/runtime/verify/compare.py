@@ -6,6 +6,8 @@ differs by some units of the dtype's precision. A fault differs by much more, be
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +39,7 @@ LOSS_TOLERANCES = {
     torch.bfloat16: Tolerance(2e-2, 0.2),
 }
 _ROWS = 1024
+_NUMBERS = 2**22
 _TF32 = Tolerance(1e-2, 0.1)  # products with ten bits
 
 
@@ -70,17 +73,27 @@ def difference(a: Tensor, b: Tensor, floor: float = 0.0) -> Difference:
     is finite, or shapes differ."""
     if a.shape != b.shape:
         return Difference(float("inf"), float("inf"))
-    a, b = a.detach().double(), b.detach().double()
-    if not torch.isfinite(b).all():  # a mask of -inf, say
-        same = torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) or not torch.isfinite(a).all()
-        return Difference(0.0, 0.0) if same else Difference(float("inf"), float("inf"))
-    if not torch.isfinite(a).all():
-        return Difference(float("inf"), float("inf"))
-    apart = a - b
-    norm = float(apart.norm())
-    if norm == 0.0:
-        return Difference(0.0, 0.0)
-    return Difference(float(apart.abs().max()), norm / max(float(b.norm()), floor, 1e-300))
+    finite_a = finite_b = same = True
+    largest = apart = norm = 0.0
+    for x, y in zip(_in_pieces(a), _in_pieces(b), strict=True):
+        finite_a, finite_b = finite_a and bool(x.isfinite().all()), finite_b and bool(y.isfinite().all())
+        same = same and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+        difference_of_piece = x - y
+        largest = max(largest, float(difference_of_piece.abs().max()))
+        apart, norm = math.hypot(apart, float(difference_of_piece.norm())), math.hypot(norm, float(y.norm()))
+    if not (finite_a and finite_b):  # a mask of -inf, say
+        return Difference(0.0, 0.0) if not finite_b and (same or not finite_a) else Difference(math.inf, math.inf)
+    return Difference(largest, apart / max(norm, floor, 1e-300)) if apart else Difference(0.0, 0.0)
+
+
+def norm_of(tensor: Tensor) -> float:
+    """In fp64."""
+    return math.hypot(*(float(piece.norm()) for piece in _in_pieces(tensor)))
+
+
+def _in_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Its numbers in fp64, some at a time: all of a large weight's gradient would take several times its memory."""
+    return (piece.double() for piece in tensor.detach().flatten().split(_NUMBERS) if piece.numel())
 
 
 def worst_rows(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:

@@ -2,8 +2,8 @@
 
 Measurements happen in place, on the very layers that train. Inside :func:`untouched` the layers work on stand-ins: the
 same weights in memory, but other ``Parameter`` objects, with gradients of their own and without the hooks by which
-optimizers gather gradients. What else a forward may change (buffers and other attributes, random numbers, training mode,
-DeepSpeed's counter of micro-batches) is put back.
+optimizers gather gradients. What else a forward may change (buffers and other attributes, such as the training mode,
+and random numbers) is put back.
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ class _Before:
             for each in value:
                 self.remember(each)
         elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
-            if id(value) not in self._tensors:
-                self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
+            self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
 
     def put_back(self) -> None:
         for container, before in self._containers.values():

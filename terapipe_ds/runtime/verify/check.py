@@ -268,7 +268,7 @@ def without_random_numbers(check: LayerCheck) -> Ran:
     return ran
 
 
-class _SawHalf(TorchDispatchMode):
+class SawHalf(TorchDispatchMode):
     """Whether anything is computed in half precision."""
 
     def __init__(self) -> None:
@@ -341,7 +341,7 @@ def in_fp32(check: LayerCheck) -> Iterator[LayerCheck | None]:
         check, runner=runner, inputs=_widened(check.inputs), layouts=layouts, outputs=NOTHING, output_layouts=[]
     )
     with _in_fp32(module):
-        saw, caught = _SawHalf(), None
+        saw, caught = SawHalf(), None
         try:
             with saw, torch.no_grad():
                 wide.run_whole()

@@ -14,7 +14,7 @@ from terapipe_ds.attention.guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.verify.check import Differs, _SawHalf, compare_tokens
+from terapipe_ds.runtime.verify.check import Differs, SawHalf, compare_tokens
 from terapipe_ds.runtime.verify.compare import difference, loss_tolerance
 from terapipe_ds.runtime.verify.layout import (
     ALONE,
@@ -87,7 +87,7 @@ class LossCheck:
 
     def runs_in_half(self) -> bool:
         """Whether ``loss_fn`` computes in half precision, whatever it is given."""
-        saw = _SawHalf()
+        saw = SawHalf()
         with saw:
             self._whole()
         return saw.saw

@@ -165,15 +165,15 @@ def _cut(
         try:
             cuttable = functools.reduce(Cuttable.both, itertools.chain(*(each[which] for each in told)))
             cut = _whole(one) if whole else _choose(engine, one, num_micro_batches, cuttable)
-            found = which, _weighted(engine, one, cut), []
+            cut = _weighted(engine, one, cut)
         except Exception as error:
-            text = f"raised {type(error).__name__}: {error}"
-            finding = Finding(engine.module._local_stop, "slice_weight of loss_fn", text, "", True, type(error).__name__)
+            kind, who = type(error).__name__, "slice_weight of loss_fn"
+            finding = Finding(engine.module._local_stop, who, f"raised {kind}: {error}", "", True, kind)
             chosen = [(which, _whole(one), [finding])]
             break
-        if which == 0 or found[1].has_labels:
-            chosen = [found]
-        if found[1].has_labels:
+        if which == 0 or cut.has_labels:
+            chosen = [(which, cut, [])]
+        if cut.has_labels:
             break
     if groups.control is not None:
         torch_dist.broadcast_object_list(chosen, src=groups.ranks[engine._layout.loss_stage], group=groups.control)

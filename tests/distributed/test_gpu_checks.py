@@ -27,7 +27,7 @@ from tests.gpu_checks import actions, attention, benches, checks, ranks, speed
 from tests.gpu_checks.checks import Check, PartResult, Settings, at_most, merged, table
 
 PARTS = tuple(command.PARTS)
-SAMPLE = ("attention", "ranks", "speed")  # the others only in the full run
+SAMPLE = ("attention", "speed")  # the others only in the full run
 
 
 def _result(part: str, *found: Check, dry_run: bool = False, device: str = "a device") -> PartResult:

@@ -24,6 +24,9 @@ SETTINGS: dict[str, dict[str, Any]] = {  # each with another of DeepSpeed's opti
     "fp32 with ZeRO 1": {"zero_optimization": {"stage": 1}},
 }  # fmt: skip
 
+SAMPLE = ("fp64", "bf16")  # the others only in the full run
+KINDS = [kind if kind in SAMPLE else pytest.param(kind, marks=pytest.mark.full) for kind in SETTINGS]
+
 
 def _dtype(settings: dict[str, Any]) -> str:
     return "bfloat16" if "bf16" in settings else "float32" if settings else "float64"
@@ -61,7 +64,7 @@ def _assert_holds(engine: Any, before: dict[str, Any]) -> None:
     assert engine._modules["module"] is before["module"]
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_the_engine_does_around_layers_is_its_own_time(kind: str) -> None:
     assert rank_pool(2).run(_counted, settings=SETTINGS[kind]) == [(3.0, 5.0)] * 2
 
@@ -111,7 +114,7 @@ def _with_and_without(settings: dict[str, Any]) -> tuple[Run, Run]:
     return _trained(settings, 2), _trained(settings, 0)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rehearsal_leaves_nothing_behind(kind: str) -> None:
     for rehearsed, plain in rank_pool(2).run(_with_and_without, settings=SETTINGS[kind]):
         assert rehearsed.losses == plain.losses and rehearsed.returned == plain.returned

@@ -125,7 +125,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             self.slice_length_multiple,
             self._layout,
             is_cut=lambda length: self._plans.cuts(length),
-            tells=self.global_rank == 0,
+            tells=self._tells_of_inputs(),
             check=self._check_options,
             look_at=self.look_at_labels,
         )
@@ -295,6 +295,11 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             assert labels is not None
             weights = self.weights_of_slices(labels, plan)
         return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+
+    def _tells_of_inputs(self) -> bool:
+        """Whether this is the one rank that logs what of the inputs is cut: the first part need not be on rank 0."""
+        ranks = self.grid.get_data_parallel_rank(), self.grid.get_slice_parallel_rank()
+        return self._layout.owner(0) == self.stage_id and not any(ranks)
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Compare the loss once more, where these labels can tell how it reduces and earlier ones could not."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -182,6 +183,12 @@ class TokensOnly(nn.Module):
         return inputs[0]
 
 
+TURNED = """placement,1/2,0/3
+F0.0c0,F0.0c1,F0.1c0,F0.1c1,F1.0c0,F1.0c1,B0.1c1,B0.1c0,W0.1c1,B0.0c1,B0.0c0,F1.1c0,F1.1c1,B1.1c1,W0.0c1,B1.1c0,B1.0c1,B1.0c0,W1.1c1,W1.0c1
+F0.0c0,F0.1c0,F0.0c1,F0.1c1,B0.1c1,F1.0c0,B0.0c1,F1.1c0,F1.0c1,B0.1c0,B0.0c0,F1.1c1,B1.1c1,B1.0c1,B1.1c0,B1.0c0
+"""  # the first part and the last one are on the second stage
+
+
 def job_log(terapipe: dict[str, Any] | None = None, said: bool = True, **options: Any) -> list[str]:
     """The lines of two training batches and an evaluation about inputs and clipping. ``said``: the config says how to
     clip."""
@@ -207,6 +214,13 @@ def test_rank_0_says_once_which_inputs_are_cut() -> None:
         "cut in slices, in dimension 1: input 0 (int64 [2, 23]); whole with each slice: input 1 (float32 [2, 1])"
     ]
     assert second == []
+
+
+def test_so_does_another_rank_that_has_the_first_part(tmp_path: Path) -> None:
+    path = tmp_path / "turned.csv"
+    path.write_text(TURNED)
+    first, second = rank_pool(2).run(job_log, terapipe={"schedule": str(path), "slices": 2})
+    assert first == [] and len(second) == 1 and second[0].startswith("cut in slices, in dimension 1: input 0 ")
 
 
 def test_nothing_is_said_of_whole_sequences() -> None:

@@ -11,6 +11,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
+from terapipe_ds.plan import SlicePlan
 from tests.distributed import faulty_layers, lossy, tuple_models
 from tests.distributed.engines import IGNORE_INDEX, batches, engine_of, gpt_layers, logged, micro_batch, section
 from tests.distributed.harness import rank_pool
@@ -215,6 +216,29 @@ class TestLosses:
     def test_a_reduction_that_is_said_is_compared(self) -> None:
         kind, text, _ = _one(rank_pool(2).run(tuples, loss="masked_loss", loss_reduction="mean_valid"))
         assert kind == "VerifyError" and "no terapipe.loss_reduction" in text
+
+
+def two_replicas(extra: Any, short: int) -> tuple[str, str]:
+    """Replica `short` begins with sequences that run in one slice, the other with sequences of three."""
+    layers = gpt_layers("float32")
+    layers.insert(4, LayerSpec(extra))
+    kind = text = ""
+    with engine_of(layers, section(), stages=2) as engine:
+        engine.use_slice_plan(SlicePlan((12,)))
+        length = 12 if engine.grid.get_data_parallel_rank() == short else 23
+        try:
+            engine.train_batch(iter([micro_batch(seed, length, masked=False) for seed in range(2)]))
+        except Exception as error:
+            kind, text = type(error).__name__, str(error)
+    return kind, text
+
+
+class TestReplicas:
+    @pytest.mark.parametrize("short", [0, 1])
+    def test_one_has_sequences_in_one_slice_only(self, short: int) -> None:
+        for kind, text in rank_pool(4).run(two_replicas, extra=faulty_layers.RunningSum, short=short):
+            assert kind == "VerifyError" and "\n  layer 4 (RunningSum): output of tokens 8.. differs" in text
+        assert rank_pool(4).run(two_replicas, extra=Nothing, short=short) == [("", "")] * 4
 
 
 class TestCut:

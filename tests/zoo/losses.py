@@ -14,7 +14,7 @@ from tests.zoo.layers import Embedding, Head, Mlp, fixed
 from tests.zoo.members import add, loss, stack
 from tests.zoo.shapes import FirstOf
 
-LOSS = "loss_fn"
+LOSS = "loss_fn: the "
 REDUCTION = "loss_reduction"
 WEIGHT = "slice_weight"
 

@@ -44,7 +44,7 @@ class PositionIdsInABuffer(LearnedPositions):
         return self.position_ids[:, : x.size(1)]
 
 
-@layer(OWN_LENGTH)
+@layer("it treats each token alone")
 class CountedPositions(LearnedPositions):
     """Positions by counting, as models do that know of padding."""
 

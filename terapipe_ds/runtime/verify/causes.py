@@ -85,7 +85,7 @@ def _cause_of_output(check: LayerCheck, differs: Differs, whole: Ran) -> str:
     if routed is not None and "routing" in kinds:
         return _capacity(routed)
     if not _whole_mixes(check, whole, differs.first_token):
-        return f"it treats each token alone, but not as in the whole sequence: {_OWN_LENGTH}"
+        return "it treats each token alone, but not as in the whole sequence"
     sliced = _uses_sliced_attention(check)
     if sliced:
         kinds -= {"attention", "product"}  # what the whole run does in its place

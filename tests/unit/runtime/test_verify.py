@@ -214,6 +214,18 @@ def test_a_layer_that_does_not_fit_is_said_and_passed_over() -> None:
     assert [f.layer_id for f in stage.findings] == [2] and stage.error is None
 
 
+class Counted(nn.Module):
+    """Positions that nobody can shift from outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tensor([float(i) for i in range(x.size(1))])[:, None]
+
+
+def test_nothing_is_advised_without_evidence() -> None:
+    [finding] = verify([Counted()]).findings
+    assert finding.cause == "it treats each token alone, but not as in the whole sequence"
+
+
 RECURRENCES = [faulty_layers.HandRecurrence, faulty_layers.HandShift]
 
 

@@ -324,7 +324,7 @@ def root_loss(logits: Tensor, labels: Tensor) -> Tensor:
 LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, what is likely
     OwnLengthTable: ("output of tokens 8..", "positions are computed from the slice's own length"),
     OwnLengthRotary: ("output of tokens 8..", "positions are computed from the slice's own length"),
-    OwnLengthCount: ("output of tokens 8..", "positions are computed from the slice's own length"),
+    OwnLengthCount: ("output of tokens 8..", "it treats each token alone, but not as in the whole sequence"),
     HiddenPlainAttention: ("output of tokens 8..", "attention of its own (a softmax over the slice's own tokens)"),
     Bidirectional: ("output of tokens 0..", "attention without a causal mask"),
     SequenceNorm: ("output of tokens 0..", "a normalisation or a mean over the sequence"),

@@ -181,7 +181,7 @@ class TestMegatron:
         ("case", "layer", "token"),
         [
             ("sequence parallel", "layer 0 (MegatronEmbedding)", 6),
-            ("two stages, recompute", "layer 1 (MegatronLayer)", 7),
+            ("two stages, recompute", "layer 1 (MegatronLayer)", 6),
         ],
     )
     def test_positions_from_the_own_length(self, case: str, layer: str, token: int) -> None:

@@ -1,7 +1,7 @@
-"""What of the first batch is looked at: few rows, a window of tokens, and two or three slices of it.
+"""Choose what the check compares: a few rows of the first batch, a window of tokens, two or three slices of it.
 
-A check of whole sequences costs as much as several steps and may need memory that training, in slices, does not. A
-fault that comes of slices shows at the first boundary, so that a short window with unequal slices shows it as well.
+A check of whole sequences costs as much as several steps, and may need memory that training in slices does not need. A
+fault of slicing usually shows at the first boundary between slices, so a short window with unequal slices reveals it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 
 MOST_ROWS = 2
-LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of the window, where sequences are as long
-_SHARE = 8  # a window has at most one in so many of the micro-batch's tokens, of which a stage holds all at once
+LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a sequence that is shorter is compared whole
+_SHARE = 8  # a window has at most 1 / _SHARE of the micro-batch's tokens, which a layer holds all at once
 _MOST_SLICES = 3
-_ROW_PLACES, _TOKEN_PLACES, _CHANGES = 4, 32, 8  # where windows are tried
+_ROW_PLACES, _TOKEN_PLACES, _CHANGES = 4, 32, 8  # how many rows, tokens and changes of masking are tried
 
-Counts = Callable[[SliceableTensors, SlicePlan], Sequence[float]]  # what of each slice's labels counts
+Counts = Callable[[SliceableTensors, SlicePlan], Sequence[float]]  # how much the labels of each slice count
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A window of a micro-batch: ``plan`` cuts its tokens from ``start`` on, in ``rows`` rows from ``row`` on.
+    """Describe a window of a micro-batch: `plan` slices its tokens from `start` on, in `rows` rows from `row` on.
 
     Args:
-        rows: None: all of them.
-        weights: of its slices' losses.
-        has_labels: whether any label counts in it.
+        rows: their number; None means all rows.
+        weights: those of its slices' losses.
+        has_labels: whether any label of the window counts.
     """
 
     plan: SlicePlan
@@ -54,7 +54,7 @@ class Cut:
         return f"{slices} {tokens}" + ("" if self.rows is None else f" in {self.rows} of {self.of_rows} rows")
 
     def of(self, batch: SliceableTensors) -> SliceableTensors:
-        """Copies of the tensors of ``batch`` as the cut has them."""
+        """Return copies of the tensors of `batch`, limited to the window."""
         tensors = []
         for tensor, is_cut in zip(batch.tensors, batch.sliced, strict=True):
             if is_cut:
@@ -67,8 +67,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuttable:
-    """What may be cut of the tensors of a batch: ``rows``, their number, where all tensors have as many and all have
-    the sequence, else None; tokens where none of them has the sequence's length in another dimension."""
+    """Say what may be cut of the tensors of a batch.
+
+    Args:
+        rows: the number of rows, where all tensors have the same number and all have the sequence; else None.
+        tokens: whether tokens may be cut, which is so where no tensor has the sequence's length in another dimension.
+    """
 
     rows: int | None
     tokens: bool
@@ -83,21 +87,22 @@ class Cuttable:
         return cls(rows, batch.length not in others)
 
     def both(self, other: Cuttable) -> Cuttable:
-        """What may be cut of both."""
+        """Return what may be cut of both."""
         return Cuttable(self.rows if self.rows == other.rows else None, self.tokens and other.tokens)
 
 
 def row_dim(batch: SliceableTensors) -> int:
-    """The dimension of the rows, where there are any."""
+    """Return the dimension of the rows, where there are any."""
     return 0 if batch.dim else 1
 
 
 def unit_of(plan: SlicePlan, granularity: int, multiple: int, allowed: int, most: int) -> int:
-    """Of how many tokens the slices of a window are multiples: layers may count on it. What those of the plan have in
-    common where three such slices are ``allowed``, else their granularity, or the largest part of it of which two do
-    not exceed ``most`` tokens.
+    """Return the number of tokens that the lengths of a window's slices are multiples of: layers may count on it.
 
-    ``multiple``: what layers need in any case. Slices that were listed or set by hand may have no more in common."""
+    It is what the lengths of the plan's slices have in common, where three such slices are `allowed`. Else it is their
+    granularity, or the largest divisor of it of which two do not exceed `most` tokens.
+
+    `multiple` is what layers need in any case. Slices that were listed or set by hand may have no more in common."""
     common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
     if common and common % multiple == 0 and _MOST_SLICES * common <= allowed:
         return common
@@ -111,12 +116,14 @@ def unit_of(plan: SlicePlan, granularity: int, multiple: int, allowed: int, most
 def window_plan(
     plan: SlicePlan, granularity: int, multiple: int, rows: int, micro_batches: int, stages: int, cut_rows: int
 ) -> tuple[SlicePlan, int]:
-    """Slices of a window of a sequence that is cut by ``plan``, and what they are multiples of: three unequal ones
-    where there is room, else two; those of ``plan`` where the window is the whole sequence and they are few.
+    """Return slices of a window of a sequence that is cut by `plan`, and the number that they are multiples of.
+
+    There are three unequal slices where there is room, else two. Where the window is the whole sequence and `plan` has
+    few slices, they are those of `plan`.
 
     Layers run forward and backward twice, or four times in half precision, stage after stage: a window has so few
     tokens that this takes no longer than a step, and that what one layer keeps of it is less than what the stage keeps
-    of a micro-batch. Only two slices of ``multiple`` tokens may have more.
+    of a micro-batch. Only two slices of `multiple` tokens may have more.
     """
     length = plan.sequence_length
     tokens = length * rows // cut_rows
@@ -137,10 +144,10 @@ def window_plan(
 def choose_window(
     labels: SliceableTensors, plan: SlicePlan, rows: int | None, unit: int, ignore_index: int, counts: Counts
 ) -> tuple[int, int, tuple[float, ...]]:
-    """The first row and the first token of the best window, and what counts in its slices.
+    """Return the first row and the first token of the best window, and how much the labels of its slices count.
 
-    Prompts are often masked: a window in which no label counts shows nothing of the loss, one in which all do cannot
-    tell a mean over valid labels from one over all.
+    Prompts are often masked. A window in which no label counts shows nothing of the loss. A window in which all labels
+    count cannot tell a mean over valid labels from a mean over all.
     """
     best: tuple[tuple[float, ...], int, int, tuple[float, ...]] | None = None
     for row, start in _windows(labels, plan, rows, unit, ignore_index):
@@ -156,7 +163,7 @@ def choose_window(
 def _windows(
     labels: SliceableTensors, plan: SlicePlan, rows: int | None, unit: int, ignore_index: int
 ) -> Iterator[tuple[int, int]]:
-    """Places to try, in the order of the batch: some all over it, and some where masked labels begin or end."""
+    """Yield places to try, in the order of the batch: some all over it, and some where masked labels begin or end."""
     last = labels.length - plan.sequence_length
     spread = [last * i // (_TOKEN_PLACES - 1) // unit * unit for i in range(_TOKEN_PLACES)]
     of_rows = labels.deciding.size(row_dim(labels)) if rows is not None else 0
@@ -171,7 +178,7 @@ def _windows(
 
 
 def _valid(tensor: Tensor, labels: SliceableTensors, row: int, rows: int | None, ignore_index: int) -> Tensor:
-    """[tokens]: how many numbers of each token are neither masked nor, in a mask, zero."""
+    """Return [tokens]: how many numbers of each token are neither masked nor, in a mask, zero."""
     if rows is not None:
         tensor = tensor.narrow(row_dim(labels), row, rows)
     valid = tensor.movedim(labels.dim, 0).flatten(1) if tensor.dim() > 1 else tensor[:, None]
@@ -183,7 +190,7 @@ def _changes(valid: Tensor) -> list[int]:
 
 
 def _worth(counts: Sequence[float], plan: SlicePlan) -> tuple[float, ...]:
-    """The more the better, from left to right."""
+    """Return how much a window shows of the loss, as a tuple to compare: larger is better."""
     total = sum(counts)
     if total <= 0:
         return (0.0,)

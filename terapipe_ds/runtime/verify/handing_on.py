@@ -1,4 +1,4 @@
-"""What stages tell one another during the check: what the whole sequence gives, and what they are busy with."""
+"""Exchange between stages what the whole sequence gives, and notes of what each stage is busy with."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from terapipe_ds.runtime.verify.stage import Inputs
 
 
 def first_inputs(engine: Any, micro_batch: MicroBatchInFlight, device: torch.device) -> Inputs:
+    """Return the tensors that the first layer gets, in the precision of training, and their layouts."""
     assert micro_batch.inputs is not None
     batch = micro_batch.inputs.to(device)
     tensors = batch.tensors
@@ -24,14 +25,14 @@ def first_inputs(engine: Any, micro_batch: MicroBatchInFlight, device: torch.dev
 
 
 def layouts_of_batch(batch: SliceableTensors) -> list[Layout]:
-    """Of the tensors that the first layer gets."""
+    """Return the layouts of the tensors that the first layer gets."""
     return [TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced]
 
 
 def tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
-    """Send what the whole sequence gives to the stage of the next part; None where there is nothing.
+    """Send what the whole sequence gives to the stage of the next part; None where there is nothing to send.
 
-    By way of the host: it is little, once, and no wire of the training is touched.
+    The message goes through the host: it is small, is sent once, and needs no wire of the training.
     """
     groups = engine._groups
     told = None if outputs is None else outputs.to(torch.device("cpu"))
@@ -39,7 +40,7 @@ def tell(engine: Any, stage_id: int, outputs: Inputs | None) -> None:
 
 
 def hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
-    """What the stage of the part before sends by :func:`tell`."""
+    """Receive what the stage of the previous part sends by `tell`."""
     groups, told = engine._groups, [None]
     torch_dist.recv_object_list(told, src=groups.ranks[stage_id], group=groups.control)
     message: Inputs | None = told[0]
@@ -47,13 +48,13 @@ def hear(engine: Any, stage_id: int, device: torch.device) -> Inputs | None:
 
 
 def note(engine: Any, text: str) -> None:
-    """Remember what goes on, here and on all other stages, which wait: a long check is no stall."""
+    """Note what is being checked, here and on all other stages, which wait: a long check is no stall."""
     engine._watchdog.note(text)
     tell_others(engine, text)
 
 
 def tell_others(engine: Any, text: str | None) -> None:
-    """What this stage is busy with; None: it is done with its part."""
+    """Tell all other stages what this stage is busy with; None says that it is done with its part."""
     groups = engine._groups
     for stage_id, peer in enumerate(groups.ranks):
         if stage_id != engine.stage_id:
@@ -61,7 +62,7 @@ def tell_others(engine: Any, text: str | None) -> None:
 
 
 def hear_notes(engine: Any, stage_id: int) -> None:
-    """Until ``stage_id`` is done with its part."""
+    """Take the notes of `stage_id` until it is done with its part."""
     groups, told = engine._groups, ["waiting for the part before"]
     while told[0] is not None:
         engine._watchdog.note(told[0])

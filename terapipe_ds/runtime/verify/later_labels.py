@@ -1,8 +1,8 @@
-"""The look at the loss that waits for labels which are ignored.
+"""Compare the loss once more when a batch has ignored labels for the first time.
 
-While every label counts, a mean over the valid labels and a mean over all tokens are the same number, so that the
-first batch cannot tell which one `loss_fn` is. The first later batch in which slices differ in how many labels count
-can: it is compared, with outputs that are kept from the first batch, before it is trained on.
+While every label counts, a mean over the valid labels and a mean over all tokens are the same number. The first batch
+cannot tell then which one `loss_fn` is. Slices of a later batch may differ in how many of their labels count. The first
+such batch is compared before it is trained on, with outputs that are kept from the first batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from terapipe_ds.runtime.verify.runner import Values
 from terapipe_ds.runtime.verify.stage import Inputs
 
 _TOKENS = 64  # of the outputs that are kept
-_EVEN = 0.01  # shares of slices that differ by no more tell the two means apart no better than rounding does
+_EVEN = 0.01  # with smaller differences between the slices' shares, rounding hides which mean it is
 
 
 def is_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
@@ -35,11 +35,11 @@ def is_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
 
 
 class LaterLabels:
-    """Compares the loss of slices with that of the whole once labels are ignored unevenly.
+    """Compare the loss of slices with that of the whole once labels are ignored unevenly.
 
     Args:
         outputs: of the last layer on a cut of the first batch; a copy of its first tokens is kept.
-        rows: of the cut; None: all rows of a micro-batch.
+        rows: how many the cut has; None means all rows of a micro-batch.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LaterLabels:
         return not check.skipped
 
     def _window(self, labels: SliceableTensors) -> Cut | None:
-        """Return the window that tells most; None where the labels do not fit the outputs."""
+        """Return the window that shows most; None where the labels do not fit the outputs."""
         tokens = self._num_tokens()
         rows = labels.deciding.size(row_dim(labels)) if labels.deciding.dim() > row_dim(labels) else 1
         if labels.length < tokens or tokens < 2 or rows < (self._rows or 1) or not all(labels.sliced):
@@ -110,7 +110,7 @@ class LaterLabels:
 
 
 def can_watch(layouts: list[Layout]) -> bool:
-    """Return whether the first tokens of such outputs can be told, so that a few of them can be kept."""
+    """Return whether the dimension of tokens is known for such outputs, so that the first tokens can be kept."""
     tokens = [layout for layout in layouts if isinstance(layout, TokenDim)]
     return bool(tokens) and all(t.rows == 1 and t.shared_by == 1 and t.dim in (0, 1) for t in tokens)
 

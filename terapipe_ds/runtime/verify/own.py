@@ -1,4 +1,4 @@
-"""Whose layers and whose loss these are: the package's own are tested with slices, everybody else's are not."""
+"""Tell whether layers and the loss are the package's own: these are tested with slices, those of others are not."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from torch.nn.utils.parametrize import is_parametrized
 from terapipe_ds.runtime.parted import each_part
 
 _PACKAGE = "terapipe_ds"
-_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # of which the package's layers are made
-_WATCHERS = (_PACKAGE, "deepspeed")  # whose hooks measure
+_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # what the package's layers are made of
+_WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def all_own(module: Any) -> bool:
-    """Whether every layer of this stage and ``loss_fn`` are the package's own."""
+    """Return whether every layer of this stage and `loss_fn` are the package's own."""
     functions = [function for _ in each_part(module) for function in module.forward_funcs]
     return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
 
 
 def _is_own(layer: Any) -> bool:
-    """A class that is derived from one of the package is its author's; so is one of its layers that holds others."""
+    """Return whether a layer and all that it holds are the package's; a derived class belongs to its author."""
     pieces = list(_pieces(layer))
     inner = [part for piece in pieces if isinstance(piece, nn.Module) for part in piece.modules()]
     return all(_root(piece) == _PACKAGE for piece in pieces) and all(map(_is_as_built, inner))
 
 
 def _is_as_built(module: nn.Module) -> bool:
-    """Whether a module is a building block, and nobody gave it another forward, a hook, a parametrization, or a
-    function of their own (an activation, say)."""
+    """Return whether a module is a building block as its class makes it.
+
+    Another forward, a hook, a parametrization, or a function in an attribute (an activation, say) changes what it does.
+    """
     own = vars(module)
-    forward = own.get("forward")  # linear layers get one of the package
+    forward = own.get("forward")  # the package gives linear layers one
     functions = [value for value in own.values() if callable(value)]
     hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
     return (
@@ -46,7 +48,7 @@ def _is_as_built(module: nn.Module) -> bool:
 
 
 def _pieces(layer: Any) -> Iterator[Any]:
-    """A partial function, as DeepSpeed makes of a tied layer with a forward of its own, consists of several."""
+    """Yield the functions and modules of a layer: DeepSpeed makes a partial function of a tied layer's own forward."""
     if isinstance(layer, functools.partial):
         yield from _pieces(layer.func)
         yield from (argument for argument in layer.args if isinstance(argument, nn.Module))
@@ -55,7 +57,7 @@ def _pieces(layer: Any) -> Iterator[Any]:
 
 
 def _root(thing: Any) -> str:
-    """The package of a function, or of an object's class."""
+    """Return the package of a function, or of an object's class."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     return str(getattr(thing, "__module__", "")).split(".")[0]

@@ -1,5 +1,7 @@
-"""A system that fails costs its own rows only. Where a rank fails, all are ended, and the others start again without
-what it was at: the ranks of a failed step wait for one another within it, with messages on their way that nobody takes.
+"""Find which system of a benchmark failed, so that a failure costs that system's rows only.
+
+Where a rank fails, all ranks are ended, and they start again without that system. The ranks of a failed step wait for
+one another, and messages are on their way that no rank takes.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from terapipe_ds.files import write_text
 
 
 class Position:
-    """What this rank is at, in a file that outlives it."""
+    """Keep what this rank is doing in a file that outlives the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = _path(folder, rank)
         self._place: dict[str, int | str] = {}
 
     def at_case(self, case: int, accumulation: int | None = None) -> None:
-        """A system is built or takes its first step, or trains at an accumulation."""
+        """Note that a system is built or takes its first step, or that it trains at an accumulation."""
         self._write({"case": case} if accumulation is None else {"case": case, "accumulation": accumulation})
 
     def at_cut(self, cut: str) -> None:
-        """The costs of slices are measured, with the layers cut like this."""
+        """Note that the costs of slices are measured, with the layers cut like this."""
         self._write({"cut": cut})
 
     def at_none(self) -> None:
-        """What concerns all systems."""
+        """Note work that concerns all systems."""
         self._write({})
 
     def failed(self, error: BaseException) -> None:
@@ -46,14 +48,14 @@ class Position:
 
 
 def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> Failure | None:
-    """What ended the ranks; None where it concerns all systems.
+    """Return what ended the ranks; None where it concerns all systems.
 
     Args:
         folder: where each rank has its `Position`.
-        exit_codes: of the ranks that failed.
+        exit_codes: those of the ranks that failed.
     """
     left = {rank: _read(folder, rank) for rank in exit_codes}
-    # whoever ended without a word came first: what the others said, they may have said of its end
+    # a rank that left no reason failed first: the others' errors may be consequences of its end
     rank = min(left, key=lambda rank: left[rank].pop("time_s", 0.0))
     last = left[rank]
     last.setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")

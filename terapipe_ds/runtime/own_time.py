@@ -1,8 +1,8 @@
-"""What the engine itself takes of an F and a B, around the layers: books, DeepSpeed's wrappers, autograd's start.
+"""Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
 
-It is the same for slices of any length, so that it matters where slices are short: there a probe, which runs layers and
-loss alone, promises what no step can keep. A rehearsal with layers that do nothing shows it; what a probe takes for
-these is subtracted.
+This time is the same for slices of any length, so it matters where slices are short. A probe runs layers and loss alone
+and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a
+probe takes for the same layers is subtracted.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _SPEC = MessageSpec((TensorSpec((1, 1, 8), torch.float32, True),), is_tuple=Fals
 def own_seconds(
     engine: Any, is_last: bool, between: Callable[[], object], share: float, clock: Callable[[], float] | None = None
 ) -> tuple[float, float]:
-    """Seconds of an F and of a B of ``engine`` that are not those of a probe. Use it inside ``untouched(module)``.
+    """Return the engine's own seconds of an F and of a B. Call it inside `untouched(module)`.
 
-    Left out are messages, which are measured on their own, and what optimizers add to a backward, whose books this must
-    not touch.
+    Messages are left out because they are measured separately. What an optimizer adds to a backward is left out because
+    the optimizer's state must not change here.
 
     Args:
-        is_last: of a part whose slices have a loss, which is booked.
-        between: runs layers on a slice: in a step each action finds the caches as these leave them.
-        share: of a sequence that this slice is. Where it is small it runs more often, and own time matters.
-        clock: in the place of the wall's, as in ``StageProbe``.
+        is_last: whether the part's slices have a loss, which the engine adds up.
+        between: runs layers on a slice before each action, so that caches are as in a step.
+        share: the slice's share of a sequence. Short slices run more often in a step, so they are measured more often.
+        clock: replaces the wall clock, as in `StageProbe`.
     """
     now_s = clock or time.perf_counter
     layers, device = _Idle(), torch.device(engine.device)
@@ -80,13 +80,13 @@ def own_seconds(
                 begin_s = now_s()
                 _act(runner, kind, slice_id, is_last)
                 acted_s[kind].append(now_s() - begin_s)
-    # the least of each: what another program took of a run is not the engine's
+    # the minimum of each: time that other programs took is not the engine's
     forward_s, backward_s = (max(0.0, min(acted_s[kind]) - min(probed_s[kind])) for kind in probed_s)
     return forward_s, backward_s
 
 
 def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
-    """F or B of a slice, and what is sent after it."""
+    """Run F or B of a slice, and send what follows from it."""
     if kind is Kind.FORWARD:
         runner.forward(Action(kind, 0, slice_id))
         if not is_last:
@@ -97,7 +97,7 @@ def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
 
 
 class _Idle(nn.Module):
-    """A layer that does next to nothing, with a graph; and a loss that does no more."""
+    """Do next to nothing as a layer that has a graph, and as a loss."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.view(inputs.shape)
@@ -107,7 +107,7 @@ class _Idle(nn.Module):
         return outputs.sum()
 
     def get_additional_losses(self) -> None:
-        """None beside its own."""
+        """Return none: there is only the loss itself."""
 
 
 def _labels(rounds: int, device: torch.device) -> SliceableTensors:
@@ -115,7 +115,7 @@ def _labels(rounds: int, device: torch.device) -> SliceableTensors:
 
 
 def _idle_probe(layers: _Idle, is_last: bool, rounds: int, device: torch.device) -> StageProbe:
-    """What is subtracted."""
+    """Return the probe of the idle layers, whose times are subtracted."""
     labels = _labels(rounds, device) if is_last else None
     probe = StageProbe(
         layers, layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn
@@ -126,8 +126,10 @@ def _idle_probe(layers: _Idle, is_last: bool, rounds: int, device: torch.device)
 
 
 def _stand_ins(engine: Any, layers: nn.Module) -> dict[str, Any]:
-    """``layers`` in the place of the module, and neither an optimizer whose books a backward would change nor what
-    counts operations and looks for numbers that are not finite; the loss of a batch, timers and a timeline apart."""
+    """Return attributes of the engine for a rehearsal, which must leave no trace.
+
+    `layers` replace the module. There is no optimizer whose state a backward would change, no counter of operations and
+    no search for numbers that are not finite. The loss of a batch, the timers and the timeline are separate ones."""
     return {
         "module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None, "loss": engine.loss,
         "total_loss": None, "total_additional_losses": None, "fwd_outputs": [], "_compute_loss": True,
@@ -137,10 +139,10 @@ def _stand_ins(engine: Any, layers: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def _swapped(engine: Any, stand_ins: dict[str, Any]) -> Iterator[None]:
-    """The attributes of ``engine`` for ``stand_ins``, and as they were afterwards.
+    """Replace attributes of `engine` by `stand_ins` for the block.
 
-    In its own dictionary: ``setattr`` of a module drops the plain attribute that DeepSpeed has beside that of
-    ``nn.Module``, and ``getattr`` finds on the user's module what the engine does not have yet.
+    The engine's dictionary is changed directly. `setattr` of a module would drop the plain attribute that DeepSpeed has
+    beside that of `nn.Module`, and `getattr` would find on the user's module what the engine does not have yet.
     """
     own = vars(engine)
     kept = {name: own[name] for name in stand_ins if name in own}
@@ -154,14 +156,14 @@ def _swapped(engine: Any, stand_ins: dict[str, Any]) -> Iterator[None]:
 
 
 class _NoOptimizer:
-    """What DeepSpeed tells an optimizer before a backward, unheard."""
+    """Ignore what DeepSpeed tells an optimizer before a backward."""
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Nothing is accumulated."""
+        """Do nothing: gradients are not accumulated."""
 
 
 class _NoWatch:
-    """A watch-dog's notes, in books of their own: its reports are of real actions."""
+    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
 
     def __init__(self) -> None:
         self._record = RankRecord(0, 0)
@@ -173,7 +175,7 @@ class _NoWatch:
 
 
 class _NoMessages:
-    """The channels of a part in the middle, on which messages are there at once."""
+    """Replace the channels of a part in the middle: every message is there at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -193,17 +195,17 @@ class _NoMessages:
         return self._gradients
 
     def send_activation(self, action: Action, spec: MessageSpec, tensors: Tensors) -> None:
-        """It has arrived."""
+        """Do nothing: the message counts as arrived."""
 
     def send_gradients(self, action: Action, gradients: Tensors) -> None:
-        """They have arrived."""
+        """Do nothing: the gradients count as arrived."""
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         return True
 
 
 def _runner(engine: Any, is_last: bool, rounds: int, device: torch.device) -> PartRunner:
-    """The runner of a part that receives, in a batch of one micro-batch whose slices have a token each."""
+    """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
     stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
     runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
     micro_batch = MicroBatchInFlight(

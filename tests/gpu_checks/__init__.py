@@ -1,4 +1,4 @@
-"""What has to be seen on a device, in parts of less than ten minutes each: `make gpu-checks`.
+"""Check on a device what CPUs cannot show, in parts of less than ten minutes each: `make gpu-checks`.
 
     python -m tests.gpu_checks --out out/gpu-checks                    every part
     python -m tests.gpu_checks --out out/gpu-checks attention ranks    two of them, merged with what is there

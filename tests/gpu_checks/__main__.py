@@ -1,4 +1,4 @@
-"""The command line: run parts, each in a process of its own, merge what they found, and say what failed."""
+"""Run parts, each in a process of its own, merge what they found, and say what failed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ PARTS = {  # module, function that yields its checks
 
 
 def checks_of(part: str) -> Callable[[Settings], Iterator[Check]]:
-    """What yields the checks of a part; imported in its own process only."""
+    """Return the function that yields the checks of a part. Its module is imported only in the part's own process."""
     module, function = PARTS[part]
     found: Callable[[Settings], Iterator[Check]] = getattr(import_module(f"tests.gpu_checks.{module}"), function)
     return found
 
 
 def run_part(part: str, settings: Settings) -> PartResult:
-    """All checks of a part, written after each; what it raises is a check that failed."""
+    """Run all checks of a part and write the result after each; an exception becomes a failed check."""
     result = PartResult(part, settings.dry_run, machine(settings.device))
     result.save(settings.folder)
     begin_s = time.monotonic()
@@ -68,7 +68,7 @@ def run_part(part: str, settings: Settings) -> PartResult:
 
 
 def machine(device: str) -> dict[str, object]:
-    """What every figure has to say of where it was measured."""
+    """Return what describes the machine on which figures are measured."""
     import torch
 
     from terapipe_ds.bench.ranks import machine as host
@@ -82,7 +82,7 @@ def machine(device: str) -> dict[str, object]:
 
 
 def _in_a_process(part: str, arguments: argparse.Namespace, device: str) -> None:
-    """A part that hangs or dies costs its own checks only."""
+    """Run a part in a process of its own, so that one that hangs or dies costs its own checks only."""
     command = [sys.executable, "-m", "tests.gpu_checks", "--out", str(arguments.out), "--inside", part]
     command += ["--dry-run"] * arguments.dry_run
     path = arguments.out / f"{part}.json"
@@ -96,7 +96,7 @@ def _in_a_process(part: str, arguments: argparse.Namespace, device: str) -> None
 
 
 def problem_of(command: list[str], limit_s: float) -> str | None:
-    """Run a command; why it was no success, or None. Whatever it has started ends with it."""
+    """Run a command and return why it failed, or None. All processes that it started end with it."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         code = process.wait(limit_s)
@@ -110,7 +110,7 @@ def problem_of(command: list[str], limit_s: float) -> str | None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
+    """Parse the options."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_checks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all, in this order)")
     parser.add_argument("--out", type=Path, help="folder (default: out/gpu-checks, of dry runs out/gpu-checks-dry-run)")
@@ -125,7 +125,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def device_for(parts: Sequence[str], dry_run: bool) -> str | None:
-    """Where parts run; None where there is no device and one of them needs it."""
+    """Return the device on which parts run; None where one of them needs a device and there is none."""
     import torch
 
     if dry_run:
@@ -136,7 +136,7 @@ def device_for(parts: Sequence[str], dry_run: bool) -> str | None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """0 where every check of the parts that ran is right, 1 where one is not, 2 where nothing could be run."""
+    """Return 0 where every check of the parts that ran is right, 1 where one is not, 2 where nothing could be run."""
     arguments = parse_arguments(words)
     parts = [arguments.inside] if arguments.inside else arguments.parts or list(PARTS)
     device = device_for(parts, arguments.dry_run)
@@ -156,7 +156,7 @@ def main(words: list[str] | None = None) -> int:
 
 def _run_all(parts: Sequence[str], arguments: argparse.Namespace, device: str) -> int:
     coming = {"dry_run": arguments.dry_run, "machine": machine(device)}
-    require_alike(arguments.out, [*parts_in(arguments.out, PARTS), coming])  # before anything takes its time
+    require_alike(arguments.out, [*parts_in(arguments.out, PARTS), coming])  # before the first part runs
     arguments.out.mkdir(parents=True, exist_ok=True)
     for part in parts:
         _in_a_process(part, arguments, device)

@@ -1,4 +1,4 @@
-"""What an action takes: a step of one stage in more and more slices, stock beside it, and predicted beside measured."""
+"""Measure steps of one stage in more and more slices, beside the stock engine and beside what is predicted."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SIZES = {  # stages, micro-batches, tokens, rows, hidden, layers, heads
 TINY = {"tiny": Workload(1, 1, 256, 1, 32, 1, 1)}
 SLICES = (1, 2, 4, 8, 16, 32, 64)
 MOST_OVER_STOCK = 1.02
-"""What one slice in the stock order may take."""
+"""The limit for the time of one slice in the stock order, over the stock engine's."""
 PREDICTED = 0.10
-"""How far a prediction may be off."""
+"""The largest relative error of a prediction that is allowed."""
 _PAIRS = 7
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """Every size in a process of its own."""
+    """Yield the checks of every size, each measured in a process of its own."""
     from terapipe_ds.bench.ranks import spawn_ranks
 
     for name, work in (TINY if settings.dry_run else SIZES).items():
@@ -113,7 +113,7 @@ def _measured(
 
 
 def _first_step(engine: Any, data: Any) -> tuple[float, float]:
-    """The step in which slices are measured; what was found to be the engine's own time of F and B."""
+    """Run the step in which slices are measured, and return the engine's own time of F and B as it was found."""
     from terapipe_ds.runtime import measuring
 
     found: list[tuple[float, float]] = []
@@ -130,7 +130,7 @@ def _first_step(engine: Any, data: Any) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
-    """Wait for the device around the end of a batch: what it takes is no part of the slices' time, nor theirs of it."""
+    """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
     from terapipe_ds.runtime import probe
     from terapipe_ds.runtime.closing import ClosingOfBatches
 

@@ -1,4 +1,4 @@
-"""Values and gradients of attention in slices against fp64, by the one call per slice and by calls on blocks."""
+"""Compare attention in slices with fp64, values and gradients, by one call per slice and by calls on blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from terapipe_ds.attention.backends import fused
 from tests.gpu_checks.checks import Check, Settings, at_most, equal
 
 MOST_OVER_UNSLICED = 2.0
-"""How many times the error of the kernel on a whole sequence that of slices may be; errors below 1e-3 count as that."""
+"""How many times the kernel's error on a whole sequence the error of slices may be; less than 1e-3 counts as 1e-3."""
 FP32_ERROR = 1e-4
-"""In fp32 on a device: tf32 would give some 1e-3."""
+"""The largest error that is allowed in fp32; tf32 would give some 1e-3."""
 SHAPES = {  # (batch, query heads, key heads, tokens, head dim): lengths of the slices
     (2, 4, 4, 1000, 64): (300, 500, 199, 1),
     (2, 8, 2, 1000, 64): (300, 500, 199, 1),
@@ -36,7 +36,7 @@ TINY = {(2, 4, 2, 40, 16): (10, 20, 9, 1), (1, 2, 2, 33, 64): (1, 2, 30)}
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """Every shape in bf16 and fp16; on a device each head dim must be taken by one call."""
+    """Yield the checks of every shape in bf16 and fp16; on a device one call must take each head dim."""
     on_device = settings.device == "cuda"
     kernel = "cuda_flash" if on_device else "cpu_flash"
     for dtype, (shape, lengths) in itertools.product(
@@ -60,7 +60,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of the output."""
+    """Return q, k, v and the gradient of the output."""
     batch, heads, kv_heads, tokens, dim = shape
     generator = torch.Generator().manual_seed(tokens + dim)
     q, k, v, grad = (
@@ -71,7 +71,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Te
 
 
 def in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output, dQ, dK, dV from all scores, a row of the batch at a time."""
+    """Return output, dQ, dK and dV from all scores, one row of the batch at a time."""
     rows = [_row_in_fp64(*(x[i : i + 1].double() for x in (q, k, v, grad))) for i in range(q.shape[0])]
     return [torch.cat(parts) for parts in zip(*rows, strict=True)]
 
@@ -87,7 +87,7 @@ def _row_in_fp64(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 def in_slices(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """The same by `sliced_attention`, forwards in order and backwards in reverse."""
+    """Return the same by `sliced_attention`, with forwards in order and backwards in reverse."""
     store, cuts = SliceStore(), [0, *itertools.accumulate(lengths)]
     slices = [ActiveSlice(a, b, cuts[-1], slice_id=i, store=store) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
     parts = [[x[:, :, s.start : s.stop].clone().requires_grad_() for x in (q, k, v)] for s in slices]
@@ -105,7 +105,7 @@ def in_slices(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, lengths: Sequence[i
 
 
 def _unsliced(inputs: Sequence[Tensor], on_device: bool) -> list[Tensor]:
-    """One call of torch on whole sequences, by the same kernel where there is a device."""
+    """Return the same by one call of torch on whole sequences, with the same kernel where there is a device."""
     *leaves, grad = (x.clone().requires_grad_() for x in inputs)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if on_device else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(

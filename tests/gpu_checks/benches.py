@@ -1,4 +1,4 @@
-"""`terapipe bench` where a device is, and its eight stages where eight cores share none: rows must run and agree."""
+"""Run `terapipe bench` on a device, and its eight stages on eight physical cores: rows must run and agree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUM_CORES = 8
 
 
 def on_device(settings: Settings) -> Iterator[Check]:
-    """One stage; two that share the device; and two with a device each where there are two."""
+    """Yield the checks of one stage, of two that share a device, and of two with a device each where there are two."""
     if settings.dry_run:
         yield from _bench(settings, "one-stage", TINY)
         return
@@ -47,7 +47,7 @@ def on_device(settings: Settings) -> Iterator[Check]:
 
 
 def on_eight_cores(settings: Settings) -> Iterator[Check]:
-    """The preset cpu-8stage, where this machine has eight cores of which no two share one."""
+    """Yield the checks of the preset cpu-8stage, where this machine has eight physical cores."""
     cores = own_cores()
     if settings.dry_run:
         yield from _bench(settings, "cpu-8stage", TINY, cores[:1])
@@ -55,12 +55,12 @@ def on_eight_cores(settings: Settings) -> Iterator[Check]:
     if len(cores) < NUM_CORES:
         yield Check("cpu-8stage", f"left out: {len(cores)} cores of their own, {NUM_CORES} are needed")
         return
-    for m in ACCUMULATIONS:  # one after the other, so that the first ones are there when there is no time for more
+    for m in ACCUMULATIONS:  # one command each, so that the first results exist when the time is over
         yield from _bench(settings, f"cpu-8stage-m{m}", (*EIGHT_STAGES, "--accumulation", str(m)), cores[:NUM_CORES])
 
 
 def own_cores(folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """A processor of each core that this process may use: two of one core slow each other."""
+    """Return one processor of each physical core that this process may use: two of one core slow each other."""
     found: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         path = folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"

@@ -1,4 +1,4 @@
-"""A check and what it gave, the parts' files, and the one result that they are merged to."""
+"""Define a check and its outcome, the parts' files, and the one result into which they are merged."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from terapipe_ds.files import write_text
 
 RESULT = "gpu-checks.json"
 PART_LIMIT_S = 570.0
-"""A part that takes longer is ended: with its start and its end it stays below ten minutes."""
+"""The time after which a part is ended; with its start and its end it stays below ten minutes."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `wanted` says which values are right, "-" where any is."""
+    """Hold one thing that was looked at. `wanted` says which values are right, "-" where any value is."""
 
     name: str
     value: float | str
@@ -29,7 +29,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a part runs: on `device`, and with tiny sizes in a dry run, whose times say nothing and are not judged."""
+    """Say how a part runs: on `device`, and with tiny sizes in a dry run, whose times are not judged."""
 
     device: str
     dry_run: bool
@@ -37,32 +37,32 @@ class Settings:
     ends_s: float = field(default_factory=lambda: time.monotonic() + PART_LIMIT_S - 60.0)
 
     def is_late(self, needed_s: float = 0.0) -> bool:
-        """Whether what takes so long would not end in time."""
+        """Return whether work of `needed_s` seconds would not end in time."""
         return time.monotonic() + needed_s > self.ends_s
 
     def timed(self, name: str, value: float, limit: float) -> Check:
-        """A check of seconds, or of a ratio of them."""
+        """Return a check of seconds, or of a ratio of them; dry runs are not judged."""
         return Check(name, value, ok=math.isfinite(value)) if self.dry_run else at_most(name, value, limit)
 
 
 def at_most(name: str, value: float, limit: float) -> Check:
-    """A number that must not be larger; NaN is."""
+    """Return a check of a number that must not exceed `limit`; NaN fails."""
     return Check(name, value, f"<= {limit:g}", value <= limit)
 
 
 def equal(name: str, value: str, wanted: str) -> Check:
-    """A text that must be this one."""
+    """Return a check of a text that must be `wanted`."""
     return Check(name, value, wanted, value == wanted)
 
 
 def not_run(name: str, why: str) -> Check:
-    """Something that was to be looked at and was not."""
+    """Return a failed check of something that was to be looked at and was not."""
     return Check(name, f"not run: {why}", "a run", False)
 
 
 @dataclass
 class PartResult:
-    """What one part found, with all that a figure has to say of where it was measured."""
+    """Hold the checks of one part, and the machine on which they were made."""
 
     part: str
     dry_run: bool
@@ -71,12 +71,12 @@ class PartResult:
     checks: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, check: Check, seconds: float) -> None:
-        """Keep a check that took so long."""
+        """Keep a check and how long it took."""
         self.checks.append({**asdict(check), "seconds": round(seconds, 3)})
         self.seconds += seconds
 
     def save(self, folder: Path) -> None:
-        """Write `PART.json`; numbers that are not finite are words, which JSON knows."""
+        """Write `PART.json`; numbers that are not finite become text, since JSON has no such numbers."""
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / f"{self.part}.json", json.dumps(_finite(asdict(self)), indent=1, allow_nan=False))
 
@@ -90,10 +90,10 @@ def _finite(value: Any) -> Any:
 
 
 def merged(folder: Path, parts: Iterable[str]) -> dict[str, Any]:
-    """The result of all parts in `folder`, also written there.
+    """Return the result of all parts in `folder`, and write it there.
 
     Raises:
-        ValueError: dry runs beside real ones, or parts from several devices: they make no one result.
+        ValueError: dry runs beside real ones, or parts from several devices, cannot be merged.
     """
     found = parts_in(folder, parts)
     require_alike(folder, found)
@@ -104,12 +104,12 @@ def merged(folder: Path, parts: Iterable[str]) -> dict[str, Any]:
 
 
 def parts_in(folder: Path, parts: Iterable[str]) -> list[dict[str, Any]]:
-    """What the folder has of `parts`."""
+    """Return those results of `parts` that the folder has."""
     return [json.loads(path.read_text()) for part in parts if (path := folder / f"{part}.json").exists()]
 
 
 def require_alike(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError where parts make no one result."""
+    """Raise ValueError where parts cannot be merged into one result."""
     for what, values in (
         ("dry runs and real ones", {part["dry_run"] for part in found}),
         ("devices", {part["machine"]["device"] for part in found}),
@@ -119,7 +119,7 @@ def require_alike(folder: Path, found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def table(result: Mapping[str, Any], parts: Sequence[str]) -> str:
-    """A line per check of `parts`: part, name, value, what was wanted, seconds."""
+    """Return a line per check of `parts`: state, name, value, what was wanted, seconds."""
     lines = []
     for part in (result["parts"][name] for name in parts if name in result["parts"]):
         machine = part["machine"]

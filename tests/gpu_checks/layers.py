@@ -1,4 +1,4 @@
-"""Layers of large models, measured: a profile of each, as the planner takes it."""
+"""Measure layers of large models: write a profile of each, as the planner takes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STAGES = 8
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """`PROFILE.json` for each layer in the folder, and what the planner makes of it for eight such stages."""
+    """Write a profile `layer-NAME.json` of each layer, and yield what the planner finds for eight such stages."""
     import torch
 
     layers, length = (TINY, TINY_LENGTH) if settings.dry_run else (gpu.LAYERS, gpu.LAYER_LENGTH)

@@ -1,6 +1,7 @@
-"""DeepSpeed's stock engine against ours on 1, 2 and 4 ranks: the cases of `tests/test_transparency.py` on devices.
+"""Compare DeepSpeed's stock engine with ours on 1, 2 and 4 ranks: the cases of `tests/test_transparency.py` on devices.
 
-With a device for each rank messages go over NCCL; with fewer all ranks share the first one, over gloo and the host.
+With a device for each rank, messages go over NCCL. With fewer devices, all ranks share the first one, over gloo and the
+host.
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from tests.gpu_checks.checks import Check, Settings, at_most, not_run
 WORLDS = (1, 2, 4)
 SCHEDULES = ("seq1f1b", "seq1f1b-zb", "terapipe", "1f1b", "zbv", "seq1f1b-interleaved", "chimera-seq")
 PATIENCE_S = 120.0
-"""How long a rank that is through with a case, or has refused it, waits for the others."""
+"""How long a rank that has finished or refused a case waits for the others."""
 CHECKED = {"verify": "first_batch", "check_finite": "every_step"}
 
 
 @dataclass(frozen=True)
 class World:
-    """Ranks that run cases one after the other, until it is too late to begin another one."""
+    """Describe ranks that run cases one after the other, until it is too late to begin another one."""
 
     size: int
     device: str
     shared: bool
     cases: tuple[Case, ...]
-    telling: int  # so many of them, the first ones, must have run
+    telling: int  # the number of first cases that must have run
     extra: dict[str, Any]  # keys of the `terapipe` section of all cases
     seconds: float
 
     @property
     def name(self) -> str:
-        """How checks begin that are made on it."""
+        """Return the beginning of the names of its checks."""
         where = "on CPUs" if self.device == "cpu" else "sharing a device, gloo" if self.shared else "over NCCL"
         return f"{self.size} rank{'s' * (self.size > 1)} {where}"
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """As many cases as the time allows, the most telling ones first, evenly over the numbers of ranks."""
+    """Yield checks of as many cases as the time allows, the most telling first; each number of ranks gets a share."""
     worlds = (1, 2) if settings.dry_run else WORLDS
     for place, size in enumerate(worlds):
         share_s = (settings.ends_s - time.monotonic()) / (len(worlds) - place)
@@ -56,7 +57,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def watched(settings: Settings) -> Iterator[Check]:
-    """Two ranks that verify the first batch, look for numbers that are not finite, and write timelines."""
+    """Check two ranks that verify the first batch, look for numbers that are not finite, and write timelines."""
     folder = settings.folder / "traces"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     cases = telling_cases(2, dry_run=True)
@@ -71,7 +72,7 @@ def watched(settings: Settings) -> Iterator[Check]:
 
 
 def telling_cases(size: int, dry_run: bool) -> tuple[Case, ...]:
-    """For so many ranks: every precision, every kind of schedule, recomputation."""
+    """Return cases for `size` ranks: every precision, every kind of schedule, recomputation."""
     layers = max(4, 2 * size - 3)  # and three beside them: two parts per stage have a layer each
     plain = Case(stages=size, micro_batches=2, gqa=True, decoder_layers=layers)
     if dry_run:
@@ -94,7 +95,7 @@ def world_of(
     settings: Settings, size: int, telling: Sequence[Case], extra: dict[str, Any], seconds: float,
     more: Sequence[Case] = (),
 ) -> World:  # fmt: skip
-    """So many ranks, on a device each where there are enough. `more`: as many of them as there is time for."""
+    """Return `size` ranks, on a device each where there are enough. `more` are cases for the time that is left."""
     import torch
 
     shared = settings.device == "cuda" and torch.cuda.device_count() < size
@@ -103,7 +104,7 @@ def world_of(
 
 
 def run_world(world: World) -> Iterator[Check]:
-    """A check per case: the worst error of losses, gradients, parameters and evaluations over what is allowed."""
+    """Yield a check per case: the worst error of losses, gradients, parameters and evaluations over what is allowed."""
     from terapipe_ds.bench.ranks import spawn_ranks
 
     with tempfile.TemporaryDirectory() as folder:
@@ -156,15 +157,15 @@ def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
 
 
 class RefusedError(RuntimeError):
-    """A case that no rank runs; the next one may."""
+    """Report a case that all ranks refused; the next case can still run."""
 
 
 def all_alike(everyone: Sequence[Any]) -> list[Any]:
-    """The records of all ranks, where each has one.
+    """Return the records of all ranks, where each has one.
 
     Raises:
-        RefusedError: all ranks have raised, and gave the error as text.
-        RuntimeError: some have, which leaves nothing to go on with.
+        RefusedError: all ranks raised; their errors are given as text.
+        RuntimeError: some ranks raised, so that the others cannot go on.
     """
     said = [one for one in everyone if isinstance(one, str)]
     if not said:
@@ -175,7 +176,7 @@ def all_alike(everyone: Sequence[Any]) -> list[Any]:
 
 
 class _Runs:
-    """Trains cases on all ranks; a stock run that several cases are compared with is made once."""
+    """Train cases on all ranks; a stock run that several cases are compared with is made once."""
 
     def __init__(self, control: Any) -> None:
         from tests.distributed import worker
@@ -184,7 +185,7 @@ class _Runs:
         self._stock: dict[Case, list[Any]] = {}
 
     def of(self, case: Case, system: Any) -> list[Any]:
-        """The records of all ranks."""
+        """Train a case and return the records of all ranks."""
         if system == "stock" and case in self._stock:
             return self._stock[case]
         from torch import distributed
@@ -210,7 +211,7 @@ def _compared(case: Case, runs: _Runs, where: str) -> Check:
     from tests.distributed import compare
 
     ours = runs.of(case, "terapipe")
-    if case.dtype == "bf16":  # compared with what bf16 costs the stock engine
+    if case.dtype == "bf16":  # the limits are what bf16 costs the stock engine
         exact = runs.of(replace(case, precision="fp32_zero1").stock(), "stock")
         limits = compare.bf16_limits(compare.errors(runs.of(case.stock(), "stock"), exact))
         found = compare.errors(ours, exact)

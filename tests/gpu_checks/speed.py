@@ -1,4 +1,4 @@
-"""What slicing costs in attention: sliced against unsliced, by one kernel."""
+"""Measure what slicing costs in attention: sliced against unsliced, by one kernel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from terapipe_ds.bench.attention import Shape, Sides, measure, one_attention, ti
 from tests.gpu_checks.checks import Check, Settings, not_run
 
 MOST_RATIO, FROM_TOKENS = 1.05, 1024
-"""What is wanted of slices of so many tokens and more."""
+"""The largest ratio that is allowed, for slices of at least so many tokens."""
 
 
 def checks(settings: Settings) -> Iterator[Check]:
-    """All shapes of the preset gpu-attention, in turns with the unsliced call."""
+    """Yield the ratios for all shapes of the preset gpu-attention, measured in turns with the unsliced call."""
     heads, lengths, slices, dtype = gpu.HEADS, gpu.ATTENTION_LENGTHS, gpu.ATTENTION_SLICES, "bfloat16"
     if settings.dry_run:
         heads, lengths, slices, dtype = ((4, 2, 16),), (256,), (64, 128), "float32"
@@ -38,7 +38,7 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def _by_torchs_choice(settings: Settings, shape: Shape) -> Iterator[Check]:
-    """What whole sequences take by the kernel that torch would choose, over what they take by ours."""
+    """Yield the time of whole sequences by the kernel that torch would choose, over that by ours."""
     if settings.device == "cpu":
         return
     sides = Sides(shape, 1, settings.device)

@@ -1,19 +1,20 @@
-"""Emulate what waits for what over NCCL, on CPU ranks over gloo: deadlocks without a device.
+"""Emulate on CPU ranks over gloo what waits for what over NCCL, so that deadlocks show without a device.
 
-For as long as `emulated_nccl` lasts, every group that is not asked to be gloo, the default one among them, behaves in
-point-to-point calls as one of `ProcessGroupNCCL` (torch 2.11 to 2.15) does on a device:
+Within `emulated_nccl`, groups behave in point-to-point calls as those of `ProcessGroupNCCL` (torch 2.11 to 2.15) do on
+a device. This holds for the default group and for every group that is not made with the backend gloo:
 
-- The first message from a rank to another in a group connects them, and the call that posts it blocks the host until
-  both ends have posted it: without a bound device each pair has a communicator of its own, which `ncclCommInitRank`
-  makes, and with one `ncclSend` and `ncclRecv` set their transport up, one per direction.
-- What a rank posts runs on one stream of the communicator, in the order in which it was posted: of the whole group
-  where a device is bound to it (`eager`, what DeepSpeed's start does), otherwise of the pair.
-- A send ends when the peer's receive has begun. NCCL buffers some bytes; a large message is more than that.
+- The first message from one rank to another in a group connects them. The call that posts it blocks the host until both
+  ends have posted it. Without a bound device, each pair has a communicator of its own, which `ncclCommInitRank` makes.
+  With one, `ncclSend` and `ncclRecv` set their transport up, one per direction.
+- What a rank posts runs on one stream of the communicator, in the order in which it was posted. The communicator is
+  that of the whole group where a device is bound to it (`eager`, which DeepSpeed's start does), otherwise of the pair.
+- A send ends when the peer's receive has begun. NCCL buffers some bytes, which a large message exceeds.
 - Waiting for the whole device waits for every operation that this rank has posted, receives among them.
 
-A `wait` blocks the host here and the current stream there. What the host does next would be queued behind that wait,
-messages too, since an operation begins when the current stream has come to where it was posted: the same dependencies.
-Collectives are gloo's own. Nothing here tells how long anything takes.
+A `wait` blocks the host here; over NCCL it blocks the current stream. What the host does next would be queued behind
+that wait. This includes messages, since an operation begins when the current stream has come to where it was posted.
+The dependencies are therefore the same. Collectives are gloo's own. The emulation does not show how long anything
+takes.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ PATIENCE_S = 30.0
 _REAL = {name: getattr(torch_dist, name) for name in ("send", "recv")}
 
 Way = tuple[int, int, int]
-"""The number of a group, the rank that sends and the one that receives."""
+"""The number of a group, the rank that sends, and the rank that receives."""
 
 
 class NcclDeadlockError(RuntimeError):
-    """What would never end over NCCL."""
+    """Report a wait that would never end over NCCL."""
 
 
 @dataclass
 class Work:
-    """An operation on its way, as `isend` and `irecv` return it."""
+    """Represent an operation under way, as `isend` and `irecv` return it."""
 
     what: str
     patience_s: float
@@ -64,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True)
 class _Job:
-    """One end of a message."""
+    """Move one end of a message."""
 
     work: Work
     is_send: bool
@@ -86,7 +87,7 @@ class _Job:
 
 
 class _Stream:
-    """The stream of a communicator: works off what is posted, one after the other."""
+    """Run what is posted to a communicator, one operation after the other."""
 
     def __init__(self) -> None:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -108,21 +109,21 @@ class _Stream:
 
 
 class Emulator:
-    """The point-to-point calls of one rank; see the module.
+    """Replace the point-to-point calls of one rank, as the module describes.
 
     Args:
-        eager: a device is bound to the process group, so that a group has one communicator.
-        patience_s: what takes longer is a deadlock.
+        eager: whether a device is bound to the process group, so that a group has one communicator.
+        patience_s: a wait that takes longer counts as a deadlock.
     """
 
     def __init__(self, eager: bool, patience_s: float = PATIENCE_S) -> None:
         self.eager, self.patience_s = eager, patience_s
         self.connections: list[Way] = []
         self.messages = 0
-        self.synchronized_while_posted: list[str] = []  # where the device was waited for meanwhile
+        self.synchronized_while_posted: list[str] = []  # stacks of waits for the device while receives were posted
         self._posted: list[Work] = []
         self._new_group: Callable[..., Any] = torch_dist.new_group
-        self._groups: dict[int, tuple[Any, Any, int]] = {}  # by identity: itself, one of gloo, its number
+        self._groups: dict[int, tuple[Any, Any, int]] = {}  # by id: the group, its gloo group, its number
         self._num_groups = 0
         self._counts: dict[Way, int] = {}
         self._streams: dict[Any, _Stream] = {}
@@ -139,7 +140,7 @@ class Emulator:
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def new_group(self, ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
-        """Make a group; one that is not asked to be gloo is emulated."""
+        """Make a group; it is emulated unless the backend is given."""
         group = self._new_group(ranks, timeout=timeout, backend="gloo", **options)
         if backend is None:
             self._add(group, self._new_group(ranks, timeout=timeout, backend="gloo", **options))
@@ -160,26 +161,26 @@ class Emulator:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        """As torch's own."""
+        """Do as torch's own function does."""
         return self._post(True, tensor, dst, group) if self._is_nccl(group) else _isend(tensor, dst, group, tag=tag)
 
     def irecv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
-        """As torch's own."""
+        """Do as torch's own function does."""
         return self._post(False, tensor, src, group) if self._is_nccl(group) else _irecv(tensor, src, group, tag=tag)
 
     def send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        """As torch's own, which over NCCL returns when the current stream waits."""
+        """Do as torch's own function does, which over NCCL returns when the current stream waits."""
         self._post(True, tensor.clone(), dst, group) if self._is_nccl(group) else _REAL["send"](tensor, dst, group, tag)
 
     def recv(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> int:
-        """As torch's own."""
+        """Do as torch's own function does."""
         if not self._is_nccl(group):
             return int(_REAL["recv"](tensor, src, group, tag))
         self._post(False, tensor, src, group).wait()
         return src
 
     def synchronize(self, *device: Any) -> None:
-        """Wait for all that this rank has posted, as for a device."""
+        """Wait for all operations that this rank has posted, as a wait for the whole device does."""
         self._posted = [work for work in self._posted if not work.done.is_set()]
         receives = [work for work in self._posted if work.what.startswith("the receive")]
         if receives:

@@ -1,4 +1,4 @@
-"""Trainings with NCCL's order emulated, run inside the ranks, and the stock engine's beside them."""
+"""Train inside the ranks with NCCL's order emulated, and compare with the stock engine's training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_MICRO_BATCHES = 4
 
 @dataclass(frozen=True)
 class Trained:
-    """How far a training was from the stock engine's, and what was posted meanwhile."""
+    """Hold how far a training was from the stock engine's, and what was posted meanwhile."""
 
     differences: dict[str, float] = field(default_factory=dict)
     evaluation_error: float = 0.0
@@ -45,9 +45,9 @@ def train_over_nccl(
     """Train three steps, with an evaluation before the second and the third, as the stock engine does in one stage.
 
     Args:
-        changes: of the `terapipe` section. The first batch is verified unless they say otherwise.
-        mixed: layers hand on tensors of several dtypes.
-        options: of `engines.build`.
+        changes: keys of the `terapipe` section. The first batch is verified unless they say otherwise.
+        mixed: whether layers hand on tensors of several dtypes.
+        options: those of `engines.build`.
     """
     chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
     section = engines.section(
@@ -75,7 +75,7 @@ def _mixed_batches() -> list[engines.Batch]:
 
 
 def _few_rounds() -> contextlib.AbstractContextManager[Any]:
-    """What is measured is not looked at here, so that as many rounds as there must be will do."""
+    """Measure as few rounds as possible: no test here looks at what is measured."""
     return mock.patch.object(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
 
 

@@ -1,1 +1,1 @@
-"""Other projects' tests and programs, run from unchanged checkouts with our engine (`make upstream-tests`)."""
+"""Run other projects' tests and programs from unchanged checkouts with our engine (`make upstream-tests`)."""

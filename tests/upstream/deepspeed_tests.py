@@ -24,7 +24,7 @@ MOST_RANKS = 4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code of pytest: 0 where all pass but the known exceptions, and these fail as they are known to."""
+    """Run the tests and return pytest's exit code: 0 where all pass except the listed ones, which fail as listed."""
     parser = argparse.ArgumentParser(prog="python -m tests.upstream.deepspeed_tests", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("source", type=Path, help="a checkout of DeepSpeed")
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _environment(stock: bool) -> dict[str, str]:
-    """Of ranks on this machine's CPU, unless it says otherwise; nothing is written into the checkout."""
+    """Return variables that run ranks on the CPU, unless set otherwise, and write nothing into the checkout."""
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(MOST_RANKS), **os.environ}
     # DeepSpeed compiles its Adam; a rank that is killed meanwhile would leave a lock in a folder that others use too
     environment.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "out" / "upstream" / "extensions"))

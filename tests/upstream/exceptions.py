@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's own tests do not pass with our engine, and why; as in `docs/stock-differences.md`."""
+"""List DeepSpeed's own tests that do not pass with our engine, and why, as `docs/stock-differences.md` does."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Known(NamedTuple):
-    """Why a test fails, and what its failure shows: another failure of it is not the known one."""
+    """Say why a test fails, and which words its failure shows: a failure without them is another one."""
 
     reason: str
     shows: str

@@ -1,12 +1,12 @@
-"""Megatron-DeepSpeed itself, patched, trains, stops and goes on: in slices, without, and from one to the other.
+"""Train the patched Megatron-DeepSpeed with slices and without, save, and resume from one to the other.
 
     python -m tests.upstream.megatron_deepspeed SOURCE [--cases NAME ...] [--keep FOLDER]
 
-SOURCE is a git repository of Megatron-DeepSpeed that has the commit which `patches/README.md` names. That commit is
-copied out, patched, and run as upstream's users would: its own tool makes the data from text and a tokenizer that are
-made here, its own `pretrain_gpt.py` trains a small GPT on CPU ranks. Every case trains 9 steps in one go with slices
-and 9 without (the same patched tree without a section), then 6 steps with slices that are saved, from which 3 more
-follow with slices and 3 without. All losses and the parameters at the end are compared.
+SOURCE is a git repository of Megatron-DeepSpeed with the commit that `patches/README.md` names. That commit is copied
+out, patched, and run as upstream's users would run it. Upstream's tool makes the data from text and a tokenizer that
+are generated here, and its `pretrain_gpt.py` trains a small GPT on CPU ranks. Every case trains 9 steps in one go with
+slices, and 9 without (the same patched tree without the section). It also trains and saves 6 steps with slices; from
+there 3 more follow with slices, and 3 without. All losses, and the parameters at the end, are compared.
 
 Exit codes: 0 all equal, 1 a difference, 2 it cannot be run here.
 """
@@ -44,22 +44,22 @@ SECTION = {"enabled": True, "schedule": "seq1f1b", "slices": [20, 7, 24, 13], "s
 
 
 class CannotRun(Exception):
-    """What is missing here, and what to do."""
+    """Say what is missing here, and what to do."""
 
 
 class Failed(Exception):
-    """A program of upstream's ended with an error."""
+    """Report that a program of upstream ended with an error."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A way to train.
+    """Describe one way to train.
 
     Args:
-        limit: the largest relative difference of losses and parameters where one side has slices and the other has
-            none. Two runs with the same slices must agree in every bit.
-        step: the relative distance of two neighbours in the dtype of the saved parameters, where rounding may end in
-            one or the other; twice that is allowed.
+        limit: the largest relative difference of losses and parameters between a run with slices and one without. Two
+            runs with the same slices must agree in every bit.
+        step: the relative distance of neighbouring numbers in the dtype of the saved parameters. Rounding may give
+            either of them, and twice that is allowed.
     """
 
     name: str
@@ -87,7 +87,7 @@ CASES = (
 
 
 def copy_patched(source: Path, folder: Path) -> None:
-    """The commit of `patches/README.md`, whatever lies in the work tree of ``source``, with the patch applied."""
+    """Copy the commit that `patches/README.md` names, not the work tree of `source`, and apply the patch."""
     found = re.search(r"`deepspeedai/Megatron-DeepSpeed` ([0-9a-f]{40})", (PATCH.parent / "README.md").read_text())
     assert found is not None, "patches/README.md names no commit"
     git = ["git", "-C", str(source), "archive", "--format=tar", found[1]]
@@ -105,8 +105,10 @@ def copy_patched(source: Path, folder: Path) -> None:
 
 
 def require_packages(upstream: Path) -> None:
-    """Upstream imports its vision models with everything else: an empty `torchvision` serves where none can be imported
-    (a wheel for CUDA cannot, beside a torch for CPUs).
+    """Require the packages that upstream imports, and put an empty `torchvision` where none can be imported.
+
+    Upstream imports its vision models with everything else. A wheel of torchvision for CUDA fails to import beside a
+    torch for CPUs.
 
     Raises:
         CannotRun: other packages are missing.
@@ -125,7 +127,7 @@ def require_packages(upstream: Path) -> None:
 
 
 def make_data(upstream: Path, folder: Path) -> list[str]:
-    """Text, a byte-pair tokenizer and upstream's indexed data of both; the arguments that name them."""
+    """Make text, a byte-pair tokenizer and upstream's indexed data; return the arguments that name them."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     space = "\u0120"  # how GPT-2's tokenizer writes a space
     merges = [(space, "t"), ("h", "e"), (space + "t", "he")]
@@ -146,7 +148,7 @@ def make_data(upstream: Path, folder: Path) -> list[str]:
 
 
 def run(command: Sequence[str], folder: Path, name: str, upstream: Path) -> None:
-    """Wait for ``command``; what it prints is in a file of ``folder``, and shown where it fails."""
+    """Run `command` with its output in a file of `folder`; the end of the output is shown where it fails."""
     paths = [str(upstream), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -173,7 +175,7 @@ def run(command: Sequence[str], folder: Path, name: str, upstream: Path) -> None
 
 @dataclass(frozen=True)
 class Trained:
-    """A run: who trained, the loss of each step, and its parameters at the end, by file and name."""
+    """Hold a run: the engine that trained, the loss of each step, and the last parameters by file and name."""
 
     engine: str
     losses: dict[int, float]
@@ -181,13 +183,13 @@ class Trained:
 
 
 class Runs:
-    """The runs of one case."""
+    """Make the runs of one case."""
 
     def __init__(self, case: Case, upstream: Path, folder: Path, data: Sequence[str]) -> None:
         self.case, self.upstream, self.folder, self.data = case, upstream, folder, data
 
     def train(self, name: str, sliced: bool, load: str | None = None, until: int = STEPS) -> Trained:
-        """One start of `pretrain_gpt.py`: until step ``until``, at which it saves; from what ``load`` has saved."""
+        """Start `pretrain_gpt.py` once, from what the run `load` saved, until step `until`, at which it saves."""
         folder, tensor = self.folder / name, self.case.tensor
         folder.mkdir(parents=True)
         config = {
@@ -242,7 +244,7 @@ def _parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest relative differences between two runs, and what is allowed; 0: every bit is the same."""
+    """Hold the largest relative differences of two runs and what is allowed; 0 means equal in every bit."""
 
     what: str
     losses: float
@@ -264,7 +266,7 @@ class Comparison:
 def compare(
     what: str, run: Trained, reference: Trained, limit: float, ended: bool = True, step: float = 0.0
 ) -> Comparison:
-    """``run`` with the same steps of ``reference``; the parameters as well where both have ended at the same step."""
+    """Compare `run` with the same steps of `reference`; with `ended`, at the same step, the parameters as well."""
     losses = max(_relative(loss, reference.losses.get(step, math.nan)) for step, loss in run.losses.items())
     parameters = None
     if ended:
@@ -276,13 +278,13 @@ def compare(
 
 
 def _relative(value: float, reference: float) -> float:
-    """Infinity where one of them is no number: nothing is compared then."""
+    """Return the relative difference; infinity where one of them is no finite number, so that the check fails."""
     difference = abs(value - reference) / abs(reference)
     return difference if math.isfinite(difference) else math.inf
 
 
 def check(case: Case, upstream: Path, folder: Path, data: Sequence[str]) -> bool:
-    """All runs of a case and the table of their differences."""
+    """Make all runs of a case, print their differences, and return whether all are within the limits."""
     runs = Runs(case, upstream, folder, data)
     stock = runs.train("stock", sliced=False)
     sliced = runs.train("sliced", sliced=True)
@@ -306,8 +308,10 @@ def check(case: Case, upstream: Path, folder: Path, data: Sequence[str]) -> bool
 
 
 def _means_something(runs: Mapping[str, Trained]) -> bool:
-    """Whether each run is of the engine that it is to be of, took the steps it was to take, and no two steps have about
-    the same loss: one too many or too few would not be seen."""
+    """Return whether the runs can be compared, and say what is wrong with them.
+
+    Each run must be of the expected engine and have taken the expected steps. No two steps may have about the same
+    loss, because a step too many or too few would not be seen then."""
     whole, first, last = set(range(1, STEPS + 1)), set(range(1, SAVED + 1)), set(range(SAVED + 1, STEPS + 1))
     stock, ours = "PipelineEngine", "TeraPipeEngine"
     expected = {"stock": (stock, whole), "sliced": (ours, whole), "saved at 6": (ours, first),

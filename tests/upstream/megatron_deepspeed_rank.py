@@ -1,10 +1,10 @@
-"""One rank of a training run of an unmodified script, with the losses of its steps written down in full.
+"""Run one rank of an unmodified training script, and write the losses of its steps with all digits.
 
     python tests/upstream/megatron_deepspeed_rank.py LOSSES.json SCRIPT ARGUMENTS...
 
-Upstream prints seven digits of a loss; what `train_batch` returns has all. Nothing else is changed, but that DeepSpeed
-does not compile `deepspeed_shm_comm`, which it would do for a minute on a CPU, and for ever after a rank was killed
-meanwhile.
+Upstream prints seven digits of a loss; `train_batch` returns all of them. One other thing is changed: DeepSpeed does
+not compile `deepspeed_shm_comm`. Compiling takes about a minute on a CPU, and blocks for ever if a rank was killed while
+it compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def record(engine: Any, path: Path) -> None:
-    """Write down the losses of ``engine`` by its steps, on rank 0; all ranks are given the same."""
+    """Write the losses of `engine` by its steps, on rank 0, since `train_batch` returns the same on all ranks."""
     train_batch, losses = engine.train_batch, {}
 
     def train_batch_and_record(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A pytest plugin for DeepSpeed's own tests: their rank processes get our engine, and known exceptions are held to.
+"""Give the rank processes of DeepSpeed's own tests our engine, and hold listed exceptions to what is known of them.
 
-The tests start their ranks by `torch.multiprocessing`, under the name `mp` in `unit/common.py`. That name stands here
-for one that prepares each process first; no file of the checkout is touched.
+This is a pytest plugin. The tests start their ranks by `torch.multiprocessing`, under the name `mp` in
+`unit/common.py`. The plugin puts a module there that prepares each process first; no file of the checkout is touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.upstream.ranks import STOCK, prepare_rank, run_prepared
 
 
 class PreparedProcesses:
-    """`torch.multiprocessing`, whose processes are prepared ranks."""
+    """Replace `torch.multiprocessing` by one whose processes are prepared ranks."""
 
     def Pool(self, processes: int) -> Any:
         return multiprocessing.Pool(processes, initializer=prepare_rank)
@@ -34,7 +34,7 @@ class PreparedProcesses:
 
 
 def pytest_collection_modifyitems() -> None:
-    """All is imported by now: ranks are prepared from here on, and find the installed DeepSpeed alone."""
+    """Prepare ranks from here on, when all is imported, so that they find only the installed DeepSpeed."""
     import unit.common  # of the checkout
 
     unit.common.mp = PreparedProcesses()
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """A list that names tests which are not there has not been looked at for long."""
+    """Refuse a list of exceptions that names tests which this checkout does not have: it is out of date."""
     gone = EXCEPTIONS.keys() - {item.nodeid for item in session.items}
     if gone and not session.config.option.keyword:
         raise pytest.UsageError(f"exceptions.py lists tests that this checkout does not have: {sorted(gone)}")
@@ -51,7 +51,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """An exception passes where it fails as it is known to, and fails where it passes or fails otherwise."""
+    """Accept a listed test where it fails as listed; one that passes or fails otherwise is a failure."""
     outcome = yield
     report = outcome.get_result()
     known = None if STOCK in os.environ else EXCEPTIONS.get(item.nodeid)

@@ -1,4 +1,4 @@
-"""What each rank process of DeepSpeed's own tests does before its test begins. Sent to them by `plugin`."""
+"""Prepare each rank process of DeepSpeed's own tests before its test begins; `plugin` sends this to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SECTION = {"enabled": True, "schedule": "1f1b", "slices": 1}
-STOCK = "TERAPIPE_UPSTREAM_STOCK"  # an environment variable: set, nothing of ours is in the ranks
+STOCK = "TERAPIPE_UPSTREAM_STOCK"  # an environment variable; where it is set, the ranks run the stock engine
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 
@@ -31,8 +31,10 @@ def prepare_rank() -> None:
 
 
 def _stand_in() -> None:
-    """What the tests take for granted and is not there, for any engine: torchvision, random states on `torch.cpu` as on
-    other devices, and an attribute that DeepSpeed's engine had when its tests still compared it."""
+    """Put in what the tests take for granted and what is not there, for any engine.
+
+    That is torchvision, random states on `torch.cpu` as on other devices, and an attribute that DeepSpeed's engine no
+    longer has though its tests compare it."""
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -46,7 +48,7 @@ def _stand_in() -> None:
 
 
 def run_prepared(function: Callable[..., Any], *args: Any) -> Any:
-    """`function` in a process that was started for it."""
+    """Prepare this process, which was started for `function`, and run it."""
     prepare_rank()
     return function(*args)
 

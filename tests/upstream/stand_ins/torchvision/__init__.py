@@ -1,4 +1,4 @@
-"""What DeepSpeed's tests ask of torchvision where it is not installed: random images, the same in every process."""
+"""Replace torchvision for DeepSpeed's tests where it is not installed: random images, the same in every process."""
 
 from torchvision import datasets, transforms  # noqa: F401
 

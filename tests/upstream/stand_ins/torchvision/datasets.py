@@ -1,4 +1,4 @@
-"""Images of noise with labels by chance; each is drawn from a generator that is seeded by its index."""
+"""Draw images of noise with random labels, each from a generator that is seeded by its index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class FakeData(torch.utils.data.Dataset):
-    """As torchvision's class of this name, but a tensor comes where an image would."""
+    """Give what torchvision's class of this name gives, with a tensor in place of an image."""
 
     def __init__(
         self, size: int, image_size: tuple[int, ...], num_classes: int,

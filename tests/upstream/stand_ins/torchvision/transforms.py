@@ -1,4 +1,4 @@
-"""Transforms of tensors of shape [channels, height, width]."""
+"""Transform tensors of shape [channels, height, width]."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Compose:
-    """One transform after the other."""
+    """Apply one transform after the other."""
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self.transforms = transforms
@@ -22,14 +22,14 @@ class Compose:
 
 
 class ToTensor:
-    """Images are tensors already."""
+    """Return the image, which is a tensor already."""
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         return image
 
 
 class Normalize:
-    """(image - mean) / std, by channel."""
+    """Return (image - mean) / std, by channel."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))

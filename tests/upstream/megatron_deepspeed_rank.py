@@ -3,8 +3,8 @@
     python tests/upstream/megatron_deepspeed_rank.py LOSSES.json SCRIPT ARGUMENTS...
 
 Upstream prints seven digits of a loss; `train_batch` returns all of them. One other thing is changed: DeepSpeed does
-not compile `deepspeed_shm_comm`. Compiling takes about a minute on a CPU, and blocks for ever if a rank was killed while
-it compiled.
+not compile `deepspeed_shm_comm`. Compiling takes about a minute on a CPU, and blocks for ever if a rank was killed
+while it compiled.
 """
 
 from __future__ import annotations

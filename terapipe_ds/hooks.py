@@ -123,6 +123,7 @@ HOOKS: tuple[Hook, ...] = (
         "keeps the loss of a batch": "loss total_loss total_additional_losses",
         "says which stage knows the loss": "_loss_stage_global_rank",
         "divides the gradient of a loss by the micro-batches": "_backward_prologue_per_tensor",
+        "forgets the shapes of messages": "reset_activation_shape",
     }),
     Hook(_PIPELINE, "PipelineEngine._inference_schedule", "gives the schedule of an evaluation batch",
          ("micro_batches",)),

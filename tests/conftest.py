@@ -47,6 +47,20 @@ def pytest_collection(session: pytest.Session) -> None:
         ensure_server()
 
 
+def _leave_samples(items: list[pytest.Item]) -> None:
+    """Mark `full` all but the n cases that `sample(n)` asks for, evenly chosen from those that a test has."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        (number,) = of_test[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        kept = {len(of_test) * i // number for i in range(number)}
+        for index, item in enumerate(of_test):
+            if index not in kept:
+                item.add_marker("full")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs alone, and skip what the markers `full` and `gpu` ask for and this run or machine does not
@@ -58,6 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _has_gpu():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    _leave_samples(items)
     for item in items:
         if item.get_closest_marker("full") and not FULL:
             item.add_marker(pytest.mark.skip(reason="only with TERAPIPE_TEST_FULL=1 (make test-full)"))

@@ -126,6 +126,7 @@ def job_round_trip(case: RoundTrip, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", ROUND_TRIPS, ids=str)
+@pytest.mark.sample(7)
 def test_training_goes_on_from_a_checkpoint(case: RoundTrip, tmp_path: Path) -> None:
     results = rank_pool(2).run(job_round_trip, case=case, folder=str(tmp_path))
     for rank in results:

@@ -316,6 +316,7 @@ def saved_and_loaded(saver: Grouped, loader: Grouped, folder: Path, **options: A
     ],
     ids=str,
 )
+@pytest.mark.sample(3)
 def test_groups_of_parameters(saver: Grouped, loader: Grouped, tmp_path: Path) -> None:
     saved, loaded = saved_and_loaded(saver, loader, tmp_path)
     assert [rank["error"] for rank in loaded] == ["", ""]

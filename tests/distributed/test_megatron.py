@@ -47,6 +47,7 @@ def errors_of(run: list[Record], case: Case) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.sample(20)
 def test_training_equals_megatrons_own_model(case: Case) -> None:
     assert not violations(errors(case), case.limits())
 

@@ -246,6 +246,7 @@ def read_universal(layout: Layout, training: Training, folder: Path) -> list[dic
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.sample(4)
 def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: Layout, universal: Any) -> None:
     training, folder, written = universal
     if training.precision == "bf16_zero1" and layout in LAYOUTS[:2] and not FULL:

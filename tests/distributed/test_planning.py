@@ -108,6 +108,7 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[st
     ],
     ids=["plain", "dropout", "checkpointing", "tied-2x2", "bf16-zero1", "fp16-2x2", "one-stage"],
 )
+@pytest.mark.sample(4)
 def test_measuring_leaves_training_as_it_is(ranks: int, options: dict[str, Any]) -> None:
     results = on_ranks(ranks, _auto_then_listed, options=options)
     assert [lengths for lengths, _, _ in results] == [[9, 13, 1]] * ranks
@@ -310,6 +311,7 @@ def test_another_run_is_measured_again(tmp_path: Path, before: dict[str, Any], a
 
 
 @pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])
+@pytest.mark.sample(1)
 def test_a_cache_that_cannot_be_used_is_measured_again(cache: Path, text: str) -> None:
     for measured, _ in on_ranks(2, _measured_in, folder=str(cache), count=1):
         assert measured == [0]  # as it is it can be used
@@ -366,6 +368,7 @@ def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
     ],
     ids=["bf16", "autocast", "recompute"],
 )
+@pytest.mark.sample(1)
 def test_a_run_takes_its_own_profile(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
     """What DeepSpeed changes while it builds an engine has been changed when profiles are compared."""
     assert on_ranks(2, _own_profile, folder=str(tmp_path), dtype=dtype, options=options) == [True, True]

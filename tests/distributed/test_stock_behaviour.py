@@ -349,6 +349,7 @@ def job_case(name: str) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(20)
 def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
     for error, stock in rank_pool(2).run(job_case, name=name):
         assert error == 0.0

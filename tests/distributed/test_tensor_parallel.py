@@ -106,6 +106,7 @@ def _seeded_by_global_rank(grid: tuple[int, int, int]) -> tuple[list[str], float
 
 
 @pytest.mark.parametrize(("grid", "peers"), SEEDED.values(), ids=list(SEEDED))
+@pytest.mark.sample(2)
 def test_peers_that_draw_other_samples_are_an_error_on_every_rank(
     grid: tuple[int, int, int], peers: list[list[int]]
 ) -> None:

@@ -1,0 +1,277 @@
+"""Take the saved state of an optimizer apart by parameter, and put one together for other parameters.
+
+An optimizer saves its states in vectors, and both forms differ only in what these are: each parameter is one (torch's
+own optimizers), or all parameters of a group are (DeepSpeed's ZeRO-1, bf16 and fused fp16 ones). The vectors of a group
+may be cut in partitions, one for each replica, so that a partition holds ranges of parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.checkpoint import constants
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+Groups = tuple[tuple[str, ...], ...]
+"""Names of parameters by group of an optimizer, in its order."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+_MASTER = "terapipe fp32 copy"  # key of a parameter's fp32 copy beside those of its optimizer states
+_PER_ELEMENT = (_MASTER, "exp_avg", "exp_avg_sq", "momentum_buffer")  # what has the shape of its parameter
+
+
+class StateError(ValueError):
+    """A saved state is not of the form, or not of the parameters, that it should be."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements [start, stop) of a parameter."""
+
+    name: str
+    start: int
+    stop: int
+
+    def overlap(self, other: Piece) -> tuple[int, int] | None:
+        """Return the first element and the end of what both have; None: nothing."""
+        start, stop = max(self.start, other.start), min(self.stop, other.stop)
+        return (start, stop) if self.name == other.name and (start < stop or self == other) else None
+
+
+@dataclass(frozen=True)
+class Content:
+    """What an optimizer has of a piece: vectors with a number for each element, and everything else."""
+
+    vectors: dict[str, Tensor]
+    others: dict[str, Any]
+
+
+Contents = dict[Piece, Content]
+Received = Mapping[str, Sequence[tuple[Piece, Content]]]
+"""By parameter, whole pieces as other ranks hold them."""
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """A vector, or one partition of it.
+
+    Args:
+        padding: how many zeros are at its end.
+        all_padding: how many zeros are at the end of all partitions.
+        shape: of the one parameter, or of the vector.
+        offsets: where each piece begins.
+    """
+
+    size: int
+    padding: int
+    all_padding: int
+    shape: tuple[int, ...]
+    offsets: dict[Piece, int]
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """How the optimizer states of a stage are saved.
+
+    Args:
+        inner: where a wrapper keeps the state of torch's optimizer.
+        masters: where it keeps the fp32 copies of parameters.
+        is_flat: whether all parameters of a group make one vector.
+        num_partitions: into how many parts of one length a vector is cut.
+        alignment: the length of a vector is a multiple of it.
+        lists_pieces: whether the state says where parameters are, as those that are cut do.
+        strips: whether the fp32 copies are saved without the zeros at the end.
+    """
+
+    inner: str | None = None
+    masters: str | None = None
+    is_flat: bool = False
+    num_partitions: int = 1
+    alignment: int = 1
+    lists_pieces: bool = False
+    strips: bool = False
+
+    def pieces(self, groups: Groups, shapes: Shapes, partition: int) -> list[Piece]:
+        """Return what one of the partitions holds of these parameters."""
+        vectors = (vector for group in self._vectors(groups, shapes, partition) for vector in group)
+        return [piece for vector in vectors for piece in vector.offsets]
+
+    def take(self, state: Mapping[str, Any], groups: Groups, shapes: Shapes, partition: int) -> Contents:
+        """Take a state apart.
+
+        Raises:
+            StateError: the state is not that of these parameters.
+        """
+        expected = self._vectors(groups, shapes, partition)
+        counts, wanted = [len(g["params"]) for g in self._inner(state)["param_groups"]], [len(g) for g in expected]
+        if counts != wanted:
+            raise StateError(f"groups of {counts} parameters where {wanted} were to be")
+        if any(any(paddings) for paddings in state.get(constants.PARAM_ALIGNMENT_PADDINGS, ())):
+            raise StateError("zero_optimization.parameter_alignment was on")
+        contents = {}
+        for index, vectors in enumerate(expected):
+            for position, vector in enumerate(vectors):
+                self._require_listed(state, index, vector)
+                whole = self._content(state, index, position)
+                self._require_shapes(whole, vector, f"group {index}" if self.is_flat else groups[index][position])
+                flat = {key: tensor.detach().reshape(-1) for key, tensor in whole.vectors.items()}
+                for piece, offset in vector.offsets.items():
+                    end = offset + piece.stop - piece.start
+                    found = {key: tensor[offset:end] for key, tensor in flat.items()}
+                    contents[piece] = Content(found, whole.others)
+        return contents
+
+    def put(
+        self, state: Mapping[str, Any], groups: Groups, shapes: Shapes, partition: int, received: Received
+    ) -> dict[str, Any]:
+        """Return `state` with what was received, which covers these parameters, in place of what it has."""
+        inner, expected = self._inner(state), self._vectors(groups, shapes, partition)
+        states: dict[int, dict[str, Any]] = {}
+        param_groups, masters, numbers = [], [], itertools.count()
+        for index, vectors in enumerate(expected):
+            filled = {next(numbers): self._filled(state, index, vector, received) for vector in vectors}
+            param_groups.append({**inner["param_groups"][index], "params": list(filled)})
+            copies = [each.pop(_MASTER, None) for each in filled.values()]
+            masters.append(copies[0] if self.is_flat else copies)
+            states |= {number: each for number, each in filled.items() if each}
+        made = {**inner, "state": states, "param_groups": param_groups}
+        if self.inner is not None:
+            made = {**state, self.inner: made}
+        if self.masters is not None:
+            made[self.masters] = masters
+        return {**made, **self._listed(state, groups, [vectors[0] for vectors in expected], partition)}
+
+    def _filled(self, state: Mapping[str, Any], index: int, vector: _Vector, received: Received) -> dict[str, Any]:
+        """Return the states of a vector, made of the pieces that have some of it."""
+        whole = self._content(state, index, 0) if self.is_flat else Content({}, {})
+        tensors = {key: torch.zeros(vector.size, dtype=tensor.dtype) for key, tensor in whole.vectors.items()}
+        others = dict(whole.others)
+        for target, offset in vector.offsets.items():
+            for source, content in received[target.name]:
+                common = source.overlap(target)
+                if common is None:
+                    continue
+                others |= content.others
+                into, out_of, length = (
+                    offset + common[0] - target.start,
+                    common[0] - source.start,
+                    common[1] - common[0],
+                )
+                for key, tensor in content.vectors.items():
+                    if key not in tensors:
+                        tensors[key] = torch.zeros(vector.size, dtype=tensor.dtype)
+                    tensors[key][into : into + length] = tensor[out_of : out_of + length]
+        if self.strips:
+            tensors[_MASTER] = tensors[_MASTER][: vector.size - vector.padding]
+        return {**others, **(tensors if self.is_flat else {k: t.view(vector.shape) for k, t in tensors.items()})}
+
+    # -- where a state has what ------------------------------------------------------------------------------------
+
+    def _inner(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return state if self.inner is None else state[self.inner]
+
+    def _content(self, state: Mapping[str, Any], index: int, position: int) -> Content:
+        """Return what a state has of one vector of a group."""
+        inner = self._inner(state)
+        others = dict(inner["state"].get(inner["param_groups"][index]["params"][position], {}))
+        if self.masters is not None:
+            copies = state[self.masters][index]
+            others[_MASTER] = copies if self.is_flat else copies[position]
+        tensors = [key for key, value in others.items() if torch.is_tensor(value) and value.dim() > 0]
+        keys = [key for key in tensors if self.is_flat or key in _PER_ELEMENT]
+        return Content({key: others.pop(key) for key in keys}, others)
+
+    def _vectors(self, groups: Groups, shapes: Shapes, partition: int) -> list[list[_Vector]]:
+        """Return the vectors of each group."""
+        return [
+            [self._vector(names, shapes, partition) for names in ([group] if self.is_flat else [(n,) for n in group])]
+            for group in groups
+        ]
+
+    def _vector(self, names: Sequence[str], shapes: Shapes, partition: int) -> _Vector:
+        counts = [math.prod(shapes[name]) for name in names]
+        used = sum(counts)
+        size = -(-used // self.alignment) * self.alignment // self.num_partitions
+        begin, end, offset = partition * size, (partition + 1) * size, 0
+        offsets = {}
+        for name, count in zip(names, counts, strict=True):
+            start, stop = max(begin, offset), min(end, offset + count)
+            if start < stop or not self.is_flat:
+                offsets[Piece(name, start - offset, stop - offset)] = start - begin
+            offset += count
+        shape = (size,) if self.is_flat else shapes[names[0]]
+        return _Vector(size, min(size, max(0, end - used)), size * self.num_partitions - used, shape, offsets)
+
+    def _require_shapes(self, whole: Content, vector: _Vector, what: str) -> None:
+        for key, tensor in whole.vectors.items():
+            stripped = self.is_flat and tensor.numel() == vector.size - vector.padding
+            if tuple(tensor.shape) != vector.shape and not stripped:
+                found, wanted = list(tensor.shape), list(vector.shape)
+                raise StateError(f"{key} of {what} has shape {found} where {wanted} was to be")
+
+    def _require_listed(self, state: Mapping[str, Any], index: int, vector: _Vector) -> None:
+        if not self.lists_pieces:
+            return
+        found = {name: (at.start, at.numel) for name, at in state[constants.PARAM_SLICE_MAPPINGS][index].items()}
+        wanted = {piece.name: (offset, piece.stop - piece.start) for piece, offset in vector.offsets.items()}
+        for name in sorted({*found, *wanted}):
+            if found.get(name) != wanted.get(name):
+                raise StateError(f"{name} is at {found.get(name)} where {wanted.get(name)} was to be")
+
+    def _listed(
+        self, state: Mapping[str, Any], groups: Groups, vectors: Sequence[_Vector], partition: int
+    ) -> dict[str, Any]:
+        """Return where parameters are, as DeepSpeed lists it."""
+        if not self.lists_pieces:
+            return {}
+        is_last = partition == self.num_partitions - 1
+        listed: dict[str, Any] = {
+            constants.GROUP_PADDINGS: [v.padding if self.strips else v.all_padding * is_last for v in vectors],
+            constants.PARAM_SLICE_MAPPINGS: [
+                OrderedDict((p.name, fragment_address(numel=p.stop - p.start, start=at)) for p, at in v.offsets.items())
+                for v in vectors
+            ],
+        }
+        if constants.PARAM_ALIGNMENT_PADDINGS in state:
+            listed[constants.PARAM_ALIGNMENT_PADDINGS] = [[0] * len(names) for names in groups]
+        return listed
+
+
+def form_of(optimizer: Any) -> StateForm | None:
+    """Return the form in which an optimizer saves its states; None: we do not know it."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        known = not (optimizer.elastic_checkpoint or optimizer.round_robin_gradients or optimizer.has_moe_layers)
+        return _cut_form(optimizer, strips=True) if known else None
+    if isinstance(optimizer, BF16_Optimizer):
+        known = optimizer.using_real_optimizer and not optimizer.has_moe_layers
+        return _cut_form(optimizer, strips=False) if known else None
+    if isinstance(optimizer, FP16_Optimizer):
+        known = not optimizer.has_moe_layers
+        return StateForm("optimizer_state_dict", "fp32_groups_flat", is_flat=True) if known else None
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        return StateForm("optimizer_state_dict", "fp32_groups")
+    return StateForm() if isinstance(optimizer, torch.optim.Optimizer) else None
+
+
+def _cut_form(optimizer: Any, strips: bool) -> StateForm:
+    count = int(optimizer.partition_count[0])  # of each group alike, where there are no experts
+    return StateForm(
+        constants.BASE_OPTIMIZER_STATE,
+        constants.SINGLE_PARTITION_OF_FP32_GROUPS,
+        is_flat=True,
+        num_partitions=count,
+        alignment=optimizer.nccl_start_alignment_factor * count,
+        lists_pieces=True,
+        strips=strips,
+    )

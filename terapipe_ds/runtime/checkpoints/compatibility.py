@@ -46,10 +46,15 @@ def refuse_what_does_not_fit(
         if problem is not None or path is None or not path.is_file():  # DeepSpeed says what is missing
             return problem
         saved = read_states(engine, path)
-        problem = _problem_of_model(engine.module, saved)
-        if problem is None and engine.load_universal_checkpoint():
-            return _problem_of_universal(engine)
-        return problem or _problem_of_sizes(engine, saved, load_optimizer_states and not load_module_only)
+        problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
+        if problem is not None or not engine.load_universal_checkpoint():
+            return problem or _problem_of_sizes(engine, saved, load_optimizer_states and not load_module_only)
+        if stage == 1:
+            return None
+        return (
+            f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
+            'parameters. Set "zero_optimization": {"stage": 1}'
+        )
 
     problem = done_on_each_rank(look if torch_dist.get_rank() == 0 else None)[0]
     if problem is not None:
@@ -85,16 +90,6 @@ def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> 
             "undoes the load. Use load_module_only=True"
         )
     return None
-
-
-def _problem_of_universal(engine: PipelineEngine) -> str | None:
-    stage = engine.zero_optimization_stage()
-    if stage == 1:
-        return None
-    return (
-        f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
-        'parameters. Set "zero_optimization": {"stage": 1}'
-    )
 
 
 def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_optimizer: bool) -> str | None:

@@ -42,19 +42,17 @@ class SafeCheckpoints(PipelineEngine):
         """
         parts = [[place.part_id for place in self._layout.places(stage_id)] for stage_id in range(self.num_stages)]
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in self.module.parts]}
+        training = {**self._plans.described(), "layout": layout}
         state, save = with_description(self, client_state), super().save_checkpoint
         with self._watchdog.apart("save_checkpoint"), ExitStack() as stack:
             states = optimizer_states(self, self._layout, self._groups.world)
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())
-            return save_checkpoint(
-                self,
-                lambda tag, is_latest: save(save_dir, tag, state, is_latest, exclude_frozen_parameters),
-                save_dir,
-                tag,
-                save_latest,
-                {**self._plans.described(), "layout": layout},
-            )
+
+            def save_as(tag: str | None, is_latest: bool) -> Any:
+                return save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
+
+            return save_checkpoint(self, save_as, save_dir, tag, save_latest, training)
 
     def load_checkpoint(
         self,
@@ -75,27 +73,19 @@ class SafeCheckpoints(PipelineEngine):
                 whose optimizer states cannot be brought to those of this engine.
             CheckpointError: on every rank, where `tag` is not whole, or nothing is, or a file cannot be read.
         """
-        load = super().load_checkpoint
+        load, with_optimizer = super().load_checkpoint, load_optimizer_states and not load_module_only
+        options = load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         with self._watchdog.apart("load_checkpoint"), ExitStack() as stack:
-            chosen = find_checkpoint(self, load_dir, tag, load_optimizer_states and not load_module_only)
+            chosen = find_checkpoint(self, load_dir, tag, with_optimizer)
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(self, folder, load_optimizer_states, load_module_only)
-            # ZeRO's fp32 copies are among the states
-            by_stage = not load_module_only and (load_optimizer_states or self.zero_optimization())
-            if folder is not None and by_stage and not self.load_universal_checkpoint():
+            has_copies = self.zero_optimization() and not load_module_only  # in fp32, among the states of stages
+            if folder is not None and (with_optimizer or has_copies) and not self.load_universal_checkpoint():
                 states = optimizer_states(self, self._layout, self._groups.world)
                 if states is not None:
                     path = Path(self._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
-            loaded = load(
-                load_dir,
-                chosen.read_as,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                custom_load_fn,
-            )
+            loaded = load(load_dir, chosen.read_as, *options)
         for key in (LISTED, ENVELOPE):
             (loaded[1] or {}).pop(key, None)  # DeepSpeed takes what it does not know for the client's
         if chosen.manifest is not None and loaded[0] is not None and not load_module_only:

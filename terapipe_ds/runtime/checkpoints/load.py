@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -134,25 +135,14 @@ def _named(paths: CheckpointPaths, with_optimizer: bool) -> ChosenCheckpoint:
 
 def _newest(folder: Path) -> ChosenCheckpoint | None:
     """Choose the whole checkpoint with most steps among those that `latest` was to name."""
-    whole = [
-        ((manifest.global_steps, not path.name.startswith("."), (path / MANIFEST).stat().st_mtime), path, manifest)
-        for path, manifest in _manifests(folder)
-        if manifest.is_latest and manifest.problem(path) is None
-    ]
-    if not whole:
-        return None
-    _, path, manifest = max(whole, key=lambda each: each[0])
-    return ChosenCheckpoint(manifest.tag, path.name, manifest)
-
-
-def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    whole = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        try:
+        with contextlib.suppress(CheckpointError):
             manifest = Manifest.read(path)
-        except CheckpointError:
-            continue
-        if manifest is not None:
-            yield path, manifest
+            if manifest is not None and manifest.is_latest and manifest.problem(path) is None:
+                age = (manifest.global_steps, not path.name.startswith("."), (path / MANIFEST).stat().st_mtime)
+                whole.append((age, ChosenCheckpoint(manifest.tag, path.name, manifest)))
+    return max(whole, key=lambda each: each[0])[1] if whole else None
 
 
 def read_states(engine: PipelineEngine, path: Path) -> Mapping[str, Any]:

@@ -73,6 +73,7 @@ class _Vector:
         offsets: where each piece begins.
     """
 
+    num_parameters: int
     size: int
     padding: int
     all_padding: int
@@ -150,7 +151,7 @@ class StateForm:
             made = {**state, self.inner: made}
         if self.masters is not None:
             made[self.masters] = masters
-        return {**made, **self._listed(state, groups, [vectors[0] for vectors in expected], partition)}
+        return {**made, **(self._listed(state, expected, partition) if self.lists_pieces else {})}
 
     def _filled(self, state: Mapping[str, Any], index: int, vector: _Vector, received: Received) -> dict[str, Any]:
         """Return the states of a vector, made of the pieces that have some of it."""
@@ -211,7 +212,8 @@ class StateForm:
                 offsets[Piece(name, start - offset, stop - offset)] = start - begin
             offset += count
         shape = (size,) if self.is_flat else shapes[names[0]]
-        return _Vector(size, min(size, max(0, end - used)), size * self.num_partitions - used, shape, offsets)
+        padding = min(size, max(0, end - used))
+        return _Vector(len(names), size, padding, size * self.num_partitions - used, shape, offsets)
 
     def _require_shapes(self, whole: Content, vector: _Vector, what: str) -> None:
         for key, tensor in whole.vectors.items():
@@ -230,21 +232,18 @@ class StateForm:
                 raise StateError(f"{name} is at {found.get(name)} where {wanted.get(name)} was to be")
 
     def _listed(
-        self, state: Mapping[str, Any], groups: Groups, vectors: Sequence[_Vector], partition: int
+        self, state: Mapping[str, Any], expected: Sequence[Sequence[_Vector]], partition: int
     ) -> dict[str, Any]:
         """Return where parameters are, as DeepSpeed lists it."""
-        if not self.lists_pieces:
-            return {}
         is_last = partition == self.num_partitions - 1
-        listed: dict[str, Any] = {
-            constants.GROUP_PADDINGS: [v.padding if self.strips else v.all_padding * is_last for v in vectors],
-            constants.PARAM_SLICE_MAPPINGS: [
-                OrderedDict((p.name, fragment_address(numel=p.stop - p.start, start=at)) for p, at in v.offsets.items())
-                for v in vectors
-            ],
-        }
+        paddings, mappings = [], []
+        for (vector,) in expected:
+            paddings.append(vector.padding if self.strips else vector.all_padding * is_last)
+            places = ((p.name, p.stop - p.start, offset) for p, offset in vector.offsets.items())
+            mappings.append(OrderedDict((name, fragment_address(numel=n, start=at)) for name, n, at in places))
+        listed: dict[str, Any] = {constants.GROUP_PADDINGS: paddings, constants.PARAM_SLICE_MAPPINGS: mappings}
         if constants.PARAM_ALIGNMENT_PADDINGS in state:
-            listed[constants.PARAM_ALIGNMENT_PADDINGS] = [[0] * len(names) for names in groups]
+            listed[constants.PARAM_ALIGNMENT_PADDINGS] = [[0] * vector.num_parameters for (vector,) in expected]
         return listed
 
 

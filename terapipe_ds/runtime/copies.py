@@ -40,7 +40,8 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
     comms: dict[str, dict[str, Any]] = {}
     seen: set[int] = set()  # parameters: one that several layers share is summed once
     for name, (stages, _) in _holders(module, layout).items():
-        for ranks in _ranks_of(module, stages):
+        for pipeline in module._grid.topology().get_axis_comm_lists("pipe"):
+            ranks = tuple(pipeline[stage_id] for stage_id in stages)
             if ranks not in groups:
                 groups[ranks] = torch_dist.new_group(list(ranks))
             if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
@@ -73,18 +74,6 @@ def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ..
 def owners_of(module: Any, layout: Layout) -> dict[LayerName, int]:
     """Return the stage that saves each layer."""
     return {name: owner for name, (_, owner) in _holders(module, layout).items()}
-
-
-def _ranks_of(module: Any, stages: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the ranks at these stages, for every pipeline."""
-    grid = module._grid
-    tensor = grid.get_slice_parallel_world_size()
-    places = [
-        {"data": data, "model": model} if tensor > 1 else {"data": data}
-        for data in range(grid.data_parallel_size)
-        for model in range(tensor)
-    ]
-    return [tuple(grid.stage_to_global(stage_id=stage, **place) for stage in stages) for place in places]
 
 
 # -- who may have them ---------------------------------------------------------------------------------------------
@@ -120,10 +109,9 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     """Return whether two copies of a parameter may be updated to values that differ by rounding.
 
     Their gradients are equal to the last bit once they are summed over places. Then DeepSpeed averages them over
-    replicas, for each stage by itself. Three numbers or more are added in an order that depends on where they are in
-    its buffers, and on the network; and the two stages have their parts in different orders. Two numbers have one sum.
-    Of an optimizer's arithmetic on numbers elsewhere in a flat buffer, all that is known is that torch's own optimizers
-    treat all numbers alike; vectorized ones may round the last few of a buffer in another way.
+    replicas, for each stage by itself: three numbers or more are added in an order that depends on where they are in
+    its buffers, and on the network. Two numbers have one sum. Of optimizers, torch's own are known to treat numbers
+    alike wherever they are in a flat buffer; vectorized ones may round the last few in another way.
 
     Args:
         optimizer: computes the updates: inside DeepSpeed's wrapper, if there is one.

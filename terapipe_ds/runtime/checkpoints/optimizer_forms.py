@@ -56,6 +56,14 @@ class Content:
     vectors: dict[str, Tensor]
     others: dict[str, Any]
 
+    def on_cpu(self) -> Content:
+        """Return it with tensors of its own: a view would be sent with all that it is a view of."""
+        vectors, others = (
+            {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in each.items()}
+            for each in (self.vectors, self.others)
+        )
+        return Content(vectors, others)
+
 
 Contents = dict[Piece, Content]
 Received = Mapping[str, Sequence[tuple[Piece, Content]]]
@@ -164,15 +172,11 @@ class StateForm:
                 if common is None:
                     continue
                 others |= content.others
-                into, out_of, length = (
-                    offset + common[0] - target.start,
-                    common[0] - source.start,
-                    common[1] - common[0],
-                )
+                (start, stop), shift = common, offset - target.start
                 for key, tensor in content.vectors.items():
                     if key not in tensors:
                         tensors[key] = torch.zeros(vector.size, dtype=tensor.dtype)
-                    tensors[key][into : into + length] = tensor[out_of : out_of + length]
+                    tensors[key][start + shift : stop + shift] = tensor[start - source.start : stop - source.start]
         if self.strips:
             tensors[_MASTER] = tensors[_MASTER][: vector.size - vector.padding]
         return {**others, **(tensors if self.is_flat else {k: t.view(vector.shape) for k, t in tensors.items()})}
@@ -249,28 +253,20 @@ class StateForm:
 
 def form_of(optimizer: Any) -> StateForm | None:
     """Return the form in which an optimizer saves its states; None: we do not know it."""
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        known = not (optimizer.elastic_checkpoint or optimizer.round_robin_gradients or optimizer.has_moe_layers)
-        return _cut_form(optimizer, strips=True) if known else None
-    if isinstance(optimizer, BF16_Optimizer):
-        known = optimizer.using_real_optimizer and not optimizer.has_moe_layers
-        return _cut_form(optimizer, strips=False) if known else None
+    if getattr(optimizer, "has_moe_layers", False):
+        return None
+    if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        is_zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
+        if is_zero and (optimizer.elastic_checkpoint or optimizer.round_robin_gradients):
+            return None
+        if not is_zero and not optimizer.using_real_optimizer:
+            return None
+        inner, masters = constants.BASE_OPTIMIZER_STATE, constants.SINGLE_PARTITION_OF_FP32_GROUPS
+        count = int(optimizer.partition_count[0])  # of each group alike, where there are no experts
+        alignment = optimizer.nccl_start_alignment_factor * count
+        return StateForm(inner, masters, True, count, alignment, lists_pieces=True, strips=is_zero)
     if isinstance(optimizer, FP16_Optimizer):
-        known = not optimizer.has_moe_layers
-        return StateForm("optimizer_state_dict", "fp32_groups_flat", is_flat=True) if known else None
+        return StateForm("optimizer_state_dict", "fp32_groups_flat", is_flat=True)
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return StateForm("optimizer_state_dict", "fp32_groups")
     return StateForm() if isinstance(optimizer, torch.optim.Optimizer) else None
-
-
-def _cut_form(optimizer: Any, strips: bool) -> StateForm:
-    count = int(optimizer.partition_count[0])  # of each group alike, where there are no experts
-    return StateForm(
-        constants.BASE_OPTIMIZER_STATE,
-        constants.SINGLE_PARTITION_OF_FP32_GROUPS,
-        is_flat=True,
-        num_partitions=count,
-        alignment=optimizer.nccl_start_alignment_factor * count,
-        lists_pieces=True,
-        strips=strips,
-    )

@@ -54,24 +54,15 @@ def moved(
     """
     received: dict[str, list[tuple[Piece, Content]]] = {}
     for (source, target), pieces in sorted(transfers(form, before, after, shapes, owners).items()):
-        sent = [(piece, contents[piece]) for piece in pieces] if here == source else []
-        if here == source != target:  # clones: a view would be sent with all that it is a view of
-            clones = [(piece, _on_cpu(content)) for piece, content in sent]
-            torch_dist.send_object_list([clones], dst=rank_of(target), group=group)
+        sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
+        if here == source != target:
+            sent = [[(piece, content.on_cpu()) for piece, content in sent[0]]]
+            torch_dist.send_object_list(sent, dst=rank_of(target), group=group)
         elif here == target != source:
-            objects: list[Any] = [None]
-            torch_dist.recv_object_list(objects, src=rank_of(source), group=group)
-            sent = objects[0]
-        for piece, content in sent if here == target else ():
+            torch_dist.recv_object_list(sent, src=rank_of(source), group=group)
+        for piece, content in sent[0] if here == target else ():
             received.setdefault(piece.name, []).append((piece, content))
     return received
-
-
-def _on_cpu(content: Content) -> Content:
-    tensors = {key: tensor.cpu().clone() for key, tensor in content.vectors.items()}
-    return Content(
-        tensors, {k: v.detach().cpu().clone() if hasattr(v, "detach") else v for k, v in content.others.items()}
-    )
 
 
 def transfers(

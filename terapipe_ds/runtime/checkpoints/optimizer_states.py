@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -205,18 +205,12 @@ class OptimizerStates:
         )
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What the file of a rank says of the optimizer states that were saved with it.
+class _Saved(NamedTuple):
+    """What the file of a rank says of the optimizer states that were saved with it."""
 
-    Args:
-        listed: the names of their parameters; None: DeepSpeed's own engine, without ZeRO, does not say.
-        problem: why they cannot be those of the parameters that DeepSpeed's own engine would have at this stage.
-    """
-
-    listed: Groups | None
+    listed: Groups | None  # the names of their parameters; None: DeepSpeed's own engine, without ZeRO, does not say
     in_envelope: bool
-    problem: str | None
+    problem: str | None  # why they cannot be those of this stage in DeepSpeed's own cut
 
 
 def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> OptimizerStates | None:

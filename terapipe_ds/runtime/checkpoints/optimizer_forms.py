@@ -131,14 +131,13 @@ class StateForm:
         contents = {}
         for index, vectors in enumerate(expected):
             for position, vector in enumerate(vectors):
-                self._require_listed(state, index, vector)
                 whole = self._content(state, index, position)
-                self._require_shapes(whole, vector, f"group {index}" if self.is_flat else groups[index][position])
+                self._check(state, index, vector, whole, f"group {index}" if self.is_flat else groups[index][position])
                 flat = {key: tensor.detach().reshape(-1) for key, tensor in whole.vectors.items()}
                 for piece, offset in vector.offsets.items():
                     end = offset + piece.stop - piece.start
-                    found = {key: tensor[offset:end] for key, tensor in flat.items()}
-                    contents[piece] = Content(found, whole.others)
+                    vectors_of_piece = {key: tensor[offset:end] for key, tensor in flat.items()}
+                    contents[piece] = Content(vectors_of_piece, whole.others)
         return contents
 
     def put(
@@ -219,21 +218,19 @@ class StateForm:
         padding = min(size, max(0, end - used))
         return _Vector(len(names), size, padding, size * self.num_partitions - used, shape, offsets)
 
-    def _require_shapes(self, whole: Content, vector: _Vector, what: str) -> None:
+    def _check(self, state: Mapping[str, Any], index: int, vector: _Vector, whole: Content, what: str) -> None:
+        """Raise StateError where a vector is not the expected one."""
         for key, tensor in whole.vectors.items():
-            stripped = self.is_flat and tensor.numel() == vector.size - vector.padding
-            if tuple(tensor.shape) != vector.shape and not stripped:
-                found, wanted = list(tensor.shape), list(vector.shape)
-                raise StateError(f"{key} of {what} has shape {found} where {wanted} was to be")
-
-    def _require_listed(self, state: Mapping[str, Any], index: int, vector: _Vector) -> None:
-        if not self.lists_pieces:
-            return
-        found = {name: (at.start, at.numel) for name, at in state[constants.PARAM_SLICE_MAPPINGS][index].items()}
-        wanted = {piece.name: (offset, piece.stop - piece.start) for piece, offset in vector.offsets.items()}
-        for name in sorted({*found, *wanted}):
-            if found.get(name) != wanted.get(name):
-                raise StateError(f"{name} is at {found.get(name)} where {wanted.get(name)} was to be")
+            is_stripped = self.is_flat and tensor.numel() == vector.size - vector.padding
+            if tuple(tensor.shape) != vector.shape and not is_stripped:
+                shape, wanted = list(tensor.shape), list(vector.shape)
+                raise StateError(f"{key} of {what} has shape {shape} where {wanted} was to be")
+        if self.lists_pieces:
+            there = {name: (at.start, at.numel) for name, at in state[constants.PARAM_SLICE_MAPPINGS][index].items()}
+            here = {piece.name: (offset, piece.stop - piece.start) for piece, offset in vector.offsets.items()}
+            name = next((name for name in sorted({*there, *here}) if there.get(name) != here.get(name)), None)
+            if name is not None:
+                raise StateError(f"{name} is at {there.get(name)} where {here.get(name)} was to be")
 
     def _listed(
         self, state: Mapping[str, Any], expected: Sequence[Sequence[_Vector]], partition: int

@@ -79,13 +79,13 @@ def transfers(
     first: dict[str, int] = {}
     for name, stage_id in sources:
         first.setdefault(name, stage_id)
-    found: dict[tuple[Holder, Holder], list[Piece]] = {}
+    routes: dict[tuple[Holder, Holder], list[Piece]] = {}
     for target, wanted in _held(form, after, shapes):
         nearest = target.stage_id if (wanted.name, target.stage_id) in sources else first[wanted.name]
         for source, piece in sources[wanted.name, owners.get(wanted.name, nearest)]:
             if piece.overlap(wanted):
-                found.setdefault((source, target), []).append(piece)
-    return found
+                routes.setdefault((source, target), []).append(piece)
+    return routes
 
 
 def _held(form: StateForm, orders: Orders, shapes: Shapes) -> Iterator[tuple[Holder, Piece]]:

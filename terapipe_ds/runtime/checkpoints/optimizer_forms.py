@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ Groups = tuple[tuple[str, ...], ...]
 """Names of parameters by group of an optimizer, in its order."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+State = Mapping[str, Any]
 _MASTER = "terapipe fp32 copy"  # key of a parameter's fp32 copy beside those of its optimizer states
 _PER_ELEMENT = (_MASTER, "exp_avg", "exp_avg_sq", "momentum_buffer")  # what has the shape of its parameter
 
@@ -81,7 +83,7 @@ class _Vector:
         offsets: where each piece begins.
     """
 
-    num_parameters: int
+    names: Sequence[str]
     size: int
     padding: int
     all_padding: int
@@ -111,58 +113,66 @@ class StateForm:
     lists_pieces: bool = False
     strips: bool = False
 
-    def pieces(self, groups: Groups, shapes: Shapes, partition: int) -> list[Piece]:
-        """Return what one of the partitions holds of these parameters."""
-        vectors = (vector for group in self._vectors(groups, shapes, partition) for vector in group)
-        return [piece for vector in vectors for piece in vector.offsets]
 
-    def take(self, state: Mapping[str, Any], groups: Groups, shapes: Shapes, partition: int) -> Contents:
-        """Take a state apart.
+@dataclass(frozen=True)
+class Shard:
+    """One partition of the states of a stage whose optimizer holds these parameters."""
+
+    form: StateForm
+    groups: Groups
+    shapes: Shapes
+    partition: int
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What it has of these parameters."""
+        return [piece for vectors in self._vectors for vector in vectors for piece in vector.offsets]
+
+    def take(self, state: State) -> Contents:
+        """Take a saved state apart.
 
         Raises:
             StateError: the state is not that of these parameters.
         """
-        expected = self._vectors(groups, shapes, partition)
-        counts, wanted = [len(g["params"]) for g in self._inner(state)["param_groups"]], [len(g) for g in expected]
+        counts = [len(group["params"]) for group in self._inner(state)["param_groups"]]
+        wanted = [len(vectors) for vectors in self._vectors]
         if counts != wanted:
             raise StateError(f"groups of {counts} parameters where {wanted} were to be")
         if any(any(paddings) for paddings in state.get(constants.PARAM_ALIGNMENT_PADDINGS, ())):
             raise StateError("zero_optimization.parameter_alignment was on")
         contents = {}
-        for index, vectors in enumerate(expected):
+        for index, vectors in enumerate(self._vectors):
             for position, vector in enumerate(vectors):
                 whole = self._content(state, index, position)
-                self._check(state, index, vector, whole, f"group {index}" if self.is_flat else groups[index][position])
+                self._check(state, index, vector, whole)
                 flat = {key: tensor.detach().reshape(-1) for key, tensor in whole.vectors.items()}
                 for piece, offset in vector.offsets.items():
                     end = offset + piece.stop - piece.start
-                    vectors_of_piece = {key: tensor[offset:end] for key, tensor in flat.items()}
-                    contents[piece] = Content(vectors_of_piece, whole.others)
+                    elements = {key: tensor[offset:end] for key, tensor in flat.items()}
+                    contents[piece] = Content(elements, whole.others)
         return contents
 
-    def put(
-        self, state: Mapping[str, Any], groups: Groups, shapes: Shapes, partition: int, received: Received
-    ) -> dict[str, Any]:
-        """Return `state` with what was received, which covers these parameters, in place of what it has."""
-        inner, expected = self._inner(state), self._vectors(groups, shapes, partition)
+    def put(self, state: State, received: Received) -> dict[str, Any]:
+        """Return a saved state with what was received, which covers these parameters, in place of what it has."""
+        inner = self._inner(state)
         states: dict[int, dict[str, Any]] = {}
         param_groups, masters, numbers = [], [], itertools.count()
-        for index, vectors in enumerate(expected):
+        for index, vectors in enumerate(self._vectors):
             filled = {next(numbers): self._filled(state, index, vector, received) for vector in vectors}
             param_groups.append({**inner["param_groups"][index], "params": list(filled)})
             copies = [each.pop(_MASTER, None) for each in filled.values()]
-            masters.append(copies[0] if self.is_flat else copies)
+            masters.append(copies[0] if self.form.is_flat else copies)
             states |= {number: each for number, each in filled.items() if each}
         made = {**inner, "state": states, "param_groups": param_groups}
-        if self.inner is not None:
-            made = {**state, self.inner: made}
-        if self.masters is not None:
-            made[self.masters] = masters
-        return {**made, **(self._listed(state, expected, partition) if self.lists_pieces else {})}
+        if self.form.inner is not None:
+            made = {**state, self.form.inner: made}
+        if self.form.masters is not None:
+            made[self.form.masters] = masters
+        return {**made, **(self._listed(state) if self.form.lists_pieces else {})}
 
-    def _filled(self, state: Mapping[str, Any], index: int, vector: _Vector, received: Received) -> dict[str, Any]:
+    def _filled(self, state: State, index: int, vector: _Vector, received: Received) -> dict[str, Any]:
         """Return the states of a vector, made of the pieces that have some of it."""
-        whole = self._content(state, index, 0) if self.is_flat else Content({}, {})
+        whole = self._content(state, index, 0) if self.form.is_flat else Content({}, {})
         tensors = {key: torch.zeros(vector.size, dtype=tensor.dtype) for key, tensor in whole.vectors.items()}
         others = dict(whole.others)
         for target, offset in vector.offsets.items():
@@ -176,75 +186,70 @@ class StateForm:
                     if key not in tensors:
                         tensors[key] = torch.zeros(vector.size, dtype=tensor.dtype)
                     tensors[key][start + shift : stop + shift] = tensor[start - source.start : stop - source.start]
-        if self.strips:
+        if self.form.strips:
             tensors[_MASTER] = tensors[_MASTER][: vector.size - vector.padding]
-        return {**others, **(tensors if self.is_flat else {k: t.view(vector.shape) for k, t in tensors.items()})}
+        return {**others, **(tensors if self.form.is_flat else {k: t.view(vector.shape) for k, t in tensors.items()})}
 
-    # -- where a state has what ------------------------------------------------------------------------------------
+    def _inner(self, state: State) -> State:
+        return state if self.form.inner is None else state[self.form.inner]
 
-    def _inner(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return state if self.inner is None else state[self.inner]
-
-    def _content(self, state: Mapping[str, Any], index: int, position: int) -> Content:
+    def _content(self, state: State, index: int, position: int) -> Content:
         """Return what a state has of one vector of a group."""
-        inner = self._inner(state)
+        inner, is_flat = self._inner(state), self.form.is_flat
         others = dict(inner["state"].get(inner["param_groups"][index]["params"][position], {}))
-        if self.masters is not None:
-            copies = state[self.masters][index]
-            others[_MASTER] = copies if self.is_flat else copies[position]
+        if self.form.masters is not None:
+            copies = state[self.form.masters][index]
+            others[_MASTER] = copies if is_flat else copies[position]
         tensors = [key for key, value in others.items() if torch.is_tensor(value) and value.dim() > 0]
-        keys = [key for key in tensors if self.is_flat or key in _PER_ELEMENT]
-        return Content({key: others.pop(key) for key in keys}, others)
+        return Content({key: others.pop(key) for key in tensors if is_flat or key in _PER_ELEMENT}, others)
 
-    def _vectors(self, groups: Groups, shapes: Shapes, partition: int) -> list[list[_Vector]]:
-        """Return the vectors of each group."""
-        return [
-            [self._vector(names, shapes, partition) for names in ([group] if self.is_flat else [(n,) for n in group])]
-            for group in groups
-        ]
+    @cached_property
+    def _vectors(self) -> list[list[_Vector]]:
+        """The vectors of each group."""
+        if self.form.is_flat:
+            return [[self._vector(names)] for names in self.groups]
+        return [[self._vector((name,)) for name in names] for names in self.groups]
 
-    def _vector(self, names: Sequence[str], shapes: Shapes, partition: int) -> _Vector:
-        counts = [math.prod(shapes[name]) for name in names]
+    def _vector(self, names: Sequence[str]) -> _Vector:
+        form, counts = self.form, [math.prod(self.shapes[name]) for name in names]
         used = sum(counts)
-        size = -(-used // self.alignment) * self.alignment // self.num_partitions
-        begin, end, offset = partition * size, (partition + 1) * size, 0
+        size = -(-used // form.alignment) * form.alignment // form.num_partitions
+        begin, end, offset = self.partition * size, (self.partition + 1) * size, 0
         offsets = {}
         for name, count in zip(names, counts, strict=True):
             start, stop = max(begin, offset), min(end, offset + count)
-            if start < stop or not self.is_flat:
+            if start < stop or not form.is_flat:
                 offsets[Piece(name, start - offset, stop - offset)] = start - begin
             offset += count
-        shape = (size,) if self.is_flat else shapes[names[0]]
-        padding = min(size, max(0, end - used))
-        return _Vector(len(names), size, padding, size * self.num_partitions - used, shape, offsets)
+        shape, padding = (size,) if form.is_flat else self.shapes[names[0]], min(size, max(0, end - used))
+        return _Vector(names, size, padding, size * form.num_partitions - used, shape, offsets)
 
-    def _check(self, state: Mapping[str, Any], index: int, vector: _Vector, whole: Content, what: str) -> None:
+    def _check(self, state: State, index: int, vector: _Vector, whole: Content) -> None:
         """Raise StateError where a vector is not the expected one."""
         for key, tensor in whole.vectors.items():
-            is_stripped = self.is_flat and tensor.numel() == vector.size - vector.padding
+            is_stripped = self.form.is_flat and tensor.numel() == vector.size - vector.padding
             if tuple(tensor.shape) != vector.shape and not is_stripped:
+                what = f"group {index}" if self.form.is_flat else vector.names[0]
                 shape, wanted = list(tensor.shape), list(vector.shape)
                 raise StateError(f"{key} of {what} has shape {shape} where {wanted} was to be")
-        if self.lists_pieces:
+        if self.form.lists_pieces:
             there = {name: (at.start, at.numel) for name, at in state[constants.PARAM_SLICE_MAPPINGS][index].items()}
             here = {piece.name: (offset, piece.stop - piece.start) for piece, offset in vector.offsets.items()}
             name = next((name for name in sorted({*there, *here}) if there.get(name) != here.get(name)), None)
             if name is not None:
                 raise StateError(f"{name} is at {there.get(name)} where {here.get(name)} was to be")
 
-    def _listed(
-        self, state: Mapping[str, Any], expected: Sequence[Sequence[_Vector]], partition: int
-    ) -> dict[str, Any]:
+    def _listed(self, state: State) -> dict[str, Any]:
         """Return where parameters are, as DeepSpeed lists it."""
-        is_last = partition == self.num_partitions - 1
+        is_last = self.partition == self.form.num_partitions - 1
         paddings, mappings = [], []
-        for (vector,) in expected:
-            paddings.append(vector.padding if self.strips else vector.all_padding * is_last)
+        for (vector,) in self._vectors:
+            paddings.append(vector.padding if self.form.strips else vector.all_padding * is_last)
             places = ((p.name, p.stop - p.start, offset) for p, offset in vector.offsets.items())
             mappings.append(OrderedDict((name, fragment_address(numel=n, start=at)) for name, n, at in places))
         listed: dict[str, Any] = {constants.GROUP_PADDINGS: paddings, constants.PARAM_SLICE_MAPPINGS: mappings}
         if constants.PARAM_ALIGNMENT_PADDINGS in state:
-            listed[constants.PARAM_ALIGNMENT_PADDINGS] = [[0] * vector.num_parameters for (vector,) in expected]
+            listed[constants.PARAM_ALIGNMENT_PADDINGS] = [[0] * len(names) for names in self.groups]
         return listed
 
 

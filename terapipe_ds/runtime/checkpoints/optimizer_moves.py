@@ -7,7 +7,7 @@ another layout has cut the layers. Names do not: they are made of the number of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as torch_dist
@@ -19,6 +19,7 @@ from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     Piece,
     Received,
     Shapes,
+    Shard,
     StateForm,
 )
 from terapipe_ds.runtime.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
@@ -34,26 +35,35 @@ class Holder(NamedTuple):
     partition: int
 
 
+Shards = Mapping[Holder, Shard]
+
+
+def shards_of(form: StateForm, orders: Orders, shapes: Shapes) -> Shards:
+    """Return what each stage and partition holds in these orders."""
+    return {
+        Holder(stage_id, partition): Shard(form, groups, shapes, partition)
+        for stage_id, groups in enumerate(orders)
+        for partition in range(form.num_partitions)
+    }
+
+
 def moved(
-    form: StateForm,
     contents: Contents,
-    before: Orders,
-    after: Orders,
-    shapes: Shapes,
+    before: Shards,
+    after: Shards,
     owners: Mapping[str, int],
     here: Holder,
     rank_of: Callable[[Holder], int],
     group: Any,
 ) -> Received:
-    """Return what this rank needs in the order `after`. A collective over the ranks of `rank_of`.
+    """Send the pieces that this rank has and others need, and return those that it needs. A collective.
 
     Args:
-        contents: what this rank has in the order `before`.
         owners: the stage whose states count, for parameters that have copies.
-        group: on the CPU; these ranks are members.
+        group: on the CPU; all these ranks are members.
     """
     received: dict[str, list[tuple[Piece, Content]]] = {}
-    for (source, target), pieces in sorted(transfers(form, before, after, shapes, owners).items()):
+    for (source, target), pieces in sorted(routes_between(before, after, owners).items()):
         sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
         if here == source != target:
             sent = [[(piece, content.on_cpu()) for piece, content in sent[0]]]
@@ -65,8 +75,8 @@ def moved(
     return received
 
 
-def transfers(
-    form: StateForm, before: Orders, after: Orders, shapes: Shapes, owners: Mapping[str, int]
+def routes_between(
+    before: Shards, after: Shards, owners: Mapping[str, int]
 ) -> dict[tuple[Holder, Holder], list[Piece]]:
     """Return which pieces go from where to where.
 
@@ -74,25 +84,19 @@ def transfers(
     parameter, else from the first that has it.
     """
     sources: dict[tuple[str, int], list[tuple[Holder, Piece]]] = {}
-    for source, piece in _held(form, before, shapes):
-        sources.setdefault((piece.name, source.stage_id), []).append((source, piece))
     first: dict[str, int] = {}
-    for name, stage_id in sources:
-        first.setdefault(name, stage_id)
+    for source, shard in before.items():
+        for piece in shard.pieces:
+            sources.setdefault((piece.name, source.stage_id), []).append((source, piece))
+            first.setdefault(piece.name, source.stage_id)
     routes: dict[tuple[Holder, Holder], list[Piece]] = {}
-    for target, wanted in _held(form, after, shapes):
-        nearest = target.stage_id if (wanted.name, target.stage_id) in sources else first[wanted.name]
-        for source, piece in sources[wanted.name, owners.get(wanted.name, nearest)]:
-            if piece.overlap(wanted):
-                routes.setdefault((source, target), []).append(piece)
+    for target, shard in after.items():
+        for wanted in shard.pieces:
+            nearest = target.stage_id if (wanted.name, target.stage_id) in sources else first[wanted.name]
+            for source, piece in sources[wanted.name, owners.get(wanted.name, nearest)]:
+                if piece.overlap(wanted):
+                    routes.setdefault((source, target), []).append(piece)
     return routes
-
-
-def _held(form: StateForm, orders: Orders, shapes: Shapes) -> Iterator[tuple[Holder, Piece]]:
-    for stage_id, groups in enumerate(orders):
-        for partition in range(form.num_partitions):
-            for piece in form.pieces(groups, shapes, partition):
-                yield Holder(stage_id, partition), piece
 
 
 def stock_orders(module: Any, shapes: Shapes, orders: Orders) -> Orders:

@@ -21,8 +21,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import done_on_each_rank, gathered, raise_on_every_rank
 from terapipe_ds.runtime.checkpoints.load import read_states
-from terapipe_ds.runtime.checkpoints.optimizer_forms import Groups, Shapes, StateError, StateForm, form_of
-from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, moved, stock_orders
+from terapipe_ds.runtime.checkpoints.optimizer_forms import Groups, Shapes, Shard, StateError, StateForm, form_of
+from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, moved, shards_of, stock_orders
 from terapipe_ds.runtime.checkpoints.save import replaced
 from terapipe_ds.runtime.copies import owners_of
 from terapipe_ds.runtime.layer_names import layer_of_parameter
@@ -138,8 +138,9 @@ class OptimizerStates:
         assert self.form is not None
         grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
         here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
+        sources, targets = (shards_of(self.form, orders, self.shapes) for orders in (before, after))
         try:
-            contents = self.form.take(state, before[here.stage_id], self.shapes, here.partition)
+            contents = sources[here].take(state)
         except _UNLIKE as error:
             problem = f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
         raise_on_every_rank(problem)
@@ -147,8 +148,8 @@ class OptimizerStates:
         def rank_of(holder: Holder) -> int:
             return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
 
-        received = moved(self.form, contents, before, after, self.shapes, owners, here, rank_of, self.world)
-        return self.form.put(state, after[here.stage_id], self.shapes, here.partition, received)
+        received = moved(contents, sources, targets, owners, here, rank_of, self.world)
+        return targets[here].put(state, received)
 
     def _look(self, path: Path) -> _Saved | None:
         if not path.is_file():
@@ -168,7 +169,7 @@ class OptimizerStates:
         if self.form is None or self.form.num_partitions > 1 or not isinstance(saved, Mapping):
             return None
         try:
-            self.form.take(saved, self.stock[self.engine.stage_id], self.shapes, 0)
+            Shard(self.form, self.stock[self.engine.stage_id], self.shapes, 0).take(saved)
         except _UNLIKE as error:
             return (
                 "the optimizer states of the checkpoint are not those of the layers that DeepSpeed gives to this "

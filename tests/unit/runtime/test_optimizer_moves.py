@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, StateError, StateForm
-from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, transfers
+from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, Shard, StateError, StateForm
+from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, routes_between, shards_of
 
 STEP = 7
 
@@ -75,12 +75,13 @@ def brought(
     form: StateForm, states: dict[Holder, Any], before: Orders, after: Orders, shapes: Shapes
 ) -> dict[Holder, Any]:
     """What all have after their exchange, which takes place here without ranks."""
-    held = {at: form.take(state, before[at.stage_id], shapes, at.partition) for at, state in states.items()}
+    sources, targets = (shards_of(form, orders, shapes) for orders in (before, after))
+    held = {at: sources[at].take(state) for at, state in states.items()}
     received: dict[Holder, dict[str, list[tuple[Piece, Content]]]] = {at: {} for at in states}
-    for (source, target), pieces in transfers(form, before, after, shapes, {}).items():
+    for (source, target), pieces in routes_between(sources, targets, {}).items():
         for piece in pieces:
             received[target].setdefault(piece.name, []).append((piece, held[source][piece]))
-    return {at: form.put(state, after[at.stage_id], shapes, at.partition, received[at]) for at, state in states.items()}
+    return {at: targets[at].put(state, received[at]) for at, state in states.items()}
 
 
 def assert_same(ours: Any, expected: Any, where: str = "") -> None:
@@ -159,16 +160,16 @@ def test_states_of_other_parameters_are_not_taken(claimed: tuple[str, ...]) -> N
     saved: Groups = (("0", "2"),)
     flat = zero_form(2, strips=True)
     with pytest.raises(StateError):
-        StateForm().take(torch_state(saved, SHAPES), (claimed,), SHAPES, 0)
+        Shard(StateForm(), (claimed,), SHAPES, 0).take(torch_state(saved, SHAPES))
     with pytest.raises(StateError):
-        flat.take(flat_state(saved, SHAPES, 2, 1, True), (claimed,), SHAPES, 1)
+        Shard(flat, (claimed,), SHAPES, 1).take(flat_state(saved, SHAPES, 2, 1, True))
 
 
 def test_same_lengths_do_not_deceive() -> None:
     """Two parameters of six elements: only the list of where they stand tells them apart, and DeepSpeed saves one."""
     flat = zero_form(1, strips=True)
     with pytest.raises(StateError, match=r"0 is at None where \(0, 6\)"):
-        flat.take(flat_state((("1",),), SHAPES, 1, 0, True), (("0",),), SHAPES, 0)
+        Shard(flat, (("0",),), SHAPES, 0).take(flat_state((("1",),), SHAPES, 1, 0, True))
 
 
 def test_copies_are_saved_as_their_owner_has_them() -> None:
@@ -177,7 +178,7 @@ def test_copies_are_saved_as_their_owner_has_them() -> None:
     after: Orders = ((("1",),), (("2",),))
 
     def moves(owners: dict[str, int]) -> set[tuple[int, int, str]]:
-        found = transfers(StateForm(), both, after, shapes, owners)
+        found = routes_between(shards_of(StateForm(), both, shapes), shards_of(StateForm(), after, shapes), owners)
         return {(s.stage_id, t.stage_id, piece.name) for (s, t), pieces in found.items() for piece in pieces}
 
     assert moves({}) == {(0, 0, "1"), (1, 1, "2")}

@@ -84,7 +84,7 @@ def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
     if not layout.has_copies or _sums_copies(optimizer, {}):
         return None
     return (
-        "parts that stand at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
+        "parts that are at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
         "the parameters: DeepSpeed keeps these where it does not sum what several stages hold. Remove "
         "data_types.grad_accum_dtype, or take another schedule"
     )
@@ -141,7 +141,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
         for weight, (anywhere, trained, frozen) in zip(weights, there.tolist(), strict=True):
             if trained and frozen:
                 raise RuntimeError(
-                    f"a parameter of shape {list(weight.shape)} that stands at two places (chimera) is trained at one "
+                    f"a parameter of shape {list(weight.shape)} at two places (chimera) is trained at one "
                     "and not at the other: freeze it, or leave it out of the optimizer, on both stages"
                 )
             gradients.complete(weight, anywhere=bool(anywhere))

@@ -53,7 +53,7 @@ class PartedModule(PipelineModule):
         """
         if active_slice() is None:
             raise RuntimeError(
-                "the layers of this module lie in several parts per stage, and nobody says which are meant: train and "
+                "the layers of this module are in several parts per stage, and this call does not say which: train and "
                 "evaluate it by the engine that terapipe_ds.initialize() gives, with the same terapipe section"
             )
         return super().forward(forward_input)

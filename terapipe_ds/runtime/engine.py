@@ -22,8 +22,8 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import raise_on_every_rank
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.checkpoint_engine import SafeCheckpoints
-from terapipe_ds.runtime.checkpoints import warn_of_checkpoints
+from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
+from terapipe_ds.runtime.checkpoints.engine_methods import SafeCheckpoints
 from terapipe_ds.runtime.checks import (
     check_batch_options,
     check_checkpointing,

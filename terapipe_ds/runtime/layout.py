@@ -1,4 +1,4 @@
-"""Which part of the layers stands where: the layout of a pipeline, as the schedule of its batches wants it."""
+"""Say where each part of the layers lives: the layout of a pipeline, as the schedule of its batches wants it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
 
 WireEnds = tuple[int, int, int, int]
-"""``(source stage, source chunk, stage, chunk)`` of a way of activations between two stages; gradients go back."""
+"""`(source stage, source chunk, stage, chunk)` of a way of activations between two stages; gradients go back."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part stands on a stage: its number, its chunk, and whether it is an end of the model."""
+    """Where a part lives on a stage: its number, its chunk, and whether it is an end of the model."""
 
     part_id: int
     chunk_id: int = 0
@@ -27,10 +27,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """``placement[(stage_id, chunk_id)]``: the part there, as in ``Schedule.placement``.
+    """`placement[(stage_id, chunk_id)]`: the part there, as in `Schedule.placement`.
 
-    A part has several places where a pipeline goes both ways (Chimera); that with the lowest chunk is its own one:
-    there it is saved, and there evaluation runs it.
+    A part has several places where a pipeline goes both ways (Chimera). The place with the lowest chunk is its home:
+    there the part is saved, and there evaluation runs it.
     """
 
     num_stages: int
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def plain(cls, num_stages: int) -> Layout:
-        """One part for each stage."""
+        """Give one part to each stage."""
         return cls(num_stages, {(stage_id, 0): stage_id for stage_id in range(num_stages)})
 
     @property
@@ -51,16 +51,16 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """DeepSpeed's own: stage k holds part k."""
+        """Whether stage k holds part k, as with DeepSpeed's own engine."""
         return self.placement == Layout.plain(self.num_stages).placement
 
     @property
     def has_copies(self) -> bool:
-        """Whether parts stand at several places."""
+        """Whether parts live at several places."""
         return self.num_parts < len(self.placement)
 
     def places(self, stage_id: int) -> tuple[Place, ...]:
-        """Of one stage, by chunk."""
+        """Return the places of a stage, by chunk."""
         last = self.num_parts - 1
         parts = [self.placement[stage_id, chunk_id] for chunk_id in range(self.chunks_per_stage)]
         return tuple(Place(part, chunk_id, part == 0, part == last) for chunk_id, part in enumerate(parts))
@@ -73,11 +73,11 @@ class Layout:
         return homes
 
     def homes(self, part_id: int) -> list[tuple[int, int]]:
-        """The places (stage, chunk) of a part, its own one first."""
+        """Return the places (stage, chunk) of a part, its home first."""
         return self._homes[part_id]
 
     def owner(self, part_id: int) -> int:
-        """The stage that saves the part."""
+        """Return the stage that saves the part."""
         return self._homes[part_id][0][0]
 
     @property
@@ -86,7 +86,7 @@ class Layout:
         return self.owner(self.num_parts - 1)
 
     def stages_with_end(self, first: bool) -> tuple[int, ...]:
-        """The stages that hold the first part, or the last one: those that draw inputs, or labels."""
+        """Return the stages that hold the first part, or the last one: those that draw inputs, or labels."""
         return tuple(sorted(stage_id for stage_id, _ in self.homes(0 if first else self.num_parts - 1)))
 
     @property
@@ -95,38 +95,36 @@ class Layout:
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:
-        """Why the links of this layout cannot carry a schedule; None where they can."""
+        """Say why the links of this layout cannot carry a schedule; None: they can."""
         if not self.has_copies:
             return None
-        chunks: dict[int, set[int]] = {}
+        chunks: dict[int, int] = {}
         for action in (action for order in schedule.orders for action in order):
-            chunks.setdefault(action.micro_batch_id, set()).add(action.chunk_id)
-        mixed = [micro_batch_id for micro_batch_id, found in chunks.items() if len(found) > 1]
-        if not mixed:
-            return None
-        return (
-            f"schedule {schedule.name!r}: micro-batch {mixed[0]} changes between chunks; where parts stand at several "
-            "places, a micro-batch must stay in one chunk from the first part to the last"
-        )
+            if chunks.setdefault(action.micro_batch_id, action.chunk_id) != action.chunk_id:
+                return (
+                    f"schedule {schedule.name!r}: micro-batch {action.micro_batch_id} changes between chunks; where "
+                    "parts are at several places, a micro-batch must stay in one chunk from the first part to the last"
+                )
+        return None
 
     def wires(self) -> list[WireEnds]:
         """Return every way of activations between two stages.
 
-        A micro-batch keeps its direction: a copy of a part hands on to the copy of the next part that has its chunk,
+        A micro-batch keeps its direction: a copy of a part sends to the copy of the next part that has its chunk,
         where there is one.
         """
-        found = []
+        wires = []
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
             for source in self.homes(part_id):
                 same = [target for target in targets if target[1] == source[1]]
-                for target in (same if self.has_copies and same else targets):
+                for target in same if self.has_copies and same else targets:
                     if source[0] != target[0]:
-                        found.append((*source, *target))
-        return found
+                        wires.append((*source, *target))
+        return wires
 
     def own_wire(self, part_id: int) -> WireEnds:
-        """Return the way from the own place of a part to that of the next one, which stands on another stage."""
+        """Return the way from the home of a part to that of the next one, which is on another stage."""
         return (*self.homes(part_id)[0], *self.homes(part_id + 1)[0])
 
     def tag(self, ends: WireEnds) -> int:
@@ -139,52 +137,49 @@ _Way = TypeVar("_Way")
 
 
 def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> list[list[_Way]]:
-    """The ways between stages in rounds in which every stage has one at most.
+    """Group ways between stages in rounds in which every stage has one at most.
 
     Args:
-        ends: the two stages of a way.
+        ends: gives the two stages of a way.
     """
     rounds: list[tuple[set[int], list[_Way]]] = []
     for way in ways:
-        free = (found for found in rounds if found[0].isdisjoint(ends(way)))
-        found = next(free, None)
-        if found is None:
-            rounds.append(found := (set(), []))
-        found[0].update(ends(way))
-        found[1].append(way)
-    return [found for _, found in rounds]
+        stages, members = next((each for each in rounds if each[0].isdisjoint(ends(way))), (set[int](), list[_Way]()))
+        if not members:
+            rounds.append((stages, members))
+        stages.update(ends(way))
+        members.append(way)
+    return [members for _, members in rounds]
 
 
 def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Placement:
-    """Where a schedule, by its name or from its file, wants the parts. Raises ScheduleError."""
+    """Return where a schedule, by its name or from its file, wants the parts. Raises ScheduleError."""
     if schedule.endswith(".csv"):
         return load(schedule).placement
     return placement_for(schedule, num_stages, chunks_per_stage)
 
 
 def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
-    """The layout that the schedule of ``config`` runs on.
+    """Return the layout that the schedule of `config` runs on.
 
     Raises:
         TeraPipeConfigError: the schedule has no such layout.
     """
+    what = f"terapipe.schedule = {config.schedule!r}"
     if config.schedule.endswith(".csv"):
         schedule = load(config.schedule)
         if schedule.num_stages != num_stages:
             raise TeraPipeConfigError(
-                f"terapipe.schedule = {config.schedule!r}: it is for {schedule.num_stages} stages, and the module has "
-                f"{num_stages}; write one for {num_stages}"
+                f"{what}: it is for {schedule.num_stages} stages, and the module has {num_stages}; write one for "
+                f"{num_stages}"
             )
         layout = Layout(num_stages, schedule.placement)
-        held = [{place.part_id for place in layout.places(stage_id)} for stage_id in range(num_stages)]
-        twice = [stage_id for stage_id in range(num_stages) if len(held[stage_id]) < layout.chunks_per_stage]
-        if twice:
-            raise TeraPipeConfigError(
-                f"terapipe.schedule = {config.schedule!r}: stage {twice[0]} holds a part twice; place it there once"
-            )
+        for stage_id in range(num_stages):
+            if len({place.part_id for place in layout.places(stage_id)}) < layout.chunks_per_stage:
+                raise TeraPipeConfigError(f"{what}: stage {stage_id} holds a part twice; place it there once")
         return layout
     name = ("interleaved" if config.chunks_per_stage > 1 else "1f1b") if config.schedule == "auto" else config.schedule
     try:
         return Layout(num_stages, placement_for(name, num_stages, config.chunks_per_stage))
     except ScheduleError as error:
-        raise TeraPipeConfigError(f"terapipe.schedule = {config.schedule!r}: {error.reason}") from None
+        raise TeraPipeConfigError(f"{what}: {error.reason}") from None

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.header import on_every_rank
-from terapipe_ds.runtime.parted import each_part, module_of, parameters_of_other_parts, replace_layers
+from terapipe_ds.runtime.layer_names import module_of
+from terapipe_ds.runtime.parted import each_part, parameters_of_other_parts, replace_layers
 
 
 class NonFiniteError(ValueError):

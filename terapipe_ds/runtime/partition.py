@@ -1,4 +1,4 @@
-"""Where DeepSpeed's partition methods cut the layers of a ``PipelineModule``, asked without touching the module."""
+"""Ask DeepSpeed's partition methods where they cut the layers of a `PipelineModule`, without touching the module."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ import numpy as np
 import torch
 from deepspeed.utils import logger as deepspeed_logger
 
-from terapipe_ds.runtime.state_order import STOCK_BOUNDS
+from terapipe_ds.runtime.layer_names import STOCK_BOUNDS
 
 PARTITION_METHOD = "_terapipe_partition_method"
 """Attribute of a module: how it was cut."""
 
 
 def guessed_method(module: Any, parameters: Sequence[int] | None = None) -> str | None:
-    """For modules that were built before ``terapipe_ds.register()``: a method that gives the stages they were built
-    with. Arguments as of :func:`bounds_by`."""
+    """Return a method that gives the stages which a module was built with before `terapipe_ds.register()`.
+
+    The arguments are those of `bounds_by`.
+    """
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
     return next((m for m in methods if bounds_by(module, m, len(stock) - 1, parameters) == stock), None)
 
 
 def bounds_by(module: Any, method: str, num_parts: int, parameters: Sequence[int] | None = None) -> list[int]:
-    """The first layer of every part, and the number of layers.
+    """Return the first layer of every part, and the number of layers.
 
     Args:
-        parameters: of each layer, those that are trained; None: DeepSpeed builds every layer once more to count them.
+        parameters: how many trained parameters each layer has; None: DeepSpeed builds every layer once more to count.
     """
-    with _as_it_was(module), random_states_kept() if parameters is None else contextlib.nullcontext():
+    with _restored(module), random_states_kept() if parameters is None else contextlib.nullcontext():
         module.num_stages = num_parts
         if parameters is not None:
             module._count_layer_params = lambda: list(parameters)
@@ -41,8 +43,8 @@ def bounds_by(module: Any, method: str, num_parts: int, parameters: Sequence[int
 
 
 @contextlib.contextmanager
-def _as_it_was(module: Any) -> Iterator[None]:
-    """The module's own cut afterwards, and nothing said meanwhile."""
+def _restored(module: Any) -> Iterator[None]:
+    """Restore the module's own cut at the end, and silence DeepSpeed meanwhile."""
     names = ("parts", "num_stages", "_local_start", "_local_stop", PARTITION_METHOD)
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
@@ -59,7 +61,7 @@ def _as_it_was(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Layers that are built only to be counted or overwritten draw no numbers of the user's."""
+    """Draw none of the user's random numbers for layers that are built only to be counted or overwritten."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng():

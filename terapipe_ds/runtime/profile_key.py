@@ -13,8 +13,9 @@ import torch
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.cost_profile import ProfileKey
+from terapipe_ds.runtime.layer_names import module_of
 from terapipe_ds.runtime.machine import device_name
-from terapipe_ds.runtime.parted import module_of, parameters_of_part
+from terapipe_ds.runtime.parted import parameters_of_part
 
 
 def describe_layers(module: Any) -> list[Any]:

@@ -1,9 +1,8 @@
-"""Make ``deepspeed.initialize`` build a :class:`TeraPipeEngine` where the config asks for one.
+"""Make `deepspeed.initialize` build a `TeraPipeEngine` where the config asks for one.
 
-``deepspeed.initialize`` looks its pipeline engines up as globals of the package ``deepspeed`` at each call
-(``deepspeed/__init__.py``). While registered, these names are bound to stand-ins: classes whose metaclass sends the
-*call* to the right engine class, and ``isinstance``/``issubclass`` to DeepSpeed's own class, so that existing checks
-(``isinstance(engine, deepspeed.PipelineEngine)``) and subclasses keep working.
+`deepspeed.initialize` looks its pipeline engines up as globals of the package `deepspeed` at each call. While
+registered, these names are bound to stand-ins: classes whose metaclass sends the *call* to the right engine class, and
+`isinstance`/`issubclass` to DeepSpeed's own class, so that existing checks and subclasses keep working.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ _registered = False
 _verify_only = False
 
 
-def _raw_config(engine_arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's DeepSpeed config as a dict; DeepSpeed keeps sections that it does not know in ``_param_dict``."""
-    config_class = engine_arguments.get("config_class")
-    return dict(getattr(config_class, "_param_dict", None) or {})
-
-
 def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
-    """The validated section, after all ranks were seen to have the same one."""
+    """Validate the section of a DeepSpeed config, after all ranks were seen to have the same one."""
     require_equal_configs(raw)
     return TeraPipeConfig.from_deepspeed(dict(raw))
+
+
+def _is_enabled(config_class: Any = None, **_: Any) -> bool:
+    """Look into the config that an engine is built with: DeepSpeed keeps unknown sections in `_param_dict`."""
+    return _section(getattr(config_class, "_param_dict", None) or {}).enabled
 
 
 def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    if _section(_raw_config(kwargs)).enabled:
+    if _is_enabled(**kwargs):
         from terapipe_ds.runtime.engine import TeraPipeEngine
 
         engine = TeraPipeEngine(*args, **kwargs)
@@ -50,7 +48,7 @@ def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
 def _build_dualpipev_engine(*args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 
-    if _section(_raw_config(kwargs)).enabled:
+    if _is_enabled(**kwargs):
         raise TeraPipeConfigError(
             "terapipe.enabled: true cannot be combined with a DualPipeVModule: DualPipeV brings its own schedule and "
             "runs two stages on each rank. Build the model as a PipelineModule, or set terapipe.enabled to false."
@@ -59,7 +57,7 @@ def _build_dualpipev_engine(*args: Any, **kwargs: Any) -> Any:
 
 
 def _stand_in(stock: type, build: Any) -> type:
-    """A class that looks like ``stock`` to isinstance and issubclass, and whose call is ``build``."""
+    """Make a class that looks like `stock` to isinstance and issubclass, and whose call is `build`."""
 
     class Dispatch(type(stock)):  # type: ignore[misc]
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +77,7 @@ def _stand_in(stock: type, build: Any) -> type:
 
 @functools.cache
 def _names() -> dict[str, tuple[type, type]]:
-    """Name in the package ``deepspeed`` -> (DeepSpeed's class, its stand-in). Only after ``compat.require_hooks()``."""
+    """Return name in the package `deepspeed` -> (its class, the stand-in). Call `compat.require_hooks` first."""
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -91,8 +89,10 @@ def _names() -> dict[str, tuple[type, type]]:
 
 @functools.cache
 def _partition() -> tuple[Any, Any]:
-    """``PipelineModule._partition_layers``, and the same with the method written down: layers are cut anew by it where
-    stages hold several parts."""
+    """Return `PipelineModule._partition_layers`, and the same with the method written down.
+
+    Layers are cut anew by that method if stages hold several parts.
+    """
     from deepspeed.pipe import PipelineModule
 
     from terapipe_ds.runtime.partition import PARTITION_METHOD
@@ -107,57 +107,56 @@ def _partition() -> tuple[Any, Any]:
     return stock, partition_layers
 
 
-def register(verify_only: bool = False) -> None:
-    """From now on ``deepspeed.initialize`` returns a ``TeraPipeEngine`` where the model is a ``PipelineModule`` and the
-    config has an enabled ``terapipe`` section, and DeepSpeed's own engine in every other case.
+def _bind(ours: bool) -> None:
+    """Bind DeepSpeed's names to our stand-ins, or to its own classes again."""
+    global _registered
+    import deepspeed  # not at the top: compat says what is wrong with it
 
-    Calling it again changes nothing but ``verify_only``; :func:`unregister` takes it back.
+    for name, classes in _names().items():
+        setattr(deepspeed, name, classes[ours])
+    deepspeed.pipe.PipelineModule._partition_layers = _partition()[ours]
+    _registered = ours
+
+
+def register(verify_only: bool = False) -> None:
+    """Let `deepspeed.initialize` return a `TeraPipeEngine` for configs with an enabled `terapipe` section.
+
+    The model must be a `PipelineModule`; in every other case DeepSpeed's own engine is returned. Calling it again
+    changes nothing but `verify_only`; `unregister` takes it back.
 
     Args:
-        verify_only: the first ``train_batch`` compares slices with whole sequences, prints the report and ends the
-            process with 0, or with 1 after a difference (``terapipe_ds.run --verify``).
+        verify_only: the first `train_batch` compares slices with whole sequences, prints the report and ends the
+            process with 0, or with 1 after a difference (`terapipe_ds.run --verify`).
 
     Raises:
         terapipe_ds.compat.CompatError: the installed DeepSpeed lacks a hook that the engine needs.
     """
-    global _registered, _verify_only
+    global _verify_only
     _verify_only = verify_only
-    if _registered:
-        return
-    compat.require_hooks()
-    compat.warn_about_versions()
-    import deepspeed  # not at the top: compat says what is wrong with it
-
-    for name, (_, stand_in) in _names().items():
-        setattr(deepspeed, name, stand_in)
-    deepspeed.pipe.PipelineModule._partition_layers = _partition()[1]
-    _registered = True
+    if not _registered:
+        compat.require_hooks()
+        compat.warn_about_versions()
+        _bind(ours=True)
 
 
 def unregister() -> None:
-    """Take :func:`register` back. Engines that exist already go on."""
-    global _registered, _verify_only
+    """Take `register` back. Engines that exist already go on."""
+    global _verify_only
     _verify_only = False
-    if not _registered:
-        return
-    import deepspeed
-
-    for name, (stock, _) in _names().items():
-        setattr(deepspeed, name, stock)
-    deepspeed.pipe.PipelineModule._partition_layers = _partition()[0]
-    _registered = False
+    if _registered:
+        _bind(ours=False)
 
 
 def is_registered() -> bool:
-    """True between :func:`register` and :func:`unregister`."""
+    """Return True between `register` and `unregister`."""
     return _registered
 
 
 def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
-    """Bring the layers of a ``PipelineModule`` to the stages that hold them under ``ds_config``.
+    """Bring the layers of a `PipelineModule` to the stages that hold them under `ds_config`. Every rank must call.
 
-    ``deepspeed.initialize`` does so itself. Call this before, right after the module is built, where parameter groups
-    or an optimizer are made of the module's parameters and stages hold several parts. Every rank must call it.
+    `deepspeed.initialize` does so itself. Call this before, right after the module is built, if parameter groups or an
+    optimizer are made of the module's parameters and stages hold several parts.
 
     Args:
         ds_config: DeepSpeed's config, or the path of its JSON file.
@@ -177,7 +176,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """``deepspeed.initialize`` with the plugin registered for this one call: same arguments, same result."""
+    """Call `deepspeed.initialize` with the plugin registered for this one call: same arguments, same result."""
     was_registered = _registered
     register(_verify_only)
     import deepspeed

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from terapipe_ds.runtime import checkpoint_manifest, checkpoint_save
+from terapipe_ds.runtime.checkpoints import manifest as checkpoint_manifest
+from terapipe_ds.runtime.checkpoints import save as checkpoint_save
 from tests.distributed.engines import engine_of, gpt_layers, micro_batch, section
 
 MICRO_BATCHES = 2

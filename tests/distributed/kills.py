@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from terapipe_ds.runtime.checkpoint_manifest import is_whole
+from terapipe_ds.runtime.checkpoints.manifest import is_whole
 from tests.distributed.harness import RankFailure, RankPool
 from tests.distributed.killed_job import Training, job_train
 

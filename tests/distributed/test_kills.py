@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from terapipe_ds.runtime.checkpoint_manifest import Place
+from terapipe_ds.runtime.checkpoints.manifest import CheckpointPaths
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.killed_job import Kill, Training, job_train
 from tests.distributed.kills import TRAININGS, History, chain, problems
@@ -49,7 +49,7 @@ def kill_and_resume(kill: Kill, from_step: int, folder: Path, never_killed: list
     for history, expected in zip(after, never_killed, strict=True):
         assert history.attempts[-1][0] == ["resumed", str(from_step)]
         assert history.end == expected.end is not None
-    place = Place(folder / "saved", "last")
+    place = CheckpointPaths(folder / "saved", "last")
     assert place.final.is_dir()
     assert not place.saving.exists()
     assert not place.replaced.exists()

@@ -320,7 +320,7 @@ def job_not_by_the_engine() -> str:
 
 
 def test_a_module_in_parts_is_not_called_by_anybody_else() -> None:
-    assert all("nobody says which are meant" in text for text in rank_pool(2).run(job_not_by_the_engine))
+    assert all("this call does not say which" in text for text in rank_pool(2).run(job_not_by_the_engine))
 
 
 def job_watched(changes: dict[str, Any]) -> dict[str, float]:

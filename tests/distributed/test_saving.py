@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from terapipe_ds.runtime.checkpoint_manifest import MANIFEST, CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError
 from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, logged, section, train
 from tests.distributed.harness import rank_pool
 

@@ -14,20 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.files import write_text
-from terapipe_ds.runtime import checkpoint_manifest
-from terapipe_ds.runtime.checkpoint_choice import choose_checkpoint
-from terapipe_ds.runtime.checkpoint_manifest import MANIFEST, CheckpointError, Manifest, Place
+from terapipe_ds.runtime.checkpoints import manifest as checkpoint_manifest
+from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, CheckpointPaths, Manifest
 
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
-def save(folder: Path, tag: str, steps: int, is_latest: bool = True, finish: bool = True) -> Place:
+def save(folder: Path, tag: str, steps: int, is_latest: bool = True, finish: bool = True) -> CheckpointPaths:
     """What all ranks and then the first one do, with files that hold the number of steps."""
-    place = Place(folder, tag)
+    place = CheckpointPaths(folder, tag)
     place.settle()
     fill(place.saving, steps)
     sizes = {name: (place.saving / name).stat().st_size for name in FILES}
-    Manifest(tag, steps, is_latest, sizes).write(place.saving)
+    Manifest(tag=tag, global_steps=steps, is_latest=is_latest, files=sizes).write(place.saving)
     if finish:
         place.commit()
         if is_latest:
@@ -128,7 +128,7 @@ def test_files_of_another_layout_do_not(tmp_path: Path) -> None:
     name = "zero_pp_rank_7_mp_rank_00_optim_states.pt"
     (place.final / name).write_text("of eight replicas")
     sizes = {**json.loads((place.final / MANIFEST).read_text())["files"], name: 17}
-    Manifest("last", 1, True, sizes).write(place.final)
+    Manifest(tag="last", global_steps=1, is_latest=True, files=sizes).write(place.final)
     save(tmp_path, "last", 2)
     assert not (place.final / name).exists()
 
@@ -181,7 +181,7 @@ def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tm
         choose_checkpoint(tmp_path, "b")
     assert f"{FILES[0]} is missing" in str(caught.value)
     assert f"{FILES[1]} has 1 bytes of 4" in str(caught.value)
-    fill(Place(tmp_path, "c").saving, 3)
+    fill(CheckpointPaths(tmp_path, "c").saving, 3)
     with pytest.raises(CheckpointError, match="c was killed before all files were written"):
         choose_checkpoint(tmp_path, "c")
     (tmp_path / "a" / FILES[0]).unlink()
@@ -207,9 +207,9 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
         found = choose_checkpoint(tmp_path, tag)
         assert (found.tag, found.read_as, found.manifest, found.note) == ("stock", "stock", None, None)
     save(tmp_path, "stock", 2, finish=False)
-    (tmp_path / "stock").rename(Place(tmp_path, "stock").replaced)  # a kill between the two moves
+    (tmp_path / "stock").rename(CheckpointPaths(tmp_path, "stock").replaced)  # a kill between the two moves
     assert steps_of(tmp_path) == 2
-    (Place(tmp_path, "stock").saving / FILES[0]).unlink()
+    (CheckpointPaths(tmp_path, "stock").saving / FILES[0]).unlink()
     assert steps_of(tmp_path) == 1
 
 
@@ -223,7 +223,9 @@ def test_tags_may_have_folders(tmp_path: Path) -> None:
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    manifest = Manifest("a", 7, False, {"x": 1}, {"plans": {"16": {"slices": [8, 8]}}})
+    manifest = Manifest(
+        tag="a", global_steps=7, is_latest=False, files={"x": 1}, training={"plans": {"16": {"slices": [8, 8]}}}
+    )
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
     assert Manifest.read(tmp_path / "none") is None
@@ -248,7 +250,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
 @given(st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3))
 def test_wrong_values_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
     folder = tmp_path_factory.getbasetemp()
-    Manifest("a", 1, True, {"x": 1}).write(folder)
+    Manifest(tag="a", global_steps=1, is_latest=True, files={"x": 1}).write(folder)
     document = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**document, **changes}))
     try:

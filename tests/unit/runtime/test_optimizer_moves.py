@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from terapipe_ds.runtime.state_forms import FlatForm, PerParameterForm, Shapes, StateError, StateForm
-from terapipe_ds.runtime.state_moves import Place, _cut, _joined, _moves
-from terapipe_ds.runtime.state_order import Groups, Orders
+from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, Shard, StateError, StateForm
+from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, routes_between, shards_of
 
 STEP = 7
 
@@ -65,23 +64,24 @@ def torch_state(groups: Groups, shapes: Shapes) -> dict[str, Any]:
     return {"state": states, "param_groups": param_groups}
 
 
+def zero_form(count: int, strips: bool, alignment: int = 2) -> StateForm:
+    return StateForm(
+        "base_optimizer_state", "single_partition_of_fp32_groups", is_flat=True, num_partitions=count,
+        alignment=alignment * count, lists_pieces=True, strips=strips,
+    )  # fmt: skip
+
+
 def brought(
-    form: StateForm, states: dict[Place, Any], before: Orders, after: Orders, shapes: Shapes
-) -> dict[Place, Any]:
-    """What all places have after their exchange, which takes place here without ranks."""
-    held = {at: form.take(state, before[at.stage_id], shapes, at.partition) for at, state in states.items()}
-    received: dict[Place, dict[Any, Any]] = {at: {} for at in states}
-    for (source, target), moves in _moves(form, before, after, shapes).items():
-        for move in moves:
-            content = _cut(held[source][move.source], move, apart=source != target)
-            received[target].setdefault(move.target, []).append((move, content))
-    return {
-        at: form.put(
-            state, before[at.stage_id], after[at.stage_id], shapes, at.partition,
-            {piece: _joined(parts) for piece, parts in received[at].items()},
-        )
-        for at, state in states.items()
-    }  # fmt: skip
+    form: StateForm, states: dict[Holder, Any], before: Orders, after: Orders, shapes: Shapes
+) -> dict[Holder, Any]:
+    """What all have after their exchange, which takes place here without ranks."""
+    sources, targets = (shards_of(form, orders, shapes) for orders in (before, after))
+    held = {at: sources[at].take(state) for at, state in states.items()}
+    received: dict[Holder, dict[str, list[tuple[Piece, Content]]]] = {at: {} for at in states}
+    for (source, target), pieces in routes_between(sources, targets, {}).items():
+        for piece in pieces:
+            received[target].setdefault(piece.name, []).append((piece, held[source][piece]))
+    return {at: targets[at].put(state, received[at]) for at, state in states.items()}
 
 
 def assert_same(ours: Any, expected: Any, where: str = "") -> None:
@@ -123,8 +123,8 @@ def moves_to_make(draw: Any) -> tuple[Shapes, Orders, Orders]:
 @given(case=moves_to_make(), count=st.integers(1, 3), strips=st.booleans())
 def test_flat_states(case: tuple[Shapes, Orders, Orders], count: int, strips: bool) -> None:
     shapes, before, after = case
-    form = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", count, 2 * count, True, strips)
-    places = [Place(stage, index) for stage in range(len(before)) for index in range(count)]
+    form = zero_form(count, strips)
+    places = [Holder(stage, index) for stage in range(len(before)) for index in range(count)]
     states, expected = (
         {at: flat_state(order[at.stage_id], shapes, count, at.partition, strips) for at in places}
         for order in (before, after)
@@ -138,9 +138,9 @@ def test_flat_states(case: tuple[Shapes, Orders, Orders], count: int, strips: bo
 def test_states_by_parameter(case: tuple[Shapes, Orders, Orders]) -> None:
     shapes, before, after = case
     states, expected = (
-        {Place(i, 0): torch_state(groups, shapes) for i, groups in enumerate(order)} for order in (before, after)
+        {Holder(i, 0): torch_state(groups, shapes) for i, groups in enumerate(order)} for order in (before, after)
     )
-    ours = brought(PerParameterForm(), states, before, after, shapes)
+    ours = brought(StateForm(), states, before, after, shapes)
     for at, state in expected.items():
         assert_same(ours[at], state)
 
@@ -148,8 +148,8 @@ def test_states_by_parameter(case: tuple[Shapes, Orders, Orders]) -> None:
 def test_states_before_the_first_step_are_none() -> None:
     shapes, groups = {"0": (2,), "1": (3,)}, (("0", "1"),)
     state = {"state": {}, "param_groups": [{"params": [0, 1]}]}
-    held = PerParameterForm().take(state, groups, shapes, 0)
-    assert PerParameterForm().put(state, groups, (("1", "0"),), shapes, 0, held) == state
+    ours = brought(StateForm(), {Holder(0, 0): state}, (groups,), ((("1", "0"),),), shapes)
+    assert ours == {Holder(0, 0): state}
 
 
 SHAPES: Shapes = {"0": (2, 3), "1": (6,), "2": (4,)}
@@ -158,18 +158,18 @@ SHAPES: Shapes = {"0": (2, 3), "1": (6,), "2": (4,)}
 @pytest.mark.parametrize("claimed", [("0", "1"), ("1", "0", "2"), ("2", "0")])
 def test_states_of_other_parameters_are_not_taken(claimed: tuple[str, ...]) -> None:
     saved: Groups = (("0", "2"),)
-    flat = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", 2, 4, True, True)
+    flat = zero_form(2, strips=True)
     with pytest.raises(StateError):
-        PerParameterForm().take(torch_state(saved, SHAPES), (claimed,), SHAPES, 0)
+        Shard(StateForm(), (claimed,), SHAPES, 0).take(torch_state(saved, SHAPES))
     with pytest.raises(StateError):
-        flat.take(flat_state(saved, SHAPES, 2, 1, True), (claimed,), SHAPES, 1)
+        Shard(flat, (claimed,), SHAPES, 1).take(flat_state(saved, SHAPES, 2, 1, True))
 
 
 def test_same_lengths_do_not_deceive() -> None:
     """Two parameters of six elements: only the list of where they stand tells them apart, and DeepSpeed saves one."""
-    flat = FlatForm("base_optimizer_state", "single_partition_of_fp32_groups", 1, 2, True, True)
-    with pytest.raises(StateError, match=r"0 stands at None where \(0, 6\)"):
-        flat.take(flat_state((("1",),), SHAPES, 1, 0, True), (("0",),), SHAPES, 0)
+    flat = zero_form(1, strips=True)
+    with pytest.raises(StateError, match=r"0 is at None where \(0, 6\)"):
+        Shard(flat, (("0",),), SHAPES, 0).take(flat_state((("1",),), SHAPES, 1, 0, True))
 
 
 def test_copies_are_saved_as_their_owner_has_them() -> None:
@@ -178,8 +178,8 @@ def test_copies_are_saved_as_their_owner_has_them() -> None:
     after: Orders = ((("1",),), (("2",),))
 
     def moves(owners: dict[str, int]) -> set[tuple[int, int, str]]:
-        found = _moves(PerParameterForm("", ""), both, after, shapes, owners)
-        return {(s.stage_id, t.stage_id, move.target.name) for (s, t), each in found.items() for move in each}
+        found = routes_between(shards_of(StateForm(), both, shapes), shards_of(StateForm(), after, shapes), owners)
+        return {(s.stage_id, t.stage_id, piece.name) for (s, t), pieces in found.items() for piece in pieces}
 
     assert moves({}) == {(0, 0, "1"), (1, 1, "2")}
     assert moves({"1": 1, "2": 0}) == {(1, 0, "1"), (0, 1, "2")}

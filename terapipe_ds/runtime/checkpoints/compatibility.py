@@ -1,0 +1,157 @@
+"""Refuse checkpoints that do not fit the engine, before DeepSpeed reads them, and alike on every rank.
+
+Nothing of plan or schedule is in a checkpoint, so any of them may follow any other. What must fit is TP x PP x DP:
+DeepSpeed (0.19.8) fails with a word on its own models where the tensor-parallel size differs, and where the number of
+stages differs it fills the optimizer of a stage with the states of other layers, or with zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as torch_dist
+from deepspeed.checkpoint import constants
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import done_on_each_rank
+from terapipe_ds.runtime.checkpoints.load import read_states
+
+logger = logging.getLogger("terapipe_ds")
+
+MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints
+_CONVERT = (
+    "Convert the checkpoint (python -m deepspeed.checkpoint.ds_to_universal; its writer must use ZeRO stage 1) and "
+    'load it with "checkpoint": {"load_universal": true}'
+)
+
+
+def refuse_what_does_not_fit(
+    engine: PipelineEngine, folder: Path | None, load_optimizer_states: bool, load_module_only: bool
+) -> None:
+    """Compare the engine with the checkpoint in `folder`. A collective over all ranks; the first one reads.
+
+    Raises:
+        TeraPipeConfigError: on every rank: what would be loaded wrongly, and what to do.
+        CheckpointError: on every rank: the file to look at cannot be read.
+    """
+
+    def look() -> str | None:
+        problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
+        path = None if folder is None else folder / "mp_rank_00_model_states.pt"
+        if problem is not None or path is None or not path.is_file():  # DeepSpeed says what is missing
+            return problem
+        saved = read_states(engine, path)
+        problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
+        if problem is not None or not engine.load_universal_checkpoint():
+            return problem or _problem_of_sizes(engine, saved, load_optimizer_states and not load_module_only)
+        if stage == 1:
+            return None
+        return (
+            f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
+            'parameters. Set "zero_optimization": {"stage": 1}'
+        )
+
+    problem = done_on_each_rank(look if torch_dist.get_rank() == 0 else None)[0]
+    if problem is not None:
+        raise TeraPipeConfigError(problem)
+
+
+def warn_of_checkpoints(engine: PipelineEngine) -> None:
+    """Warn before hours of training of checkpoints that cannot be loaded whole."""
+    if isinstance(engine.optimizer, BF16_Optimizer) and not engine.zero_optimization():
+        logger.warning(
+            "bf16 without ZeRO: DeepSpeed saves the optimizer states of one replica and cannot load them again; only "
+            'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
+            '"fp32"}'
+        )
+
+
+def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:
+    """Say why the next step would undo the load.
+
+    Without ZeRO, DeepSpeed loads half-precision parameters and leaves their fp32 copies as they were, unless it loads
+    these too.
+    """
+    if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
+        return None
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        return (
+            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it has saved those of one replica. Load the "
+            'parameters alone, with load_module_only=True, and set "zero_optimization": {"stage": 1} for the next time'
+        )
+    if not load_optimizer_states:
+        return (
+            "load_optimizer_states=False leaves the fp32 copies of the parameters as they are, so that the next step "
+            "undoes the load. Use load_module_only=True"
+        )
+    return None
+
+
+def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_optimizer: bool) -> str | None:
+    """Say where the checkpoint was saved by another TP x PP x DP."""
+    dimensions = saved.get(constants.CHECKPOINT_PARALLEL_DIMS)
+    if not isinstance(dimensions, Mapping):  # of another version of DeepSpeed
+        return None
+    tensor, saved_tensor = engine.grid.get_slice_parallel_world_size(), dimensions.get(constants.CHECKPOINT_TP_DEGREE)
+    stages, saved_stages = engine.grid.get_pipe_parallel_world_size(), dimensions.get(constants.CHECKPOINT_PP_DEGREE)
+    replicas, saved_replicas = engine.dp_world_size, saved.get("dp_world_size")
+    parameters_alone = "Load the parameters alone, with load_module_only=True. To keep the states"
+    if saved_tensor != tensor:
+        return (
+            f"the checkpoint was saved by {saved_tensor} tensor-parallel ranks, and {tensor} would load it: each holds "
+            f"another part of the parameters. {_CONVERT}"
+        )
+    if saved_stages != stages and with_optimizer:
+        return (
+            f"the checkpoint was saved by {saved_stages} stages, and {stages} would load it: optimizer states are "
+            f"saved by stage. {parameters_alone}: {_CONVERT}"
+        )
+    if saved_replicas != replicas and with_optimizer and engine.zero_optimization():
+        return (
+            f"the checkpoint was saved by {saved_replicas} data-parallel replicas, and {replicas} would load it: ZeRO "
+            f"splits optimizer states over them. {parameters_alone}: {_CONVERT}"
+        )
+    return None
+
+
+def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
+    """Compare sizes that a module writes down beside its parameters: shapes do not tell heads from head size."""
+    theirs = _sizes(saved.get(constants.UNIVERSAL_CHECKPOINT_INFO))
+    ours = None if theirs is None else _sizes(_description(module))
+    if theirs is None or ours is None:
+        return None
+    different = [
+        f"{name}={theirs.get(name)} there and {ours.get(name)} here"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+    if not different:
+        return None
+    return f"the checkpoint is of another model: {', '.join(different)}. Build the one that was saved"
+
+
+def _sizes(info: Any) -> Mapping[str, Any] | None:
+    return info.get(MODEL_SIZES) if isinstance(info, Mapping) else None
+
+
+def _description(module: Any) -> Any:
+    """Return how a module describes its parameters to DeepSpeed's converter: in a dict, by a method, or not at all."""
+    info = getattr(module, constants.UNIVERSAL_CHECKPOINT_INFO, None)
+    return info() if callable(info) else info
+
+
+def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Add to `client_state` the description of the module's parameters that a method of the module gives.
+
+    DeepSpeed (0.19.8) takes `universal_checkpoint_info` for a dict and would save the method, which takes the module
+    and its process groups along. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
+    """
+    state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
+    if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
+        return state  # with experts DeepSpeed makes a dict of it itself, and takes none from the client
+    return {**state, name: _description(engine.module)}

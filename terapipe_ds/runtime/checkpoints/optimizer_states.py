@@ -1,0 +1,264 @@
+"""Keep optimizer states in checkpoints as DeepSpeed's own engine would have them, whatever the layout of this one.
+
+A stage that holds several parts has other layers than the stage of that number in DeepSpeed's own cut. Its states are
+brought to where DeepSpeed has them while a checkpoint is saved, and back while one is loaded, by the names of
+parameters, which every checkpoint lists. States that cannot be brought there are saved in an envelope that only this
+package opens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import done_on_each_rank, gathered, raise_on_every_rank
+from terapipe_ds.runtime.checkpoints.load import read_states
+from terapipe_ds.runtime.checkpoints.optimizer_forms import Groups, Shapes, Shard, StateError, StateForm, form_of
+from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, moved, shards_of, stock_orders
+from terapipe_ds.runtime.checkpoints.save import replaced
+from terapipe_ds.runtime.copies import owners_of
+from terapipe_ds.runtime.layer_names import layer_of_parameter
+from terapipe_ds.runtime.layout import Layout
+
+LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters by group of the optimizer
+ENVELOPE = "terapipe_states_of_this_layout"  # around optimizer states that DeepSpeed's own engine would mistake
+_UNLIKE = (StateError, KeyError, IndexError, TypeError, AttributeError, ValueError)  # a state is not of its form
+_MODULE_ONLY = "Load the parameters alone, with load_module_only=True; moments begin anew"
+
+
+@dataclass(frozen=True)
+class OptimizerStates:
+    """The optimizer states of a pipeline: which stage holds what, in which order, and how they may be moved.
+
+    Args:
+        world: a group of all ranks on the CPU.
+        form: None: we do not know it.
+        orders: as the optimizers of the stages hold their parameters.
+        stock: as they would in DeepSpeed's own engine; None: `stock_unknown` says why we do not know.
+        owners: the stage whose states are saved, for parameters with copies; the others' differ by rounding at most.
+        stuck: why states cannot be brought into another order.
+    """
+
+    engine: PipelineEngine
+    world: Any
+    form: StateForm | None
+    shapes: Shapes
+    orders: Orders
+    stock: Orders | None
+    stock_unknown: str | None
+    owners: Mapping[str, int]
+    stuck: str | None
+
+    @contextmanager
+    def saved_in_stock_order(self) -> Iterator[dict[str, Any]]:
+        """Let the optimizer give its states as DeepSpeed's own engine would. A collective over all ranks.
+
+        Yields:
+            What to save with the client's state.
+        """
+        optimizer, stage_id = self.engine.optimizer, self.engine.stage_id
+        if self.stock == self.orders:
+            yield {LISTED: self.orders[stage_id]}
+            return
+        state, problem = optimizer.state_dict(), self.stuck or self.stock_unknown
+        if problem is None and self.stock is not None:
+            try:
+                state = self._reordered(state, self.orders, self.stock, self.owners)
+            except TeraPipeConfigError as error:  # on every rank
+                problem = str(error)
+        with ExitStack() as stack:
+            if problem is not None or self.stock is None:
+                state, listed = {ENVELOPE: state, "reason": problem}, {LISTED: self.orders[stage_id], ENVELOPE: problem}
+            else:
+                listed = {LISTED: self.stock[stage_id]}
+                names_by_group = self.stock[stage_id]
+                by_group = [OrderedDict((n, torch.Size(self.shapes[n])) for n in names) for names in names_by_group]
+                stack.enter_context(replaced(self.engine, "_get_zero_param_shapes", lambda: by_group))
+            stack.enter_context(replaced(optimizer, "state_dict", lambda: state))
+            yield listed
+
+    @contextmanager
+    def loaded_in_order_of(self, path: Path) -> Iterator[None]:
+        """Let the optimizer take states in the order of a checkpoint. A collective over all ranks.
+
+        Args:
+            path: the file of this rank.
+
+        Raises:
+            TeraPipeConfigError: on every rank, before anything is loaded: the states cannot be brought into the order
+                of this engine.
+            CheckpointError: on every rank: one of them cannot read its file.
+        """
+        everyone = done_on_each_rank(lambda: self._look(path))
+        found = [each for each in everyone if each is not None]
+        if len(found) < len(everyone):  # DeepSpeed says which file is missing
+            yield
+            return
+        stages = range(self.engine.num_stages)
+        saved = [found[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
+        listed = [each.listed for each in saved if each.listed is not None]
+        orders = tuple(listed) if len(listed) == len(saved) else self.stock or self.orders
+        raise_on_every_rank(saved[self.engine.stage_id].problem or self._problem_of(orders))
+        in_envelope = any(each.in_envelope for each in saved)
+        if orders == self.orders and not in_envelope:
+            yield
+            return
+        load, replica = self.engine.optimizer.load_state_dict, self.engine.grid.get_data_parallel_id()
+
+        def load_in_order(given: Any = None, *args: Any, **kwargs: Any) -> Any:
+            by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's, of which a rank reads its own
+            state = given if by_replica is None else by_replica[replica]
+            state = state[ENVELOPE] if in_envelope else state
+            if orders != self.orders:
+                state = self._reordered(state, orders, self.orders, {})
+            if by_replica is None:
+                return load(state, *args, **kwargs)
+            every = [state if index == replica else each for index, each in enumerate(by_replica)]
+            return load(*args, state_dict_list=every, **kwargs)
+
+        with replaced(self.engine.optimizer, "load_state_dict", load_in_order):
+            yield
+
+    def _reordered(
+        self, state: Mapping[str, Any], before: Orders, after: Orders, owners: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Bring `state` of this rank into another order. A collective over all ranks.
+
+        Raises:
+            TeraPipeConfigError: on every rank, where a state is not what it should be.
+        """
+        assert self.form is not None
+        grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
+        here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
+        sources, targets = (shards_of(self.form, orders, self.shapes) for orders in (before, after))
+        try:
+            contents = sources[here].take(state)
+        except _UNLIKE as error:
+            problem = f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
+        raise_on_every_rank(problem)
+
+        def rank_of(holder: Holder) -> int:
+            return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
+
+        received = moved(contents, sources, targets, owners, here, rank_of, self.world)
+        return targets[here].put(state, received)
+
+    def _look(self, path: Path) -> _Saved | None:
+        if not path.is_file():
+            return None
+        state = read_states(self.engine, path)
+        names = state.get(LISTED) or state.get("param_shapes")  # DeepSpeed's own engine lists them with ZeRO
+        if names:
+            return _Saved(tuple(map(tuple, names)), ENVELOPE in state, None)
+        return _Saved(None, False, self._problem_of_unlisted(state.get("optimizer")))
+
+    def _problem_of_unlisted(self, saved: Any) -> str | None:
+        if self.stock is None:
+            return (
+                f"{self.stock_unknown}, and the checkpoint was saved by DeepSpeed's own engine, which does not say "
+                f"whose optimizer states it has saved. Give the groups that order. Or: {_MODULE_ONLY}"
+            )
+        if self.form is None or self.form.num_partitions > 1 or not isinstance(saved, Mapping):
+            return None
+        try:
+            Shard(self.form, self.stock[self.engine.stage_id], self.shapes, 0).take(saved)
+        except _UNLIKE as error:
+            return (
+                "the optimizer states of the checkpoint are not those of the layers that DeepSpeed gives to this "
+                f"stage: {error}. Build the PipelineModule with the partition_method of the run that saved it. Or: "
+                f"{_MODULE_ONLY}"
+            )
+        return None
+
+    def _problem_of(self, orders: Orders) -> str | None:
+        """Say why states in these orders cannot be brought into those of this engine."""
+        if orders == self.orders:
+            return None
+        theirs, ours = ({n for groups in each for names in groups for n in names} for each in (orders, self.orders))
+        unknown, missing = sorted(theirs - set(self.shapes)), sorted(ours - theirs)
+        if unknown:
+            return (
+                f"the checkpoint has optimizer states of {unknown[0]}, which is no parameter here: build the model "
+                "that was saved"
+            )
+        if missing:
+            return (
+                f"the checkpoint has no optimizer states of {missing[0]} and {len(missing) - 1} other parameters that "
+                f"are trained here. {_MODULE_ONLY}"
+            )
+        reason, theirs_count, ours_count = self.stuck, len(orders[0]), len(self.orders[0])
+        if reason is None and theirs_count != ours_count:
+            reason = f"{theirs_count} groups of parameters there, {ours_count} here"
+        if reason is None:
+            return None
+        return (
+            "the checkpoint was saved by stages that hold other layers, and its optimizer states cannot be moved: "
+            f"{reason}. Use the schedule, chunks_per_stage and partition_method that it was saved with. Or: "
+            f"{_MODULE_ONLY}"
+        )
+
+
+class _Saved(NamedTuple):
+    """What the file of a rank says of the optimizer states that were saved with it."""
+
+    listed: Groups | None  # the names of their parameters; None: DeepSpeed's own engine, without ZeRO, does not say
+    in_envelope: bool
+    problem: str | None  # why they cannot be those of this stage in DeepSpeed's own cut
+
+
+def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> OptimizerStates | None:
+    """Learn what the optimizers of all stages hold; None: there is no optimizer. A collective over all ranks.
+
+    Args:
+        world: a group of all ranks on the CPU; None for a single rank.
+    """
+    if engine.optimizer is None or not hasattr(engine.optimizer, "param_groups"):
+        return None
+    form, grid, stuck = form_of(engine.optimizer), engine.grid, None
+    if engine.has_moe_layers or form is None:
+        stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
+    elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
+        stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"
+    here = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
+    everyone = gathered((here, _groups_of(engine), stuck))
+    stages = [everyone[grid.stage_to_global(stage_id)] for stage_id in range(engine.num_stages)]
+    shapes = {name: shape for named, *_ in stages for name, shape in named.items()}
+    orders = tuple(groups for _, groups, _ in stages)
+    if len({len(groups) for groups in orders}) > 1:
+        stuck = "stages have different numbers of groups"
+    stuck = stuck or next((each for *_, each in everyone if each is not None), None)
+    unknown, owners = None, {}
+    if not layout.is_plain:
+        unknown = next(filter(None, (_problem_of_order(named, groups) for named, groups, _ in everyone)), None)
+    stock = None if unknown else orders if layout.is_plain else stock_orders(engine.module, shapes, orders)
+    if layout.has_copies:
+        by_layer = owners_of(engine.module, layout)
+        owners = {name: by_layer[layer] for name in shapes if (layer := layer_of_parameter(name)) in by_layer}
+    return OptimizerStates(engine, world, form, shapes, orders, stock, unknown, owners, stuck)
+
+
+def _groups_of(engine: PipelineEngine) -> Groups:
+    """Name the parameters of the optimizer by group; DeepSpeed's wrappers keep them beside flat copies of their own."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    groups: Any = [group["params"] for group in engine.optimizer.param_groups]
+    for attribute in ("fp16_groups", "bf16_groups", "bit16_groups"):
+        groups = getattr(engine.optimizer, attribute, groups)
+    return tuple(tuple(names.get(id(p), f"not in the module: {i}") for i, p in enumerate(group)) for group in groups)
+
+
+def _problem_of_order(shapes: Shapes, groups: Groups) -> str | None:
+    """Say why we do not know how DeepSpeed's own engine would order the parameters of a stage."""
+    for group in groups:
+        members = set(group)
+        if group != tuple(name for name in shapes if name in members):
+            return "the groups of the optimizer are not in the order of module.named_parameters()"
+    strange = next((name for name in shapes if layer_of_parameter(name) is None), None)
+    return None if strange is None else f"{strange} is no parameter of a layer"

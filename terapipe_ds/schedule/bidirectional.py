@@ -11,7 +11,7 @@ from itertools import accumulate
 from .action import Kind
 from .interleaved import PlacedUnit
 from .list_schedule import UNSPLIT, list_schedule, num_slots
-from .one_for_one import slices_of
+from .one_f_one_b import slices_of
 from .placement import bidirectional
 
 

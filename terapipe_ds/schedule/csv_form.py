@@ -1,8 +1,8 @@
 """A schedule as CSV, to write by hand, to keep in a file and to run from there.
 
-    placement,0/3,1/2        only where the parts do not stand in a loop: per stage, the parts of its chunks 0, 1, ...
-    F0.0c0,F0.0c1,B0.0c1,B0.0c0
-    F0.0c0,F0.0c1,B0.0c1,B0.0c0
+placement,0/3,1/2        only where the parts do not stand in a loop: per stage, the parts of its chunks 0, 1, ...
+F0.0c0,F0.0c1,B0.0c1,B0.0c0
+F0.0c0,F0.0c1,B0.0c1,B0.0c0
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from .action import Action, Kind, Schedule, ScheduleError
+from .action import Action, Kind, ScheduleError
 from .placement import Placement, loop
+from .schedule import Schedule
 from .validate import validate
 
 _PLACEMENT = "placement"
@@ -151,9 +152,7 @@ def _read_rows(text: str) -> list[list[str]]:
         raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
     empty = next((number for number, row in enumerate(rows, start=1) if not row), None)
     if empty is not None:
-        raise ScheduleError(
-            f"CSV row {empty} is empty: every stage computes something, give its computations"
-        )
+        raise ScheduleError(f"CSV row {empty} is empty: every stage computes something, give its computations")
     return rows
 
 
@@ -169,16 +168,12 @@ def _count_slices(actions: list[Action]) -> tuple[int, ...]:
     slices: dict[int, set[int]] = {}
     for action in actions:
         slices.setdefault(action.micro_batch_id, set()).add(action.slice_id)
-    return tuple(
-        _count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch"))
-    )
+    return tuple(_count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch")))
 
 
 def _count_up(ids: set[int], what: str) -> int:
     """How many ids there are; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
     missing = next((number for number in range(len(ids)) if number not in ids), None)
     if missing is not None:
-        raise ScheduleError(
-            f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap"
-        )
+        raise ScheduleError(f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap")
     return len(ids)

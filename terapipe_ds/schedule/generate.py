@@ -12,11 +12,12 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .action import Action, Kind, Schedule, ScheduleError
+from .action import Action, Kind, ScheduleError
 from .bidirectional import chimera, chimera_seq
 from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
-from .one_for_one import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
+from .one_f_one_b import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
+from .schedule import Schedule
 from .v_shaped import v_forwards, zbv
 from .zero_bubble import seq1f1b_zb, zb_h1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .action import Kind
-from .one_for_one import Unit, backwards, forwards, one_f_one_b, seq1f1b, slices_of
+from .one_f_one_b import Unit, backwards, forwards, one_f_one_b, seq1f1b, slices_of
 
 PlacedUnit = tuple[Kind, int, int, int]
 """(F or B or W, micro_batch_id, slice_id, chunk_id)."""

@@ -184,9 +184,7 @@ def _lanes(
     return lanes
 
 
-def _choose(
-    lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule
-) -> tuple[Kind, _Lane] | None:
+def _choose(lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule) -> tuple[Kind, _Lane] | None:
     ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
     if ready:
         return Kind.BACKWARD, min(ready, key=rule)[1]

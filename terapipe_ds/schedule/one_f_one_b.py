@@ -47,9 +47,7 @@ def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -
     another policy.
     """
     if policy not in ("A", "B"):
-        raise ScheduleError(
-            f"policy is {policy!r}: give 'A' (K - i warm-up micro-batches) or 'B' (2(K - i) - 1)"
-        )
+        raise ScheduleError(f"policy is {policy!r}: give 'A' (K - i warm-up micro-batches) or 'B' (2(K - i) - 1)")
     leads = range(num_stages - 1, -1, -1)
     return _by_whole_micro_batches([lead if policy == "A" else 2 * lead for lead in leads], num_slices)
 

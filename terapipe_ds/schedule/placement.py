@@ -1,9 +1,9 @@
 """Where do the parts stand? One dict per schedule: (stage_id, chunk_id) -> part_id.
 
-    loop, K = 3, v = 2         v_shape, K = 3             bidirectional, K = 4 (down | up)
-    stage    0  1  2           stage    0  1  2           stage    0  1  2  3
-    chunk 0  0  1  2           chunk 0  0  1  2           chunk 0  0  1  2  3
-    chunk 1  3  4  5           chunk 1  5  4  3           chunk 1  3  2  1  0
+loop, K = 3, v = 2         v_shape, K = 3             bidirectional, K = 4 (down | up)
+stage    0  1  2           stage    0  1  2           stage    0  1  2  3
+chunk 0  0  1  2           chunk 0  0  1  2           chunk 0  0  1  2  3
+chunk 1  3  4  5           chunk 1  5  4  3           chunk 1  3  2  1  0
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .action import Schedule
+from .schedule import Schedule
 from .validate import replay
 
 WIDTH, MAX_SLOTS = 110, 512
@@ -90,11 +90,7 @@ def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
 def _headline(schedule: Schedule, count: SlotCount) -> str:
     slices = schedule.num_slices
     same = len(set(slices)) == 1
-    some = (
-        f"{slices[0]} each"
-        if same
-        else " + ".join(map(str, slices[:8])) + (" + ..." if len(slices) > 8 else "")
-    )
+    some = f"{slices[0]} each" if same else " + ".join(map(str, slices[:8])) + (" + ..." if len(slices) > 8 else "")
     mode = ", forward only" if schedule.forward_only else ""
     return (
         f"{schedule.name}{mode}: {_many(schedule.num_stages, 'stage')}, "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from .action import Kind, ScheduleError
 from .interleaved import PlacedUnit
 from .list_schedule import SPLIT, Slots, list_schedule
-from .one_for_one import forwards
+from .one_f_one_b import forwards
 from .placement import v_shape
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from .action import Kind
-from .one_for_one import Unit, one_f_one_b, seq1f1b, slices_of
+from .one_f_one_b import Unit, one_f_one_b, seq1f1b, slices_of
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0
@@ -67,5 +67,3 @@ def with_weights(order: list[Unit], limit: int) -> list[Unit]:
                 found.append(pending.popleft())
                 live -= 1
     return found + list(pending)
-
-

@@ -61,7 +61,7 @@ def least_works_s(parts: Sequence[CachedCosts], num_micro_batches: int, max_slic
 
 
 def _pairs(parts: Sequence[CachedCosts]) -> list[tuple[int, int]]:
-    """Return stages (a, k): k the last one of each kind, a the first of all, of that kind and of the most common one."""
+    """Return stages (a, k): k the last of each kind, a the first of all, of that kind and of the most common one."""
     kinds = [id(part) for part in parts]
     common = kinds.index(max(kinds, key=kinds.count))
     heaviest = kinds.index(max(kinds, key=lambda kind: _work_s(parts[kinds.index(kind)])))

@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.candidates import (
-    compositions,
-    merged_or_split,
-    moved,
-    slice_counts,
-    to_lengths,
-    to_plan,
-    uniform,
-)
+from terapipe_ds.planner.search.candidates import compositions, merged_or_split, moved, slice_counts, uniform
 
 
 def test_slice_counts() -> None:
@@ -32,8 +24,7 @@ def test_uniform_is_the_equal_plan(length: int, granularity: int, data: st.DataO
     count = data.draw(st.integers(1, granules))
     if granularity <= length:
         plan = SlicePlan.equal(length, count, granularity)
-        assert to_plan(uniform(granules, count), length, granularity) == plan
-        assert to_lengths(plan, granularity) == uniform(granules, count)
+        assert SlicePlan.of_granules(uniform(granules, count), length, granularity) == plan
 
 
 def test_compositions() -> None:

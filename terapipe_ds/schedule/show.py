@@ -1,4 +1,4 @@
-"""A schedule as text: a grid for people, a dict for programs. (CSV: ``csv_form``.)"""
+"""A schedule as text: a grid for people, a dict for programs. (CSV: `csv_form`.)"""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ class SlotCount:
 
 
 def count_slots(schedule: Schedule) -> SlotCount:
-    """How many unit slots the schedule takes, and how many of them the stages idle. Raises on a deadlock."""
+    """Return how many unit slots the schedule takes, and how many the stages idle. Raises on a deadlock."""
     num_slots = max((starts[-1] + 1 for starts in replay(schedule) if starts), default=0)
     busy = sum(len(order) for order in schedule.orders)
     return SlotCount(schedule.num_stages, num_slots, schedule.num_stages * num_slots - busy)
 
 
 def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -> str:
-    """The grid: one row per stage, one column per unit time slot (F, B and W take one each), "." where a
-    stage waits.
+    """Return the grid: one row per stage, one column per unit time slot (F, B and W take one each), "." where a stage
+    waits.
 
-    Lines longer than ``width`` characters go on in further blocks; beyond ``max_slots`` columns a note takes
-    the rest.
+    Lines longer than `width` characters go on in further blocks; beyond `max_slots` columns a note takes the rest.
     """
     count = count_slots(schedule)
     shown = min(count.num_slots, max_slots)
@@ -60,7 +59,7 @@ def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """The schedule and what it costs in unit slots, ready for ``json.dumps``."""
+    """Return the schedule and what it costs in unit slots, ready for `json.dumps`."""
     count = count_slots(schedule)
     return {
         "name": schedule.name,
@@ -77,7 +76,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
-    """The first ``num_slots`` columns of the grid."""
+    """Return the first `num_slots` columns of the grid."""
     grid = [["."] * num_slots for _ in schedule.orders]
     for stage_id, starts in enumerate(replay(schedule)):
         for slot, cell in zip(starts, schedule.compute_order(stage_id), strict=True):

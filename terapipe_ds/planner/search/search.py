@@ -8,6 +8,7 @@ judged.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from terapipe_ds.planner.search.judge import Judge, Pipeline, Progress, memory_l
 from terapipe_ds.planner.search.local_search import climb
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
 from terapipe_ds.planner.slice_program.cost_table import CostTable
-from terapipe_ds.planner.slice_program.solve import equal_time, good_plans
+from terapipe_ds.planner.slice_program.solve import equal_time
 from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError
 from terapipe_ds.schedule.generate import check_options
 
@@ -43,7 +44,8 @@ _AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "ch
 BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
 _ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
 _EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
-_PROGRAM_PLANS = 16  # of each search
+_PROGRAM_PLANS = 32  # of each search
+_FILL_DRAIN_BUDGET = 1_000_000  # on top, once for all schedules, where stages differ
 _ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
 
 
@@ -269,15 +271,13 @@ class Problem:
     def sure_starts(self) -> Iterator[Lengths]:
         """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them.
 
-        They are equal slices and the best plans of other schedules, or, without any, of the slice program for the
-        slowest part and of the problems behind the bound.
+        They are equal slices and the best plans of other schedules, or, without any, `fill_drain_plan`.
         """
         counts = {len(lengths) for lengths in self.chosen} if self.has_starts else self._equal_counts
         for count in sorted(counts):
             yield candidates.uniform(self.num_granules, count)
         if not self.has_starts:
-            yield self.program.best.lengths
-            yield from (search.best.lengths for search in self.searched[0])
+            yield self.fill_drain_plan
         yield from list(self.chosen)
 
     def more_starts(self) -> Iterator[Lengths]:
@@ -289,8 +289,7 @@ class Problem:
         if self.num_granules <= MANY_GRANULES:
             for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
                 yield equal_time(self.slowest, count)
-            yield from (plan.lengths for plan in good_plans(self.program, self.max_slices)[:_PROGRAM_PLANS])
-        for search in self.searched[0]:
+        for search in (self.program, *self.searched[0]):
             fitting = [plan for plan in search.met.values() if plan.num_slices <= self.max_slices]
             yield from (plan.lengths for plan in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
 
@@ -307,6 +306,17 @@ class Problem:
         objective = Objective(self.pipeline.num_micro_batches, len(self.pipeline.parts) - 1)
         max_work = None if self._has_equal_stages or self.num_granules <= 64 else MAX_WORK
         return search_plans(self.slowest.band, objective, self._counted_slices, max_work)
+
+    @functools.cached_property
+    def fill_drain_plan(self) -> Lengths:
+        """A good plan for all forwards before all backwards, as if each part had a stage and memory were endless."""
+        if self._has_equal_stages:
+            return self.program.best.lengths
+        pipeline = dataclasses.replace(
+            self.pipeline, num_stages=len(self.pipeline.parts), chunks_per_stage=1, memory_limit_bytes=None
+        )
+        starts = [search.best.lengths for search in (self.program, *self.searched[0])]
+        return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
 
     @functools.cached_property
     def searched(self) -> tuple[list[Search], float]:

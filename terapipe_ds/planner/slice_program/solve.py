@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,12 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.slice_program.branch_and_bound import (
     Objective,
-    Search,
-    WeighedPlan,
     greedy_plan,
     search_plans,
     weigh,
 )
 from terapipe_ds.planner.slice_program.cost_table import CostTable, tabulate
 from terapipe_ds.planner.slice_program.dynamic_programs import Band, least_tails, trace
-
-NUM_THRESHOLDS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,41 +129,6 @@ def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
     limits = np.full((1, 2), least)
     sums = least_tails(band, limits, num_slices, exactly=True)[0]
     return trace(band, sums, limits[0])
-
-
-def good_plans(search: Search, max_slices: int | None = None) -> list[WeighedPlan]:
-    """Return plans for a closer look, least fill-drain time first, none of which another one beats in both its sum
-    and its maxima.
-
-    They are the optimum, what the finished `search` met around it, and the least sums under a range of limits on
-    f' + b' (for schedules that pay for the largest slice more or less often).
-    """
-    met = [*search.met.values(), *threshold_plans(search.every)]
-    fitting = (x for x in met if max_slices is None or x.num_slices <= max_slices)
-    return sorted(_not_beaten(fitting), key=lambda x: (search.objective(x), x.num_slices, x.lengths))
-
-
-def threshold_plans(band: Band, count: int = NUM_THRESHOLDS) -> list[WeighedPlan]:
-    """Return the plans of least sum under `count` limits on f' + b', from the least possible one to no limit."""
-    both = band.forward + band.backward
-    least = least_tails(Band(both, both, both), largest=True)[0, 0, 0]
-    free = weigh(band, trace(band, least_tails(band)[0], np.full(2, np.inf)))
-    most = free.max_forward_s + free.max_backward_s
-    if not 0 < least < most:
-        return [free]
-    limits = np.repeat(np.geomspace(least * (1 + 1e-12), most, count)[:, None], 2, axis=1)
-    limited = Band(band.total, both, both)
-    sums = least_tails(limited, limits)
-    return [weigh(band, trace(limited, x, limit)) for x, limit in zip(sums, limits, strict=True)] + [free]
-
-
-def _not_beaten(plans: Iterable[WeighedPlan]) -> list[WeighedPlan]:
-    """Return the plans that no other one beats in both the sum and F + B; of equals, the one with fewest slices."""
-    kept: list[WeighedPlan] = []
-    for x in sorted(plans, key=lambda x: (x.sum_s, x.max_forward_s + x.max_backward_s, x.num_slices, x.lengths)):
-        if not kept or x.max_forward_s + x.max_backward_s < kept[-1].max_forward_s + kept[-1].max_backward_s:
-            kept.append(x)
-    return kept
 
 
 def _reachable_time(band: Band, num_slices: int) -> float:

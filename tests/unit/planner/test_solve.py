@@ -7,15 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, random_costs
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlannerError, solve
-from terapipe_ds.planner.slice_program.branch_and_bound import Objective, search_plans
 from terapipe_ds.planner.slice_program.cost_table import tabulate
-from terapipe_ds.planner.slice_program.solve import equal_time, good_plans
+from terapipe_ds.planner.slice_program.solve import equal_time
 
 
 def pairs(plan: SlicePlan) -> list[tuple[int, int]]:
@@ -214,29 +213,3 @@ def test_equal_time_of_too_many_slices() -> None:
         equal_time(table, 4)
     with pytest.raises(PlannerError, match="num_slices = 0: give an integer >= 1"):
         equal_time(table, 0)
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 10**6), st.sampled_from(KINDS), st.none() | st.integers(1, 6))
-def test_good_plans(seed: int, kind: str, most: int | None) -> None:
-    costs = random_costs(np.random.default_rng(seed), 32, 2, kind, links=True)
-    plans = good_plans(search_plans(tabulate(costs, 32, 2).band, Objective(2, 7), most), most)
-    assert len({x.lengths for x in plans}) == len(plans)
-    cuts = [pairs(SlicePlan.of_granules(x.lengths, 32, 2)) for x in plans]
-    best_s = solve(costs, 32, 8, 2, 2, most).predicted_s
-    assert fill_drain_time(costs, cuts[0], 8, 2) == pytest.approx(best_s, rel=1e-9, abs=1e-15)
-    for x, slices in zip(plans, cuts, strict=True):
-        assert x.num_slices <= (most or 16)
-        assert x.sum_s == pytest.approx(sum(costs.forward(*y) + costs.backward(*y) for y in slices))
-        assert x.max_forward_s == max(costs.forward(*y) + costs.send(y[0]) for y in slices)  # type: ignore[attr-defined]
-        others = (y for y in plans if y is not x)
-        assert not any(
-            y.sum_s <= x.sum_s and y.max_forward_s + y.max_backward_s <= x.max_forward_s + x.max_backward_s
-            for y in others
-        )
-
-
-def test_good_plans_reach_from_few_slices_to_many() -> None:
-    costs = random_costs(np.random.default_rng(1), 64, 1, "proportional")
-    counts = {x.num_slices for x in good_plans(search_plans(tabulate(costs, 64, 1).band, Objective(1, 7)))}
-    assert min(counts) == 1 and max(counts) >= 30 and len(counts) >= 10

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .action import Kind, ScheduleError
 
 Unit = tuple[Kind, int, int]
 """(F or B or W, micro_batch_id, slice_id)."""
 
-AnyUnit = TypeVar("AnyUnit", tuple[Kind, int, int], tuple[Kind, int, int, int])
+AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
 """A unit, or one with its chunk."""
 
 
@@ -86,7 +86,8 @@ def with_leads(ahead: Sequence[AnyUnit], back: Sequence[AnyUnit], leads: Iterabl
         for unit in back:
             on_last_stage = max(on_last_stage + 1, position[unit[1:]] + 1)
             upto = min(on_last_stage + lead, len(ahead))
-            order += [*ahead[done:upto], unit]
+            order.extend(ahead[done:upto])
+            order.append(unit)
             done = upto
         orders.append(order)
     return orders

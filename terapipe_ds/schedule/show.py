@@ -88,12 +88,12 @@ def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
 
 def _headline(schedule: Schedule, count: SlotCount) -> str:
     slices = schedule.num_slices
-    same = len(set(slices)) == 1
-    some = f"{slices[0]} each" if same else " + ".join(map(str, slices[:8])) + (" + ..." if len(slices) > 8 else "")
+    each = f"{slices[0]} each" if len(set(slices)) == 1 else " + ".join(map(str, slices[:8]))
+    more = " + ..." if len(set(slices)) > 1 and len(slices) > 8 else ""
     mode = ", forward only" if schedule.forward_only else ""
     return (
         f"{schedule.name}{mode}: {_many(schedule.num_stages, 'stage')}, "
-        f"{_many(schedule.num_micro_batches, 'micro-batch')}, {_many(sum(slices), 'slice')} ({some}), "
+        f"{_many(schedule.num_micro_batches, 'micro-batch')}, {_many(sum(slices), 'slice')} ({each}{more}), "
         f"{_many(count.num_slots, 'slot')}"
     )
 

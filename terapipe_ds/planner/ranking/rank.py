@@ -295,7 +295,7 @@ def _with_equivalents(results: list[PlanResult], refused: list[Refusal], num_mic
     same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
     if num_micro_batches == 1:
         same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
-    known = {one.schedule for one in [*results, *refused]}
+    known = {one.schedule for one in results} | {one.schedule for one in refused}
 
     def names_like(schedule: str) -> list[str]:
         return [name for name in same.get(schedule, ()) if name not in known]

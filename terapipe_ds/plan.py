@@ -56,8 +56,7 @@ class SlicePlan:
                 f"{num_slices} slices cut at multiples of {granularity_tokens} tokens do not fit in a "
                 f"sequence of {sequence_length} tokens: give at most {granules}, or a smaller granularity"
             )
-        fewest, larger = divmod(granules, num_slices)
-        return cls.of_granules([fewest + (i < larger) for i in range(num_slices)], sequence_length, granularity_tokens)
+        return cls.of_granules(split_evenly(granules, num_slices), sequence_length, granularity_tokens)
 
     @classmethod
     def of_granules(cls, granules: Iterable[int], sequence_length: int, granularity_tokens: int) -> SlicePlan:
@@ -116,6 +115,12 @@ class SlicePlan:
         if not isinstance(lengths, list):
             raise PlanError(f"lengths = {show_value(lengths)}: give a list of slice lengths in tokens")
         return cls(tuple(lengths))
+
+
+def split_evenly(total: int, count: int) -> tuple[int, ...]:
+    """Return `count` numbers that add up to `total`, as equal as can be, larger first."""
+    fewest, larger = divmod(total, count)
+    return tuple(fewest + (i < larger) for i in range(count))
 
 
 def count_granules(sequence_length: int, granularity_tokens: int, error: type[ValueError] = PlanError) -> int:

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 
 from terapipe_ds.messages import show_value
 from terapipe_ds.model_sizes import ModelSize
+from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.part_memory import PartMemory
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -126,8 +127,7 @@ class Setup:
         """Decoder layers of each part."""
         if self.layers_per_part is not None:
             return tuple(self.layers_per_part)
-        fewest, more = divmod(self.size.num_layers, self.num_stages)
-        return tuple(fewest + (part_id < more) for part_id in range(self.num_stages))
+        return split_evenly(self.size.num_layers, self.num_stages)
 
 
 def count_parts(setup: Setup) -> tuple[PartMemory, ...]:

@@ -6,7 +6,10 @@ one slice, and one of 3 slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import islice
+
+from terapipe_ds.plan import split_evenly
 
 from .action import Kind
 from .one_f_one_b import Unit, backwards, forwards, one_f_one_b, seq1f1b, slices_of, with_leads
@@ -48,8 +51,7 @@ def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: in
     A group has at least K units, so that its first unit is back from the last stage when stage 0 has run the last one;
     all orders are the same, so that stages cannot wait for one another.
     """
-    units = forwards(num_slices)
-    groups = _cut(units, _group_sizes(len(units), num_stages))
+    groups = _groups(forwards(num_slices), num_stages)
     return [(*unit, chunk) for group in groups for chunk in range(num_chunks) for unit in group]
 
 
@@ -61,23 +63,16 @@ def _with_leads(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
     chunk's forward on stage 0 comes K or more places after the one that it needs from the last stage. Where there are
     fewer than K units they are one group, whose forwards of all chunks but the last come before every backward.
     """
-    units = backwards(num_slices)
-    groups = _cut(units, _group_sizes(len(units), num_stages))
+    groups = _groups(backwards(num_slices), num_stages)
     back = [(*unit, chunk) for group in groups for chunk in reversed(range(num_chunks)) for unit in group]
     leads = [2 * (num_stages - 1 - stage_id) for stage_id in range(num_stages)]
     return with_leads(looped_forwards(num_stages, num_slices, num_chunks), back, leads)
 
 
-def _group_sizes(num_units: int, num_stages: int) -> list[int]:
+def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
     """Return as many groups of at least K units as there are, equal or nearly, larger first; one for fewer units."""
-    count = max(num_units // num_stages, 1)
-    fewest, larger = divmod(num_units, count)
-    return [fewest + (index < larger) for index in range(count)]
-
-
-def _cut(units: Iterable[Unit], sizes: Iterable[int]) -> Iterator[list[Unit]]:
     rest = iter(units)
-    return ([next(rest) for _ in range(size)] for size in sizes)
+    return [list(islice(rest, size)) for size in split_evenly(len(units), max(len(units) // num_stages, 1))]
 
 
 def place(order: Iterable[Unit], chunk_id: int) -> list[PlacedUnit]:

@@ -30,7 +30,7 @@ class CachedCosts:
         self.table: CostTable | None = tabulate(costs, sequence_length, granularity_tokens) if with_table else None
         self.vectorized = with_table
         self._pairs: dict[tuple[str, int, int], float] = {}
-        self._sends: dict[int, float] = {}
+        self._sends = {} if self.table is None else dict(self.table.sends)
         if callable(getattr(costs, "send_s", None)):  # a part without links must not look as if it had them
             self.send_s = self._send_s
         if callable(getattr(costs, "weight_s", None)):  # nor as if its W had been measured
@@ -85,16 +85,9 @@ class CachedCosts:
         counts = np.ravel(tokens).tolist()
         for count in counts:
             if count not in self._sends:
-                self._sends[count] = self._ask_send(count)
+                self._sends[count] = check_seconds("send_s", count, None, float(self._costs.send_s(count)))
         seconds = [self._sends[count] for count in counts]
         return seconds[0] if np.ndim(tokens) == 0 else np.array(seconds).reshape(np.shape(tokens))
-
-    def _ask_send(self, tokens: int) -> float:
-        if self.table is not None and self.table.send_s is not None:  # every size is that of a first or a last slice
-            granules = -(-tokens // self._granule)
-            row = 0 if tokens % self._granule == 0 else self.table.num_granules - granules
-            return float(self.table.send_s[row, granules - 1])
-        return check_seconds("send_s", tokens, None, float(self._costs.send_s(tokens)))
 
 
 def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:

@@ -14,12 +14,6 @@ def slice_counts(most: int) -> list[int]:
     return sorted({count for power in powers for count in (power, 3 * power // 2) if 1 <= count <= most} | {most})
 
 
-def uniform(num_granules: int, count: int) -> Lengths:
-    """Return `count` slices as equal as granules allow, larger first, as `SlicePlan.equal`."""
-    fewest, larger = divmod(num_granules, count)
-    return tuple(fewest + (i < larger) for i in range(count))
-
-
 def compositions(num_granules: int, max_slices: int) -> Iterator[Lengths]:
     """Yield all ways to cut `num_granules` in at most `max_slices` slices, 2^(n-1) without that limit."""
     for count in range(1, max_slices + 1):

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import count_granules
+from terapipe_ds.plan import count_granules, split_evenly
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult, choose
@@ -275,7 +275,7 @@ class Problem:
         """
         counts = {len(lengths) for lengths in self.chosen} if self.has_starts else self._equal_counts
         for count in sorted(counts):
-            yield candidates.uniform(self.num_granules, count)
+            yield split_evenly(self.num_granules, count)
         if not self.has_starts:
             yield self.fill_drain_plan
         yield from list(self.chosen)
@@ -284,7 +284,7 @@ class Problem:
         """Yield starts for as long as the budget lasts: slices of equal time on the slowest part, and plans of the
         slice program for other weights of the bubble; or, with plans of other schedules, the equal slices left."""
         if self.has_starts:
-            yield from (candidates.uniform(self.num_granules, count) for count in self._equal_counts)
+            yield from (split_evenly(self.num_granules, count) for count in self._equal_counts)
             return
         if self.num_granules <= MANY_GRANULES:
             for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
@@ -366,6 +366,6 @@ class Problem:
     def _best_equal(self, judge: Judge) -> Lengths:
         """Return the best equal plan that fits (only those already scored, where budget is short); unsliced if none
         fits."""
-        plans = [candidates.uniform(self.num_granules, count) for count in self._equal_counts]
+        plans = [split_evenly(self.num_granules, count) for count in self._equal_counts]
         judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
         return judge.fastest(judged, judge.estimate) or plans[0]

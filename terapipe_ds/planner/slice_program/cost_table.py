@@ -32,6 +32,7 @@ class CostTable:
     forward_s: Floats
     backward_s: Floats
     send_s: Floats | None = None
+    sends: dict[int, float] = dataclasses.field(default_factory=dict)  # tokens -> seconds of a transfer
 
     @property
     def num_granules(self) -> int:
@@ -79,8 +80,8 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     ask = grid.ask_arrays if getattr(costs, "vectorized", False) else grid.ask_scalars
     forward_s, backward_s = ask(costs.forward_s, "forward_s"), ask(costs.backward_s, "backward_s")
     send = getattr(costs, "send_s", None)
-    send_s = None if send is None else grid.ask_send(send)
-    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, send_s)
+    send_s, sends = (None, {}) if send is None else grid.ask_send(send)
+    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, send_s, sends)
 
 
 def check_methods(costs: Any) -> None:
@@ -149,8 +150,8 @@ class _Grid:
         table[self.valid] = seconds
         return table
 
-    def ask_send(self, function: Callable[[int], float]) -> Floats:
-        """Return seconds per transfer, [n, n]; the size of a transfer depends on the slice's tokens alone."""
+    def ask_send(self, function: Callable[[int], float]) -> tuple[Floats, dict[int, float]]:
+        """Return seconds per transfer, [n, n] and by tokens, on which alone the size of a transfer depends."""
         n = self.num_granules
         sizes = dict.fromkeys([*self.full[:-1], *self.last_tokens])
         seconds = {tokens: check_seconds("send_s", tokens, None, float(function(tokens))) for tokens in sizes}
@@ -158,4 +159,4 @@ class _Grid:
         table[:, :-1] = [seconds[tokens] for tokens in self.full[:-1]]
         table[~self.valid] = np.inf
         table[np.arange(n), np.arange(n - 1, -1, -1)] = [seconds[tokens] for tokens in self.last_tokens]
-        return table
+        return table, seconds

@@ -18,7 +18,8 @@ from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_cou
 from terapipe_ds.planner.result import PlanResult, choose, memory_and_preference
 from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.search.judge import Progress
-from terapipe_ds.planner.search.search import BUDGET, Problem, pipeline_of
+from terapipe_ds.planner.search.pipeline import pipeline_of
+from terapipe_ds.planner.search.search import BUDGET, Problem
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
-from terapipe_ds.planner.search.cached_costs import CachedCosts
 from terapipe_ds.planner.search.candidates import Lengths
-from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.planner.slice_program.flow_shop import ends_s, fill_drain_s
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
 from terapipe_ds.schedule.placement import Placement
@@ -32,41 +27,6 @@ _BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same of orders that are p
 _WALK = 6  # to add up its bytes
 _CALL = 400  # of a call besides its computations
 _FEW = 40_000  # computations of one replay; above, fewer micro-batches stand for all of them
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """What is planned for: the costs of every part, the shape of the pipeline and of a batch, and memory."""
-
-    parts: tuple[CachedCosts, ...]
-    sequence_length: int
-    granularity_tokens: int
-    num_micro_batches: int
-    num_stages: int
-    chunks_per_stage: int = 1
-    memory: Any = None
-    memory_limit_bytes: float | None = None
-
-    @property
-    def num_granules(self) -> int:
-        return -(-self.sequence_length // self.granularity_tokens)
-
-    def plan(self, lengths: Lengths) -> SlicePlan:
-        """Return lengths in granules as a plan in tokens."""
-        return SlicePlan.of_granules(lengths, self.sequence_length, self.granularity_tokens)
-
-    def times(self, lengths: Lengths) -> tuple[Floats, Floats, Floats]:
-        """Return forward, backward and send seconds of every part and slice, [parts, s]."""
-        plan = self.plan(lengths)
-        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
-        times = {id(part): part.times(tokens, prefixes) for part in {id(part): part for part in self.parts}.values()}
-        forward, backward, send = (np.array([times[id(part)][i] for part in self.parts]) for i in range(3))
-        return forward, backward, send
-
-    def work_s(self, lengths: Lengths) -> float:
-        """Return the seconds of all computations of all stages."""
-        forward, backward, _ = self.times(lengths)
-        return self.num_micro_batches * float(forward.sum() + backward.sum())
 
 
 class Judge:

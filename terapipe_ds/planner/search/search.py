@@ -17,16 +17,16 @@ from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import count_granules, split_evenly
+from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search import candidates
 from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
-from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.candidates import Lengths
-from terapipe_ds.planner.search.judge import Judge, Pipeline, Progress, memory_limit_error, most_work_s
+from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
 from terapipe_ds.planner.search.local_search import climb
+from terapipe_ds.planner.search.pipeline import Pipeline, pipeline_of
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
 from terapipe_ds.planner.slice_program.cost_table import CostTable
 from terapipe_ds.planner.slice_program.solve import equal_time
@@ -127,34 +127,6 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
     tensor_parallel = check_count("tensor_parallel", tensor_parallel)
     return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
-
-
-def pipeline_of(
-    costs: Any,
-    num_parts: int,
-    sequence_length: int,
-    num_stages: int,
-    num_micro_batches: int,
-    granularity_tokens: int,
-    chunks_per_stage: int,
-    memory: Any,
-    memory_limit_bytes: float | None,
-) -> Pipeline:
-    """Return the arguments of a caller as a `Pipeline`, checked, with costs that are asked once.
-
-    Raises:
-        PlannerError: an argument that cannot be.
-    """
-    count_granules(sequence_length, granularity_tokens, PlannerError)
-    num_micro_batches = check_count("num_micro_batches", num_micro_batches)
-    limit = memory_limit_bytes
-    if limit is not None and memory is None:
-        raise PlannerError("memory_limit_bytes needs memory: give a MemoryModel, or leave the limit out")
-    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-        raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
-    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
-    shape = num_micro_batches, num_stages, chunks_per_stage
-    return Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, limit)
 
 
 @dataclass(frozen=True)

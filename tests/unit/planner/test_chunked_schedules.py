@@ -18,7 +18,8 @@ from terapipe_ds.planner import (
 )
 from terapipe_ds.planner.search import search
 from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.judge import Judge, Pipeline
+from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import UnitCosts, simulate
 

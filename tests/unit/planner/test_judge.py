@@ -12,7 +12,8 @@ from test_search import SCHEDULES, parts_of
 from terapipe_ds.planner import MemoryModel, PartMemory
 from terapipe_ds.planner.search.bounds import searches
 from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.judge import Judge, Pipeline
+from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 

@@ -24,6 +24,7 @@ from terapipe_ds.planner import (
 )
 from terapipe_ds.planner.search import judge
 from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -189,7 +190,7 @@ def test_played_orders_take_more_of_the_budget(schedule: str) -> None:
     def spent(name: str) -> int:
         num_parts = PARTS[name][1]
         parts = cache_parts(cut_in(num_parts), num_parts, 8, 1)
-        scored = judge.Judge(judge.Pipeline(parts, 8, 1, 3, 2, 2), name)
+        scored = judge.Judge(Pipeline(parts, 8, 1, 3, 2, 2), name)
         scored.seconds((4, 4))
         return scored.spent // scored.computations((4, 4))
 

@@ -10,7 +10,8 @@ from test_search import Costs, brute_force_s, every_plan, parts_of
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError, best_schedule, plan_slices
 from terapipe_ds.planner.search import search
 from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.judge import Judge, Pipeline
+from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 
 MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
 

@@ -1,7 +1,7 @@
-"""How long will it take? Replays the very ``Schedule`` that the engine runs, with given costs.
+"""How long will it take? A replay of the very `Schedule` that the engine runs, with given costs.
 
 Every stage runs its computations in order. One starts when its stage is free and its input is there: F of part
-p > 0 needs F of part p - 1 of the same unit, B needs B of part p + 1, each with its transfer where the two parts stand
+p > 0 needs F of part p - 1 of the same unit, B needs B of part p + 1, each with its transfer where the two parts are
 on different stages. Transfers of one link run one at a time in the order in which they are sent. All that is known
 before the first cost, so a replay is one pass along a topological order: exact, without a clock that ticks.
 
@@ -12,15 +12,16 @@ links that share one wire, reduces and the optimizer step.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Action, Kind, Schedule, validate
-from terapipe_ds.schedule.validate import Key, dependencies
+from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, validate
+from terapipe_ds.schedule.lower import DIRECTION
+from terapipe_ds.schedule.validate import Key, in_run_order
 from terapipe_ds.simulator_costs import (
     BACKWARD,
     FORWARD,
@@ -39,7 +40,6 @@ from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
 __all__ = ["Replay", "SimulationError", "UnitCosts", "simulate"]
 
-_DIRECTION = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
 _SEND_KIND = {Kind.FORWARD: Kind.SEND_ACTIVATION, Kind.BACKWARD: Kind.SEND_GRAD}
 
 
@@ -51,14 +51,14 @@ def simulate(
     memory: Any = None,
     overlap: bool = True,
 ) -> Timeline:
-    """What one batch of ``schedule`` does when, from time 0 on.
+    """Return what one batch of `schedule` does when, from time 0 on.
 
     Args:
         plan: how the sequences are cut; one plan, or one per micro-batch.
-        costs: ``forward_s(tokens, prefix)`` and ``backward_s(tokens, prefix)``, optionally ``send_s(tokens)`` (of the
-            sending part; without it links cost nothing) and ``weight_s(tokens, prefix)`` (of the backward, what W
+        costs: `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`, optionally `send_s(tokens)` (of the
+            sending part; without it links cost nothing) and `weight_s(tokens, prefix)` (of the backward, what W
             takes); one object for all parts or a list with one per part.
-        memory: what ``planner.memory`` gives; without it ``peak_bytes`` is None.
+        memory: what `planner.memory` gives; without it `peak_bytes` is None.
         overlap: transfers run beside computation. Otherwise the sending stage does nothing else meanwhile.
 
     Returns:
@@ -74,7 +74,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """Per node in topological order, in seconds; ``sent_s`` is where the result is at the other end."""
+    """Per node in topological order, in seconds; `sent_s` is where the result is at the other end."""
 
     starts: list[float]
     ends: list[float]
@@ -85,7 +85,7 @@ class _Times:
 class Replay:
     """What replays of one schedule share: its computations in a topological order, with their links.
 
-    Build it once (or take ``Replay.of(schedule)``, which keeps it with the schedule) and replay many plans and costs.
+    Build it once (or take `Replay.of(schedule)`, which keeps the latest ones) and replay many plans and costs.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -94,35 +94,31 @@ class Replay:
         self.num_parts = schedule.num_parts
         self._peak_live_slices = schedule.peak_live_slices()
         self._homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
-        self._nodes = self._topological_order()
         self._check_complete()
+        self._nodes = self._in_run_order()
         self._number_nodes()
         self._find_links()
 
-    @classmethod
-    def of(cls, schedule: Schedule) -> Replay:
-        """The replay of a schedule, built when it is first asked for."""
-        kept: Replay | None = vars(schedule).get("_replay")
-        if kept is None:
-            kept = vars(schedule)["_replay"] = cls(schedule)  # no field: equality and hash do not see it
-        return kept
+    @staticmethod
+    @functools.lru_cache(maxsize=8)
+    def of(schedule: Schedule) -> Replay:
+        """Return the replay of a schedule, built when it is first asked for; the latest few are kept."""
+        return Replay(schedule)
 
-    def makespan(
-        self, plan: SlicePlan | Sequence[SlicePlan], costs: Any, *, overlap: bool = True
-    ) -> float:
-        """``run(...).makespan_s`` without the events: for a search over many plans."""
+    def makespan(self, plan: SlicePlan | Sequence[SlicePlan], costs: Any, *, overlap: bool = True) -> float:
+        """Return `run(...).makespan_s` without the events: for a search over many plans."""
         _, _, seconds, sends = self._durations(plan, costs)
         return max(self._pass(seconds, sends, overlap).ends)
 
     def peak_bytes(self, plan: SlicePlan | Sequence[SlicePlan], memory: Any) -> tuple[int, ...]:
-        """``run(...).peak_bytes``, which no cost changes: a stage's bytes follow from its order."""
+        """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order."""
         spans = [one.spans() for one in plan_per_micro_batch(plan, self.schedule.num_slices)]
         return peaks(self.schedule, during_and_after(self.schedule, spans, memory), memory)
 
     def run(
         self, plan: SlicePlan | Sequence[SlicePlan], costs: Any, *, memory: Any = None, overlap: bool = True
     ) -> Timeline:
-        """As ``simulate``."""
+        """Return what `simulate` does."""
         plans, has_sends, seconds, sends = self._durations(plan, costs)
         times = self._pass(seconds, sends, overlap)
         computed = [self._computation(i, times) for i in range(len(self._nodes))]
@@ -133,60 +129,46 @@ class Replay:
             bytes_of = during_and_after(self.schedule, [one.spans() for one in plans], memory)
             peak_bytes = peaks(self.schedule, bytes_of, memory)
             bytes_over_time = step_functions(self.schedule, bytes_of, memory, self._spans_of_stages(times))
-        return Timeline(
-            self.schedule.num_stages, tuple(events), self.schedule.name, self._peak_live_slices, peak_bytes,
-            critical_path=self._critical_path(times, computed, sent, overlap), bytes_over_time=bytes_over_time,
-        )  # fmt: skip
+        path = self._critical_path(times, computed, sent, overlap)
+        head = self.schedule.num_stages, tuple(events), self.schedule.name, self._peak_live_slices, peak_bytes
+        return Timeline(*head, critical_path=path, bytes_over_time=bytes_over_time)
 
     # --- what the schedule alone decides
 
-    def _topological_order(self) -> list[Action]:
-        """All computations, those of a stage in its order, each after those that it needs."""
-        orders, num_slices = self.schedule.orders, self.schedule.num_slices
-        done: set[Key] = set()
-        nodes: list[Action] = []
-        at = [0] * len(orders)
-        waiting: dict[Key, list[int]] = defaultdict(list)
-        ready = list(range(len(orders)))
-        while ready:
-            stage_id = ready.pop()
-            order = orders[stage_id]
-            while at[stage_id] < len(order):
-                action = order[at[stage_id]]
-                missing = next((k for k in dependencies(action, self.num_parts, num_slices) if k not in done), None)
-                if missing is not None:
-                    waiting[missing].append(stage_id)
-                    break
-                done.add(action.key)
-                nodes.append(action)
-                at[stage_id] += 1
-                ready += waiting.pop(action.key, ())
-        return nodes
+    def _in_run_order(self) -> list[Action]:
+        """Return all computations, those of a stage in its order, each after those that it needs."""
+        try:
+            return [action for _, action, _ in in_run_order(self.schedule)]
+        except ScheduleError:
+            validate(self.schedule)  # says best what is wrong with it
+            raise
 
     def _check_complete(self) -> None:
-        """Every computation once, at its part's place. What is wrong with another schedule, ``validate`` says best."""
+        """Check that every computation is there once, at its part's place; `validate` says best what is wrong."""
         schedule = self.schedule
-        units = self.num_parts * sum(schedule.num_slices)
-        counts = Counter(action.kind for action in self._nodes)
-        wanted = {Kind.FORWARD: units, Kind.BACKWARD: 0 if schedule.forward_only else units}
+        counts = enumerate(schedule.num_slices)
+        units = [(part_id, m, s) for m, count in counts for s in range(count) for part_id in range(self.num_parts)]
+        kinds = (Kind.FORWARD,) if schedule.forward_only else (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+        missing = {(kind, *unit) for unit in units for kind in kinds[:2]} - self._homes.keys()
+        unknown = self._homes.keys() - {(kind, *unit) for unit in units for kind in kinds}
         placed = (
             schedule.placement.get((stage_id, action.chunk_id)) == action.part_id
             for stage_id, order in enumerate(schedule.orders)
             for action in order
         )
-        whole = len(self._homes) == len(self._nodes) == sum(map(len, schedule.orders))
-        if not (units and whole and all(counts[kind] == count for kind, count in wanted.items()) and all(placed)):
+        once = len(self._homes) == sum(map(len, schedule.orders))
+        if not (units and once and not missing and not unknown and all(placed)):
             validate(schedule)
             raise SimulationError(f"schedule {schedule.name!r} cannot be replayed: check it with validate()")
 
     def _input_of(self, action: Action) -> Key | None:
-        """The computation of another part whose result an action waits for. W takes what its B has kept."""
-        part_id = action.part_id - _DIRECTION.get(action.kind, 0)
-        known = action.kind in _DIRECTION and 0 <= part_id < self.num_parts
+        """Return the computation of another part whose result an action waits for. W takes what its B has kept."""
+        part_id = action.part_id - DIRECTION.get(action.kind, 0)
+        known = action.kind in DIRECTION and 0 <= part_id < self.num_parts
         return (action.kind, part_id, *action.unit) if known else None
 
     def _number_nodes(self) -> None:
-        """Per node: its stage, the node that it needs (or a last one that is done at 0), its part, unit and row."""
+        """Find, per node: its stage, the node it needs (or a last one that is done at 0), its part, unit and row."""
         number = {action.key: i for i, action in enumerate(self._nodes)}
         split = {(a.part_id, a.unit) for a in self._nodes if a.kind is Kind.WEIGHT}
         starts = np.cumsum([0, *self.schedule.num_slices]).tolist()
@@ -204,12 +186,12 @@ class Replay:
         self._units = np.array([starts[action.micro_batch_id] + action.slice_id for action in self._nodes])
 
     def _find_links(self) -> None:
-        """Per node the number of the link on which its result leaves, -1 where it stays on its stage."""
+        """Find, per node, the number of the link on which its result leaves, -1 where it stays on its stage."""
         numbers: dict[Key, int] = {}  # (kind, part, stage, stage at the other end)
         self._links: list[int] = []
         self._peers: list[tuple[int, int]] = []  # (stage, part) at the other end
         for action, stage_id in zip(self._nodes, self._stages, strict=True):
-            peer_part_id = action.part_id + _DIRECTION.get(action.kind, 0)
+            peer_part_id = action.part_id + DIRECTION.get(action.kind, 0)
             peer = self._homes.get((action.kind, peer_part_id, *action.unit), stage_id)
             self._peers.append((peer, peer_part_id))
             key = (action.kind, action.part_id, stage_id, peer)
@@ -225,7 +207,7 @@ class Replay:
     def _durations(
         self, plan: SlicePlan | Sequence[SlicePlan], costs: Any
     ) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
-        """The plans, and per node: whether messages of its part take time, its seconds, and those of its message."""
+        """Return the plans, and per node: whether messages of its part take time, its seconds, those of its message."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         parts = costs_per_part(costs, self.num_parts)
         numbers: dict[Span, int] = {}
@@ -242,7 +224,7 @@ class Replay:
         return plans, takes_time[self._parts].tolist(), seconds, sends
 
     def _pass(self, seconds: list[float], sends: list[float], overlap: bool) -> _Times:
-        """The longest path to every node. Ends and arrivals are sums along it, so equal times are equal floats."""
+        """Find the longest path to every node. Ends and arrivals are sums along it, so equal times are equal floats."""
         stage_free = [0.0] * self.schedule.num_stages
         link_free = [0.0] * (self._num_links + 1)
         starts, ends, send_starts = [], [], []
@@ -269,22 +251,19 @@ class Replay:
     # --- what is made of it
 
     def _computation(self, i: int, times: _Times) -> TimelineEvent:
-        action = self._nodes[i]
-        return TimelineEvent(
-            self._stages[i], str(action), *action.unit, action.kind.value, times.starts[i], times.ends[i],
-            action.chunk_id,
-        )  # fmt: skip
+        return self._event(i, self._nodes[i], times.starts[i], times.ends[i])
 
     def _transfer(self, i: int, times: _Times) -> TimelineEvent:
         action = self._nodes[i]
         send = Action(_SEND_KIND[action.kind], *action.unit, action.part_id, action.chunk_id, *self._peers[i])
-        return TimelineEvent(
-            self._stages[i], str(send), *action.unit, send.kind.value, times.send_starts[i], times.sent[i],
-            action.chunk_id,
-        )  # fmt: skip
+        return self._event(i, send, times.send_starts[i], times.sent[i])
+
+    def _event(self, i: int, action: Action, start_s: float, end_s: float) -> TimelineEvent:
+        what = str(action), *action.unit, action.kind.value
+        return TimelineEvent(self._stages[i], *what, start_s, end_s, action.chunk_id)
 
     def _spans_of_stages(self, times: _Times) -> list[list[tuple[float, float]]]:
-        """Per stage, start and end of its computations in their order."""
+        """Return, per stage, start and end of its computations in their order."""
         spans: list[list[tuple[float, float]]] = [[] for _ in self.schedule.orders]
         for stage_id, start, end in zip(self._stages, times.starts, times.ends, strict=True):
             spans[stage_id].append((start, end))
@@ -293,7 +272,7 @@ class Replay:
     def _critical_path(
         self, times: _Times, computed: list[TimelineEvent], sent: dict[int, TimelineEvent], overlap: bool
     ) -> tuple[CriticalStep, ...]:
-        """Back from the last end: each step starts in the moment in which the one before it ends."""
+        """Walk back from the last end: each step starts in the moment in which the one before it ends."""
         before_on_stage, before_on_link = self._predecessors()
         node, on_link = max(range(len(computed)), key=times.ends.__getitem__), False
         steps: list[CriticalStep] = []
@@ -318,7 +297,7 @@ class Replay:
         return tuple(reversed(steps))
 
     def _predecessors(self) -> tuple[list[int], list[int]]:
-        """Per node, the one before it on its stage and the one before it on its link; -1 for none."""
+        """Return, per node, the one before it on its stage and the one before it on its link; -1 for none."""
         on_stage: dict[int, int] = {}
         on_link: dict[int, int] = {}
         stages, links = [], []

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe_ds.plan import SlicePlan, show_value
+from terapipe_ds.messages import show_value
+from terapipe_ds.plan import SlicePlan
 
 FORWARD, BACKWARD, SPLIT_BACKWARD, WEIGHT, SEND = range(5)
 """The rows of a table: F, a whole B, a B whose weight gradients are left to W, W, and a message on a link."""
@@ -27,33 +28,33 @@ class SimulationError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class UnitCosts:
-    """Costs without a machine: a forward over ``sequence_length`` tokens takes 1 s, a backward 2 s, its weight
-    gradients 1 s of that, and a message ``send_share`` s; a slice takes its share of the tokens, and a part the
-    ``share`` of its stage that it is (1 / v where a stage holds v)."""
+    """Costs without a machine: a forward over `sequence_length` tokens takes 1 s, a backward 2 s, its weight
+    gradients 1 s of that, and a message `send_share` s; a slice takes its share of the tokens, and a part the
+    `share` of its stage that it is (1 / v where a stage holds v)."""
 
     sequence_length: int
     send_share: float = 0.0
     share: float = 1.0
 
     def forward_s(self, tokens: int, prefix: int) -> float:
-        """Seconds of the forward of ``tokens`` tokens after ``prefix`` others."""
+        """Return the seconds of the forward of `tokens` tokens after `prefix` others."""
         return self.share * tokens / self.sequence_length
 
     def backward_s(self, tokens: int, prefix: int) -> float:
-        """Seconds of the backward, weight gradients included."""
+        """Return the seconds of the backward, weight gradients included."""
         return self.share * 2 * tokens / self.sequence_length
 
     def weight_s(self, tokens: int, prefix: int) -> float:
-        """Of ``backward_s``, the seconds of the weight gradients."""
+        """Return, of `backward_s`, the seconds of the weight gradients."""
         return self.share * tokens / self.sequence_length
 
     def send_s(self, tokens: int) -> float:
-        """Seconds that a message of ``tokens`` tokens is on its link."""
+        """Return the seconds that a message of `tokens` tokens is on its link."""
         return self.send_share * tokens / self.sequence_length
 
 
 def costs_per_part(costs: Any, num_parts: int) -> tuple[Any, ...]:
-    """``costs`` as one object per part. Raises SimulationError where a list has another length."""
+    """Return `costs` as one object per part. Raises SimulationError where a list has another length."""
     if not isinstance(costs, list | tuple):
         return (costs,) * num_parts
     if len(costs) != num_parts:
@@ -64,7 +65,7 @@ def costs_per_part(costs: Any, num_parts: int) -> tuple[Any, ...]:
 
 
 def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequence[int]) -> tuple[SlicePlan, ...]:
-    """``plan`` as one plan per micro-batch. Raises SimulationError unless each has the schedule's slices."""
+    """Return `plan` as one plan per micro-batch. Raises SimulationError unless each has the schedule's slices."""
     plans = (plan,) * len(num_slices) if isinstance(plan, SlicePlan) else tuple(plan)
     if len(plans) != len(num_slices):
         raise SimulationError(
@@ -82,14 +83,14 @@ def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequ
 
 
 def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Span]) -> Seconds:
-    """Seconds as an array ``[parts, rows, spans]``: of part p the rows in ``rows[p]``, 0 elsewhere.
+    """Return seconds as an array `[parts, rows, spans]`: of part p the rows in `rows[p]`, 0 elsewhere.
 
-    Every object is asked once per pair, whichever parts it stands for: with Python ints, or with arrays where it
-    says ``vectorized = True``. A part without ``send_s`` sends at no cost.
+    Every object is asked once per pair, whichever parts it is of: with Python ints, or with arrays where it
+    says `vectorized = True`. A part without `send_s` sends at no cost.
 
     Raises:
         SimulationError: a method that is needed is missing; a time that is negative, not finite or no number; a
-            ``weight_s`` above its ``backward_s``.
+            `weight_s` above its `backward_s`.
     """
     needed: dict[int, set[int]] = {}
     for cost, mine in zip(parts, rows, strict=True):
@@ -139,7 +140,7 @@ def _ask(method: Callable[..., Any], vectorized: bool, spans: Sequence[Span], ta
 
 
 def _spread(answer: Any, count: int) -> list[Any]:
-    """An array of answers as a list; one number stands for all."""
+    """Return an array of answers as a list; one number stands for all."""
     array = np.asarray(answer)
     if array.shape not in ((), (count,)):
         raise SimulationError(
@@ -160,7 +161,7 @@ def _checked(seconds: Sequence[Any], whose: str, spans: Sequence[Span]) -> Secon
 
 
 def _number(value: Any) -> float:
-    """``value`` as a float; what is no number is NaN, which is refused with the rest."""
+    """Return `value` as a float; what is no number is NaN, which is refused with the rest."""
     try:
         return float("nan") if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):

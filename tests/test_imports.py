@@ -23,7 +23,7 @@ RINGS = {
     "timeline_compare": 0, "timeline_export": 0,
     "cost_profile": 0, "cost_profile_checks": 0, "cost_analytic": 0, "cost_parametric": 0, "devices": 0,
     "simulator_costs": 0, "simulator_memory": 0,
-    "schedule": 0, "planner": 0,
+    "schedule": 0, "planner": 0, "messages": 0,
     "attention": 1,
     "runtime": 2, "run": 2,
     "models": 3, "bench": 3,

@@ -22,7 +22,7 @@ from terapipe_ds.cost_parametric import ParametricCosts, StepTotal
 from terapipe_ds.devices import device_card
 from terapipe_ds.files import write_text
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.slice_dp import solve
+from terapipe_ds.planner import solve
 
 FILE = Path(__file__).parents[1] / "data" / "terapipe_published.json"
 GRANULARITY_TOKENS = 8  # all published plans are multiples of it

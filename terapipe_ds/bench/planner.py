@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from terapipe_ds.planner.slice_dp import solve
+from terapipe_ds.planner import solve
 
 Result = TypeVar("Result")
 

@@ -121,7 +121,7 @@ def _search(
 
 def _num_parts(setup: PlanSetup, chunks: int) -> int:
     """How many parts the schedule cuts the layers in; an unknown one the planner will refuse."""
-    from terapipe_ds.planner.ranked import num_parts_of
+    from terapipe_ds.planner import num_parts_of
     from terapipe_ds.schedule import SCHEDULE_NAMES
 
     known = setup.schedule in SCHEDULE_NAMES
@@ -144,7 +144,7 @@ def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
 def _report(
     result: PlanResult, ranking: Ranking | None, setup: PlanSetup, section: dict[str, Any]
 ) -> list[str]:  # fmt: skip
-    from terapipe_ds.planner.report import describe, describe_ranking
+    from terapipe_ds.planner import describe, describe_ranking
 
     lines = describe(result, schedule_chosen=ranking is not None)
     if ranking is not None:

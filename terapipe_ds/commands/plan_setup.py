@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from terapipe_ds.devices import DeviceCard
     from terapipe_ds.model_sizes import ModelSize
     from terapipe_ds.planner import MemoryModel
-    from terapipe_ds.planner.rank_all import PartsOf, SecondsOf
+    from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
 MAX_UNITS = 100_000
 
@@ -105,7 +105,7 @@ def _counted(values: dict[str, Any]) -> PlanSetup:
 
 def _counted_both_ways(values: dict[str, Any], costs_of: PartsOf) -> SecondsOf:
     """Of counted costs: the parts' parameters over the card's link, Adam, and the reduction over replicas (a ring)."""
-    from terapipe_ds.planner.both_ways import both_ways_s, gradient_itemsize
+    from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize
 
     def both_ways_s_of(num_parts: int) -> float | None:
         parts = costs_of(num_parts)
@@ -145,7 +145,7 @@ def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) ->
 
 def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts
+    from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts
 
     models: list[Any] = CostModel.from_profile(profile)
     values["granularity"] = _granularity(values)

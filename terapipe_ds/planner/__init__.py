@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from .comparable import num_parts_of, ranked_schedules
 from .errors import MemoryLimitError, PlannerError
-from .given import best_schedule
 from .memory import MemoryModel, PartMemory
-from .rank_all import Ranking, Refusal, rank_given, rank_schedules
+from .ranking.rank import Ranking, Refusal, best_schedule, rank_given, rank_schedules
+from .ranking.report import describe, describe_ranking
 from .result import PlanResult, choose
-from .search import granularity_for, plan_slices
-from .slice_dp import SliceSolution, solve
+from .search.search import granularity_for, plan_slices
+from .slice_program.solve import SliceSolution, solve
 
 __all__ = [
     "MemoryLimitError",
@@ -21,9 +22,13 @@ __all__ = [
     "SliceSolution",
     "best_schedule",
     "choose",
+    "describe",
+    "describe_ranking",
     "granularity_for",
+    "num_parts_of",
     "plan_slices",
     "rank_given",
     "rank_schedules",
+    "ranked_schedules",
     "solve",
 ]

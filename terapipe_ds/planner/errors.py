@@ -1,6 +1,10 @@
-"""What the planner refuses."""
+"""What the planner refuses, and the checks of its arguments."""
 
 from __future__ import annotations
+
+import functools
+
+from terapipe_ds import messages
 
 
 class PlannerError(ValueError):
@@ -8,7 +12,7 @@ class PlannerError(ValueError):
 
 
 class MemoryLimitError(PlannerError):
-    """No plan fits in the memory limit. ``need_bytes`` is the least that any of them needs on ``stage_id``."""
+    """No plan fits in the memory limit. `need_bytes` is the least that any of them needs on `stage_id`."""
 
     def __init__(self, message: str, need_bytes: int = 0, stage_id: int = 0) -> None:
         super().__init__(message)
@@ -17,3 +21,7 @@ class MemoryLimitError(PlannerError):
 
     def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int]]:
         return type(self), (str(self), self.need_bytes, self.stage_id)
+
+
+check_count = functools.partial(messages.check_count, error=PlannerError)
+"""Return a value as an int >= 1, or raise PlannerError."""

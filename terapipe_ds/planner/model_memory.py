@@ -1,4 +1,4 @@
-"""The memory of a part counted from model sizes: what the layers of ``models/gpt.py`` save for their backward.
+"""The memory of a part counted from model sizes: what the layers of `models/gpt.py` save for their backward.
 
 Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of the MLP, V vocabulary:
 
@@ -27,12 +27,12 @@ Gradients of parameters come with a batch's first backward and go with the optim
 its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the input and its
 gradient of the last slice, which live until the next batch.
 
-Against exact peaks of steps in fp32 on a CPU (``bench.memory``) that is 0 to 2 % above on two stages. It is most off,
+Against exact peaks of steps in fp32 on a CPU (`bench.memory`) that is 0 to 2 % above on two stages. It is most off,
 8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
 Where slices are so small that fixed things count, it can be 1 % below.
 
 With activation checkpointing a decoder layer keeps its input alone and one layer at a time is whole in its backward;
-embedding, final norm, head and loss stay as they are (``checkpointable_layers: ["DecoderLayer"]``).
+embedding, final norm, head and loss stay as they are (`checkpointable_layers: ["DecoderLayer"]`).
 
 Tensor parallelism divides what Megatron divides: q, kv, f, V and their weights; norms, residual stream and messages
 only with sequence parallelism.
@@ -40,18 +40,20 @@ only with sequence parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terapipe_ds.messages import show_value
 from terapipe_ds.model_sizes import ModelSize
-from terapipe_ds.plan import show_value
-from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.plan import split_evenly
+from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.part_memory import PartMemory
+from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
 
-_RECEIVES_AHEAD = 2  # schedule.lower.RECEIVE_AHEAD; a received activation becomes the slice's input
 _INDEX_BYTES = 8  # token ids and labels are int64
 
 
@@ -71,13 +73,11 @@ class Setup:
     sequence_parallel: bool = False
     gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
     fused_norm: bool = True  # RMSNorm in one kernel
-    layers_per_part: tuple[int, ...] | None = None  # None: as even as possible, more on the first parts
+    layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise PlannerError(f"{name} = {show_value(value)}: give an integer >= 1")
+            check_count(name, getattr(self, name))
         self._check_names()
         size, degree = self.size, self.tensor_parallel
         for name in ("num_heads", "num_kv_heads", "ffn_size"):
@@ -126,16 +126,15 @@ class Setup:
     def layers(self) -> tuple[int, ...]:
         """Decoder layers of each part."""
         if self.layers_per_part is not None:
-            return self.layers_per_part
-        fewest, more = divmod(self.size.num_layers, self.num_stages)
-        return tuple(fewest + (part_id < more) for part_id in range(self.num_stages))
+            return tuple(self.layers_per_part)
+        return split_evenly(self.size.num_layers, self.num_stages)
 
 
 def count_parts(setup: Setup) -> tuple[PartMemory, ...]:
-    """One ``PartMemory`` per part: embedding on the first, final norm, head and loss on the last.
+    """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last.
 
     Raises:
-        PlannerError: from ``Setup``, for values that no run can have.
+        PlannerError: from `Setup`, for values that no run can have.
     """
     return tuple(_count_part(setup, part_id, layers) for part_id, layers in enumerate(setup.layers))
 
@@ -167,19 +166,21 @@ def _count_part(setup: Setup, part_id: int, layers: int) -> PartMemory:
 
 
 def _working(setup: Setup, is_first: bool, is_last: bool, layers: int) -> int:
-    """Per token of the slice that runs, with the messages of the links."""
+    """Return working bytes per token of the slice that runs, with the messages of the links."""
     message = _residual(setup) * ITEMSIZE[setup.dtype]
     layer = _layer_working(setup) if layers else 0
     if setup.activation_checkpointing and layers:
         layer += _layer_saved(setup)
     working = max(layer - _head_saved(setup), _head_working(setup)) if is_last else layer
-    inwards = 2 if is_last else 1 + _RECEIVES_AHEAD  # where the last part has most, one of the next two is a B
-    links = (0 if is_first else inwards) + (0 if is_last else _RECEIVES_AHEAD)
+    # a received activation becomes the slice's input
+    inwards = 2 if is_last else 1 + RECEIVE_AHEAD  # where the last part has most, one of the next two is a B
+    links = (0 if is_first else inwards) + (0 if is_last else RECEIVE_AHEAD)
     return working + links * message
 
 
 def _parameters(setup: Setup, part_id: int, layers: int) -> int:
-    """Of one rank. A tied output matrix has a copy on the last stage; norms are on every tensor-parallel rank."""
+    """Return the number of a rank's parameters. A tied output matrix has a copy on the last stage; norms are on every
+    tensor-parallel rank."""
     size, degree = setup.size, setup.tensor_parallel
     norm = size.hidden_size * (2 if size.bias else 1)
     layer = (size.layer_parameters() - 2 * norm) // degree + 2 * norm
@@ -195,11 +196,11 @@ def _parameters(setup: Setup, part_id: int, layers: int) -> int:
 
 
 def _static_bytes(setup: Setup, parameters: int) -> int:
-    """Parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
+    """Return bytes of parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
 
     fp32, fp64: parameter, gradient and the optimizer's states in the dtype; ZeRO-1 adds an fp32 master copy and divides
     it and the states by the data-parallel ranks. fp16: parameter and gradient 2 + 2, master copy and states in fp32.
-    bf16: the same and a buffer that accumulates the gradients (``data_types.grad_accum_dtype``); its optimizer
+    bf16: the same and a buffer that accumulates the gradients (`data_types.grad_accum_dtype`); its optimizer
     (bf16_optimizer.py) divides master copy and states by the data-parallel ranks with and without ZeRO-1. What lives in
     the optimizer step alone is not counted: no slice is live then.
     """
@@ -214,12 +215,12 @@ def _static_bytes(setup: Setup, parameters: int) -> int:
 
 
 def _drops_gradients(setup: Setup) -> bool:
-    """Whether DeepSpeed drops the gradients with each step (``DeepSpeedEngine.zero_grad``)."""
+    """Return whether DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`)."""
     return setup.zero_stage == 0 and setup.dtype != "bfloat16"
 
 
 def _largest_weight(setup: Setup, has_vocabulary: bool, layers: int) -> int:
-    """Numbers in the largest weight: its new gradient stands beside the accumulated one for a moment."""
+    """Return how many numbers the largest weight has: its new gradient is beside the accumulated one for a moment."""
     size, degree = setup.size, setup.tensor_parallel
     widths = [(2 if size.gated_mlp else 1) * size.ffn_size, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim]
     widths = widths if layers else []
@@ -227,12 +228,12 @@ def _largest_weight(setup: Setup, has_vocabulary: bool, layers: int) -> int:
 
 
 def _residual(setup: Setup) -> int:
-    """Numbers of the residual stream that a rank holds per token."""
+    """Return how many numbers of the residual stream a rank holds per token."""
     return setup.size.hidden_size // (setup.tensor_parallel if setup.sequence_parallel else 1)
 
 
 def _norm_saved(setup: Setup) -> int:
-    """A norm's own, without its output."""
+    """Return what a norm keeps, without its output."""
     item, width = ITEMSIZE[setup.dtype], max(4, ITEMSIZE[setup.dtype])
     if setup.size.bias or setup.fused_norm:
         return _residual(setup) * item + 2 * width
@@ -248,7 +249,7 @@ def _layer_saved(setup: Setup) -> int:
 
 
 def _weights_kept(setup: Setup, is_last: bool, layers: int) -> int:
-    """What W needs per token: input and output gradient of every linear layer, after B."""
+    """Return what W needs per token: input and output gradient of every linear layer, after B."""
     size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
     query, key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
     divided = (query + 2 * key_value) + query + (3 if size.gated_mlp else 2) * size.ffn_size
@@ -264,7 +265,7 @@ def _head_saved(setup: Setup) -> int:
 
 
 def _layer_working(setup: Setup) -> int:
-    """Gradients that stand beside what is still kept: in the MLP, or in attention, when what the MLP kept is gone."""
+    """Return the gradients beside what is still kept: in the MLP, or in attention, when what the MLP kept is gone."""
     size, item, degree = setup.size, ITEMSIZE[setup.dtype], setup.tensor_parallel
     mlp = (2 if size.gated_mlp else 1) * size.ffn_size * item // degree
     query, key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
@@ -274,7 +275,7 @@ def _layer_working(setup: Setup) -> int:
 
 
 def _head_working(setup: Setup) -> int:
-    """The gradients of log-probabilities and logits; a forward's logits are smaller."""
+    """Return the gradients of log-probabilities and logits; a forward's logits are smaller."""
     item = ITEMSIZE[setup.dtype]
     vocabulary = setup.size.vocab_size * (max(4, item) + item) // setup.tensor_parallel
     return max(vocabulary, 2 * _residual(setup) * item)  # the norm's come when those are gone

@@ -11,9 +11,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 
 PREFERENCE = (
-    "seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe",
-    "seq1f1b-interleaved", "interleaved", "zbv", "chimera-seq", "chimera",
-)  # fmt: skip
+    *("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe"),
+    *("seq1f1b-interleaved", "interleaved", "zbv", "chimera-seq", "chimera"),
+)
 """Which schedule wins where time and memory are the same."""
 
 _TIE = 1e-3  # a difference in time below the noise of any measurement
@@ -38,11 +38,11 @@ class PlanResult:
     memory_limit_bytes: float | None
     num_candidates: int
     chunks_per_stage: int = 1  # parts that a stage holds
-    extra_s: float | None = 0.0  # besides predicted_s, what other schedules have nothing of; None: not known
+    extra_s: float | None = 0.0  # on top of predicted_s, what other schedules have nothing of; None: not known
 
     @property
     def total_s(self) -> float:
-        """What schedules are compared by: with ``extra_s``, where it is known."""
+        """What schedules are compared by: with `extra_s`, where it is known."""
         return self.predicted_s + (self.extra_s or 0.0)
 
     @property
@@ -51,24 +51,23 @@ class PlanResult:
         return max(self.predicted_s / self.lower_bound_s - 1.0, 0.0) if self.lower_bound_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers and lists, for JSON."""
+        """Return plain numbers and lists, for JSON."""
         plans = {"plan": list(self.plan.lengths), "equal_plan": list(self.equal_plan.lengths)}
         return dataclasses.asdict(self) | plans | {"gap": self.gap}
 
 
 def choose(results: Iterable[PlanResult]) -> PlanResult:
-    """The result with the least time; within 0.1 % of it the one with the least memory, then the preferred schedule."""
-    found = list(results)
-    if not found:
+    """Return the result with the least time; within 0.1 % of it that with the least memory, then the preferred
+    schedule."""
+    known = list(results)
+    if not known:
         raise PlannerError("no results to choose from: give at least one")
-    least_s = min(result.total_s for result in found)
-    near = [result for result in found if result.total_s <= least_s * (1 + _TIE)]
-
+    least_s = min(result.total_s for result in known)
+    near = [result for result in known if result.total_s <= least_s * (1 + _TIE)]
     return min(near, key=memory_and_preference)
 
 
 def memory_and_preference(result: PlanResult) -> tuple[int, int]:
-    """What decides where times are alike: the bytes of the fullest stage, then the preferred schedule."""
+    """Return what decides where times are alike: the bytes of the fullest stage, then the preferred schedule."""
     known = result.schedule in PREFERENCE
-    place = PREFERENCE.index(result.schedule) if known else len(PREFERENCE)
-    return max(result.peak_bytes or (0,)), place
+    return max(result.peak_bytes or (0,)), PREFERENCE.index(result.schedule) if known else len(PREFERENCE)

@@ -16,7 +16,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
 from terapipe_ds.planner import PlanResult, choose
-from terapipe_ds.planner.recut import MeasuredParts
+from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered, portable
 from terapipe_ds.runtime.checks import slice_length_multiple
 from terapipe_ds.runtime.copies import can_have

@@ -21,9 +21,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlanResult, plan_slices
-from terapipe_ds.planner.recut import MeasuredParts
-from terapipe_ds.planner.report import describe
+from terapipe_ds.planner import PlanResult, describe, plan_slices
+from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import portable
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups

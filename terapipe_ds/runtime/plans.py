@@ -9,7 +9,7 @@ from typing import Any
 from terapipe_ds import __version__
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
-from terapipe_ds.planner.ranked import ranked_schedules
+from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch

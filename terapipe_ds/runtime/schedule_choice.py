@@ -15,12 +15,12 @@ from terapipe_ds.planner import (
     Ranking,
     best_schedule,
     choose,
+    describe_ranking,
     plan_slices,
     rank_given,
     rank_schedules,
 )
-from terapipe_ds.planner.recut import NOT_TIMED, MeasuredParts, balanced_bounds
-from terapipe_ds.planner.report import describe_ranking
+from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts, balanced_bounds
 from terapipe_ds.runtime.copies import can_have
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.log import first_line

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .action import Action, Kind, Schedule, ScheduleError, StageSchedule
+from .action import Action, Kind, ScheduleError
 from .csv_form import fits, from_csv, load, to_csv
 from .generate import SCHEDULE_NAMES, SPLIT_SCHEDULES, build, build_forwards
-from .lower import lower
+from .lower import StageSchedule
 from .placement import CHUNKED_SCHEDULES, placement_for
+from .schedule import Schedule
 from .show import render
 from .validate import validate
 
@@ -24,7 +25,6 @@ __all__ = [
     "fits",
     "from_csv",
     "load",
-    "lower",
     "placement_for",
     "render",
     "to_csv",

@@ -11,12 +11,12 @@ from itertools import accumulate
 from .action import Kind
 from .interleaved import PlacedUnit
 from .list_schedule import UNSPLIT, list_schedule, num_slots
-from .one_for_one import slices_of
+from .one_f_one_b import slices_of
 from .placement import bidirectional
 
 
 def directions(num_stages: int, num_micro_batches: int) -> list[int]:
-    """Per micro-batch its chunk: 0 where it goes down, 1 where it goes up.
+    """Return, per micro-batch, its chunk: 0 where it goes down, 1 where it goes up.
 
     Each basic unit of K micro-batches has K / 2 of each, those down first; a smaller last unit splits likewise, with
     one more down where it is odd.
@@ -54,10 +54,10 @@ def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUni
 # stage 0  F0.0c0 F1.0c1 F0.1c0 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0
 # stage 1  F1.0c1 F0.0c0 F1.1c1 F0.1c0 B0.1c0 B0.0c0 B1.1c1 B1.0c1
 def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """``chimera`` by slices: the same two pipelines and the same micro-batches in each, one F one B by slices.
+    """`chimera` by slices: the same two pipelines and the same micro-batches in each, one F one B by slices.
 
     Orders come from list scheduling at B = 2F, where the k-th stage of a direction holds at most 2(K - k) + s - 1 live
-    slices of that direction, s of the micro-batch that has most: 2(K + s) on each stage, not K * s. Where ``chimera``
+    slices of that direction, s of the micro-batch that has most: 2(K + s) on each stage, not K * s. Where `chimera`
     itself stays within these limits and is shorter, it is taken; with one slice per micro-batch always.
     """
     most = max(num_slices)
@@ -76,6 +76,6 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
 
 
 def _peak(order: list[PlacedUnit], chunk_id: int) -> int:
-    """The most live slices of one chunk."""
+    """Return the most live slices of one chunk."""
     live = (1 if kind is Kind.FORWARD else -1 for kind, _, _, chunk in order if chunk == chunk_id)
     return max(accumulate(live, initial=0))

@@ -1,8 +1,8 @@
 """A schedule as CSV, to write by hand, to keep in a file and to run from there.
 
-    placement,0/3,1/2        only where the parts do not stand in a loop: per stage, the parts of its chunks 0, 1, ...
-    F0.0c0,F0.0c1,B0.0c1,B0.0c0
-    F0.0c0,F0.0c1,B0.0c1,B0.0c0
+placement,0/3,1/2        only where the parts do not stand in a loop: per stage, the parts of its chunks 0, 1, ...
+F0.0c0,F0.0c1,B0.0c1,B0.0c0
+F0.0c0,F0.0c1,B0.0c1,B0.0c0
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import io
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
-from .action import Action, Kind, Schedule, ScheduleError
+from .action import Action, Kind, ScheduleError
 from .placement import Placement, loop
+from .schedule import Schedule
 from .validate import validate
+
+Entry = TypeVar("Entry")
 
 _PLACEMENT = "placement"
 _PARTS = re.compile(r"(0|[1-9][0-9]{0,8})(/(0|[1-9][0-9]{0,8}))*")
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row per stage; the cells are its computations in order.
+    """Return one row per stage; the cells are its computations in order.
 
-    Where the parts do not stand in the loop (part = chunk * stages + stage) that ``from_csv`` assumes, or not every
+    Where the parts do not stand in the loop (part = chunk * stages + stage) that `from_csv` assumes, or not every
     chunk computes something, a first row has the placement: "placement", then for each stage the parts of its chunks,
     as 0/7.
     """
@@ -40,12 +44,12 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """The schedule that a CSV text describes, validated.
+    """Return the schedule that a CSV text describes, validated.
 
     The counts follow from the cells: stages from the rows, micro-batches, slices and chunks from the highest
     ids, and forward-only where no cell is a B or W. Without a row "placement" the parts stand in a loop. Blank cells
-    at the end of a row and blank rows at the end of the text are ignored. Raises ``ScheduleError``: naming row and
-    cell (from 1) of what cannot be read, or as ``validate``.
+    at the end of a row and blank rows at the end of the text are ignored. Raises `ScheduleError`: naming row and
+    cell (from 1) of what cannot be read, or as `validate`.
     """
     rows = _read_rows(text)
     given = rows.pop(0) if rows[0][0] == _PLACEMENT else None
@@ -76,9 +80,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def load(path: str | Path) -> Schedule:
-    """The schedule of a CSV file, validated; its name is the file's, without ``.csv``.
+    """Return the schedule of a CSV file, validated; its name is the file's, without `.csv`.
 
-    Raises ``ScheduleError``, with the path, where the file cannot be read or holds no schedule that can run.
+    Raises `ScheduleError`, with the path, where the file cannot be read or holds no schedule that can run.
     """
     path = Path(path)
     try:
@@ -94,10 +98,8 @@ def load(path: str | Path) -> Schedule:
 
 
 def fits(schedule: Schedule, num_stages: int, num_slices: Iterable[int]) -> str | None:
-    """What keeps a schedule from running a batch on ``num_stages`` stages, ``num_slices`` of each micro-batch.
-
-    None where nothing does; otherwise one line for a message, which says what to change.
-    """
+    """Return what keeps a schedule from running a batch on `num_stages` stages, `num_slices` of each micro-batch: one
+    line that says what to change, or None."""
     counts = tuple(num_slices)
     if schedule.num_stages != num_stages:
         return f"schedule {schedule.name!r} has {schedule.num_stages} stages (rows), the pipeline {num_stages}"
@@ -141,20 +143,22 @@ def _read_rows(text: str) -> list[list[str]]:
         raise ScheduleError(
             f"the CSV cannot be read: {error}; give one row per stage, with cells such as F0.0 between commas"
         ) from error
-    rows = [[cell.strip() for cell in row] for row in rows]
-    for row in rows:
-        while row and not row[-1]:
-            row.pop()
-    while rows and not rows[-1]:
-        rows.pop()
+    rows = [_without_end([cell.strip() for cell in row]) for row in rows]
+    rows = _without_end(rows)
     if not rows:
         raise ScheduleError("the CSV is empty: give one row per stage, with cells such as F0.0")
-    empty = next((number for number, row in enumerate(rows, start=1) if not row), None)
-    if empty is not None:
+    if [] in rows:
         raise ScheduleError(
-            f"CSV row {empty} is empty: every stage computes something, give its computations"
+            f"CSV row {rows.index([]) + 1} is empty: every stage computes something, give its computations"
         )
     return rows
+
+
+def _without_end(entries: list[Entry]) -> list[Entry]:
+    """Return a list without its empty last entries."""
+    while entries and not entries[-1]:
+        entries = entries[:-1]
+    return entries
 
 
 def _read_cell(cell: str, row_number: int, cell_number: int) -> Action:
@@ -169,16 +173,12 @@ def _count_slices(actions: list[Action]) -> tuple[int, ...]:
     slices: dict[int, set[int]] = {}
     for action in actions:
         slices.setdefault(action.micro_batch_id, set()).add(action.slice_id)
-    return tuple(
-        _count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch"))
-    )
+    return tuple(_count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch")))
 
 
 def _count_up(ids: set[int], what: str) -> int:
-    """How many ids there are; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
+    """Return how many ids there are; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
     missing = next((number for number in range(len(ids)) if number not in ids), None)
     if missing is not None:
-        raise ScheduleError(
-            f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap"
-        )
+        raise ScheduleError(f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap")
     return len(ids)

@@ -1,22 +1,23 @@
 """The schedules by name: short pure functions that write the order of the computations of every stage.
 
-A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of
-units per stage. The tables show unit time slots (a forward and a backward take one each) of 3 stages, 2
-micro-batches, 2 slices.
+A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of units per
+stage. The tables show unit time slots (a forward and a backward take one each) of 3 stages, 2 micro-batches, 2 slices.
 """
 
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .action import Action, Kind, Schedule, ScheduleError
+from terapipe_ds.messages import check_count
+
+from .action import Action, Kind, ScheduleError
 from .bidirectional import chimera, chimera_seq
 from .interleaved import PlacedUnit, interleaved, looped_forwards, place, seq1f1b_interleaved
-from .one_for_one import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
+from .one_f_one_b import Unit, backwards, dapple, forwards, one_f_one_b, seq1f1b
 from .placement import BIDIRECTIONAL, LOOPED, V_SHAPED, Placement, placement_for
+from .schedule import Schedule
 from .v_shaped import v_forwards, zbv
 from .zero_bubble import seq1f1b_zb, zb_h1
 
@@ -59,13 +60,13 @@ CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
 """Those whose stages hold several chunks; a looped one is called with their number too."""
 
 SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
-"""The names that ``build`` knows."""
+"""The names that `build` knows."""
 
 OPTIONS = {"dapple": ("policy",), "zbv": ("slots",)}
 """What a schedule takes besides counts: the keywords of its generator."""
 
 SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb", "zbv")
-"""Those whose backwards are split in B and W, and whose times need ``weight_s``."""
+"""Those whose backwards are split in B and W, and whose times need `weight_s`."""
 
 
 def build(
@@ -78,24 +79,23 @@ def build(
     chunks_per_stage: int = 1,
     **options: object,
 ) -> Schedule:
-    """The schedule ``name`` for K stages, m micro-batches and ``num_slices`` slices (one int, or one per
-    micro-batch).
+    """Return a schedule for K stages, m micro-batches and `num_slices` slices (one int, or one per micro-batch).
 
-    ``chunks_per_stage`` is v, the number of parts of each stage; 1, the default, means: for ``zbv``, ``chimera`` and
-    ``chimera-seq`` the 2 that they always have (1 and 2 are accepted, the schedule says 2); for ``interleaved`` and
-    ``seq1f1b-interleaved`` one part per stage, hence ``1f1b`` and ``seq1f1b``; all others accept 1 only.
+    `chunks_per_stage` is v, the number of parts of each stage; 1, the default, means: for `zbv`, `chimera` and
+    `chimera-seq` the 2 that they always have (1 and 2 are accepted, the schedule says 2); for `interleaved` and
+    `seq1f1b-interleaved` one part per stage, hence `1f1b` and `seq1f1b`; all others accept 1 only.
 
-    With ``forward_only`` (evaluation) every stage runs all forwards: micro-batches and slices in order, parts in the
-    order in which their inputs come. ``dapple`` has the option ``policy``, "A" or "B"; ``zbv`` has ``slots``, what F, B
+    With `forward_only` (evaluation) every stage runs all forwards: micro-batches and slices in order, parts in the
+    order in which their inputs come. `dapple` has the option `policy`, "A" or "B"; `zbv` has `slots`, what F, B
     and W take, for its list scheduling.
 
-    Raises ``ScheduleError`` on an unknown name, on counts that are not whole numbers of at least 1, and on counts or
+    Raises `ScheduleError` on an unknown name, on counts that are not whole numbers of at least 1, and on counts or
     options that the schedule does not take.
     """
     _check_name(name)
-    num_stages = _count("num_stages", num_stages)
-    slices = _slice_counts(num_slices, _count("num_micro_batches", num_micro_batches))
-    placement = placement_for(name, num_stages, _count("chunks_per_stage", chunks_per_stage))
+    num_stages = check_count("num_stages", num_stages, ScheduleError)
+    slices = _slice_counts(num_slices, check_count("num_micro_batches", num_micro_batches, ScheduleError))
+    placement = placement_for(name, num_stages, check_count("chunks_per_stage", chunks_per_stage, ScheduleError))
     _check_option_names(name, options)
     chunks = len(placement) // num_stages
     if forward_only:
@@ -110,10 +110,8 @@ def build(
 
 
 def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:
-    """Raises ``ScheduleError`` where the schedule does not take an option, or not the value that is given for it.
-
-    Nothing is built where there are none.
-    """
+    """Raise `ScheduleError` where the schedule does not take an option, or not its value. Without options nothing is
+    built."""
     if options:
         _check_option_names(name, options)  # one of build's own keywords is none of theirs
         build(name, num_stages, 1, 1, chunks_per_stage=chunks_per_stage, **options)
@@ -128,7 +126,7 @@ def _check_option_names(name: str, options: Iterable[str]) -> None:
 
 
 def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -> Schedule:
-    """An evaluation on any placement: every forward, each at the first of its part's places.
+    """Return an evaluation on any placement: every forward, each at the first of its part's places.
 
     The n-th slice of a batch runs on part p in the order of n + p, which is later than all that it waits for.
     """
@@ -170,20 +168,10 @@ def _check_name(name: str) -> None:
     raise ScheduleError(f"unknown schedule {name!r}{hint}: known are {', '.join(SCHEDULE_NAMES)}")
 
 
-def _count(what: str, value: object) -> int:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 1:
-        raise ScheduleError(f"{what} is {value!r}: give a whole number of at least 1")
-    return number
-
-
 def _slice_counts(num_slices: int | Iterable[int], num_micro_batches: int) -> tuple[int, ...]:
     if isinstance(num_slices, str | bytes) or not isinstance(num_slices, Iterable):
-        return (_count("num_slices", num_slices),) * num_micro_batches
-    counts = tuple(_count(f"num_slices[{m}]", value) for m, value in enumerate(num_slices))
+        return (check_count("num_slices", num_slices, ScheduleError),) * num_micro_batches
+    counts = tuple(check_count(f"num_slices[{m}]", value, ScheduleError) for m, value in enumerate(num_slices))
     if len(counts) != num_micro_batches:
         raise ScheduleError(
             f"num_slices has {len(counts)} entries: give one to each of {num_micro_batches} micro-batches"

@@ -59,7 +59,7 @@ class _Lane:
     backward_ends: dict[_Id, int] = field(default_factory=dict)
 
     def forward_ready_at(self) -> int | None:
-        """When the input of the next F was there; None where it cannot run yet."""
+        """Return when the input of the next F was there; None where it cannot run yet."""
         if self.num_forwards == len(self.ahead) or self.live >= self.limit:
             return None
         return 0 if self.before is None else self.before.forward_ends.get(self.ahead[self.num_forwards])
@@ -81,12 +81,16 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def list_schedule(
-    placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int], *,
-    times: Sequence[Slots], directions: Sequence[int] | None = None,
-) -> list[list[PlacedUnit]]:  # fmt: skip
-    """The orders of the stages of a placement: of several plays the one that is shortest over all ``times``.
+    placement: Placement,
+    num_slices: Sequence[int],
+    limits: Mapping[tuple[int, int], int],
+    *,
+    times: Sequence[Slots],
+    directions: Sequence[int] | None = None,
+) -> list[list[PlacedUnit]]:
+    """Return the orders of the stages of a placement: of several plays the one that is shortest over all `times`.
 
-    ``limits`` has for each place the most live slices (F run, last of B and W not). ``directions`` has for each
+    `limits` has for each place the most live slices (F run, last of B and W not). `directions` has for each
     micro-batch the chunk that it passes on every stage, where every part stands at a place of each direction; without
     it a micro-batch passes all places.
     """
@@ -109,7 +113,7 @@ def _clock(slots: Slots) -> dict[Kind, int]:
 
 
 def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> int:
-    """How long orders take."""
+    """Return how long orders take."""
     clock, last_part_id = _clock(slots), max(placement.values())
     forward_ends: dict[tuple[int, int, int], int] = {}  # (part, micro-batch, slice)
     backward_ends: dict[tuple[int, int, int], int] = {}
@@ -141,7 +145,7 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots
 
 
 def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> list[list[PlacedUnit]]:
-    """What each stage ran."""
+    """Return what each stage ran."""
     splits_backward = Kind.WEIGHT in slots
     orders: list[list[PlacedUnit]] = [[] for _ in lanes]
     free_at = [0] * len(lanes)
@@ -167,9 +171,11 @@ def _play(lanes: list[list[_Lane]], slots: Mapping[Kind, int], rule: _Rule) -> l
 
 
 def _lanes(
-    placement: Placement, num_slices: Sequence[int], limits: Mapping[tuple[int, int], int],
+    placement: Placement,
+    num_slices: Sequence[int],
+    limits: Mapping[tuple[int, int], int],
     directions: Sequence[int] | None,
-) -> list[list[_Lane]]:  # fmt: skip
+) -> list[list[_Lane]]:
     lanes: list[list[_Lane]] = [[] for _ in range(1 + max(stage_id for stage_id, _ in placement))]
     places: dict[tuple[int, int], _Lane] = {}  # (direction, part)
     for (stage_id, chunk_id), part_id in sorted(placement.items()):
@@ -184,9 +190,7 @@ def _lanes(
     return lanes
 
 
-def _choose(
-    lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule
-) -> tuple[Kind, _Lane] | None:
+def _choose(lanes: Sequence[_Lane], now: int, splits_backward: bool, rule: _Rule) -> tuple[Kind, _Lane] | None:
     ready = [(at, lane) for lane in lanes if (at := lane.backward_ready_at()) is not None and at <= now]
     if ready:
         return Kind.BACKWARD, min(ready, key=rule)[1]

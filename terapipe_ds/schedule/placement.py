@@ -1,9 +1,9 @@
 """Where do the parts stand? One dict per schedule: (stage_id, chunk_id) -> part_id.
 
-    loop, K = 3, v = 2         v_shape, K = 3             bidirectional, K = 4 (down | up)
-    stage    0  1  2           stage    0  1  2           stage    0  1  2  3
-    chunk 0  0  1  2           chunk 0  0  1  2           chunk 0  0  1  2  3
-    chunk 1  3  4  5           chunk 1  5  4  3           chunk 1  3  2  1  0
+loop, K = 3, v = 2         v_shape, K = 3             bidirectional, K = 4 (down | up)
+stage    0  1  2           stage    0  1  2           stage    0  1  2  3
+chunk 0  0  1  2           chunk 0  0  1  2           chunk 0  0  1  2  3
+chunk 1  3  4  5           chunk 1  5  4  3           chunk 1  3  2  1  0
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNKED_SCHEDULES = (*LOOPED, *V_SHAPED, *BIDIRECTIONAL)
 
 
 def loop(num_stages: int, chunks_per_stage: int) -> Placement:
-    """Part ``chunk * K + stage``: the parts go round the stages, v times (Megatron's interleaving)."""
+    """Part `chunk * K + stage`: the parts go round the stages, v times (Megatron's interleaving)."""
     return {(s, c): c * num_stages + s for c in range(chunks_per_stage) for s in range(num_stages)}
 
 
@@ -36,7 +36,7 @@ def v_shape(num_stages: int) -> Placement:
 def bidirectional(num_stages: int) -> Placement:
     """Two pipelines over the same K parts, chunk 0 down and chunk 1 up: every part stands at two places.
 
-    (Chimera, Li and Hoefler, SC'21, arXiv 2107.06925.) Raises ``ScheduleError`` where K is odd.
+    (Chimera, Li and Hoefler, SC'21, arXiv 2107.06925.) Raises `ScheduleError` where K is odd.
     """
     if num_stages % 2:
         raise ScheduleError(
@@ -47,11 +47,11 @@ def bidirectional(num_stages: int) -> Placement:
 
 
 def placement_for(name: str, num_stages: int, chunks_per_stage: int = 1) -> Placement:
-    """The placement of the schedule ``name``.
+    """Return the placement of the schedule `name`.
 
-    ``chunks_per_stage`` as for ``build``: the V-shaped and the bidirectional schedules have two chunks, and
-    take 1 (the default) or 2; the looped ones any number; all others 1. Raises ``ScheduleError`` on a number
-    that the schedule cannot take. (Whether there is a schedule of that name, ``build`` says.)
+    `chunks_per_stage` as for `build`: the V-shaped and the bidirectional schedules have two chunks, and
+    take 1 (the default) or 2; the looped ones any number; all others 1. Raises `ScheduleError` on a number
+    that the schedule cannot take. (Whether there is a schedule of that name, `build` says.)
     """
     if name in LOOPED:
         return loop(num_stages, chunks_per_stage)

@@ -1,11 +1,11 @@
-"""A schedule as text: a grid for people, a dict for programs. (CSV: ``csv_form``.)"""
+"""A schedule as text: a grid for people, a dict for programs. (CSV: `csv_form`.)"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from .action import Schedule
+from .schedule import Schedule
 from .validate import replay
 
 WIDTH, MAX_SLOTS = 110, 512
@@ -26,18 +26,17 @@ class SlotCount:
 
 
 def count_slots(schedule: Schedule) -> SlotCount:
-    """How many unit slots the schedule takes, and how many of them the stages idle. Raises on a deadlock."""
+    """Return how many unit slots the schedule takes, and how many the stages idle. Raises on a deadlock."""
     num_slots = max((starts[-1] + 1 for starts in replay(schedule) if starts), default=0)
     busy = sum(len(order) for order in schedule.orders)
     return SlotCount(schedule.num_stages, num_slots, schedule.num_stages * num_slots - busy)
 
 
 def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -> str:
-    """The grid: one row per stage, one column per unit time slot (F, B and W take one each), "." where a
-    stage waits.
+    """Return the grid: one row per stage, one column per unit time slot (F, B and W take one each), "." where a stage
+    waits.
 
-    Lines longer than ``width`` characters go on in further blocks; beyond ``max_slots`` columns a note takes
-    the rest.
+    Lines longer than `width` characters go on in further blocks; beyond `max_slots` columns a note takes the rest.
     """
     count = count_slots(schedule)
     shown = min(count.num_slots, max_slots)
@@ -60,7 +59,7 @@ def render(schedule: Schedule, width: int = WIDTH, max_slots: int = MAX_SLOTS) -
 
 
 def to_dict(schedule: Schedule) -> dict[str, Any]:
-    """The schedule and what it costs in unit slots, ready for ``json.dumps``."""
+    """Return the schedule and what it costs in unit slots, ready for `json.dumps`."""
     count = count_slots(schedule)
     return {
         "name": schedule.name,
@@ -77,7 +76,7 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
-    """The first ``num_slots`` columns of the grid."""
+    """Return the first `num_slots` columns of the grid."""
     grid = [["."] * num_slots for _ in schedule.orders]
     for stage_id, starts in enumerate(replay(schedule)):
         for slot, cell in zip(starts, schedule.compute_order(stage_id), strict=True):
@@ -89,16 +88,12 @@ def _cells(schedule: Schedule, num_slots: int) -> list[list[str]]:
 
 def _headline(schedule: Schedule, count: SlotCount) -> str:
     slices = schedule.num_slices
-    same = len(set(slices)) == 1
-    some = (
-        f"{slices[0]} each"
-        if same
-        else " + ".join(map(str, slices[:8])) + (" + ..." if len(slices) > 8 else "")
-    )
+    each = f"{slices[0]} each" if len(set(slices)) == 1 else " + ".join(map(str, slices[:8]))
+    more = " + ..." if len(set(slices)) > 1 and len(slices) > 8 else ""
     mode = ", forward only" if schedule.forward_only else ""
     return (
         f"{schedule.name}{mode}: {_many(schedule.num_stages, 'stage')}, "
-        f"{_many(schedule.num_micro_batches, 'micro-batch')}, {_many(sum(slices), 'slice')} ({some}), "
+        f"{_many(schedule.num_micro_batches, 'micro-batch')}, {_many(sum(slices), 'slice')} ({each}{more}), "
         f"{_many(count.num_slots, 'slot')}"
     )
 

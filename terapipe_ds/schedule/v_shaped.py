@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from .action import Kind, ScheduleError
 from .interleaved import PlacedUnit
 from .list_schedule import SPLIT, Slots, list_schedule
-from .one_for_one import forwards
+from .one_f_one_b import forwards
 from .placement import v_shape
 
 
@@ -20,12 +20,12 @@ def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> l
     """Zero bubble on a V, by slices (ZB-V of Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362).
 
     Stage k holds at most 2K - k + s - 2 slices of its chunk 0 and k + s of its chunk 1 between their F and their W, s
-    of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of ``seq1f1b``,
+    of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of `seq1f1b`,
     which holds K + s - 1 of them. Orders come from list scheduling with these limits, and are short whether W is a
-    half or three tenths of a backward; ``slots``, what F, B and W take in whole numbers, as (4, 5, 3), asks for those
+    half or three tenths of a backward; `slots`, what F, B and W take in whole numbers, as (4, 5, 3), asks for those
     that are short at these times.
 
-    Raises ``ScheduleError`` where ``slots`` is anything else.
+    Raises `ScheduleError` where `slots` is anything else.
     """
     times: Sequence[Slots] = SPLIT
     if slots is not None:
@@ -43,7 +43,7 @@ def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> l
 
 
 def v_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """Every forward: the n-th unit at slot p + 2n of part p.
+    """Return every forward: the n-th unit at slot p + 2n of part p.
 
     The two parts of a stage differ by an odd number, so that they never meet in a slot, and no stage waits.
     """

@@ -1,6 +1,6 @@
 """Proof that a schedule can run: every rule, checked on the very lists that the engine executes.
 
-``validate`` checks in this order: the shape of the schedule, that every unit runs exactly once, the order
+`validate` checks in this order: the shape of the schedule, that every unit runs exactly once, the order
 within each stage, the lowered lists (loads, sends, receives), and that no stage waits for ever.
 """
 
@@ -10,15 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from .action import COMPUTE_KINDS, Action, Kind, Schedule, ScheduleError, fail_at
-from .lower import check_lowered
+from .action import COMPUTE_KINDS, Action, Kind, ScheduleError
+from .schedule import Schedule
+from .validate_lowered import check_lowered
 
 Key = tuple[Kind, int, int, int]
-"""(kind, part_id, micro_batch_id, slice_id), as ``Action.key``."""
+"""(kind, part_id, micro_batch_id, slice_id), as `Action.key`."""
 
 
 def validate(schedule: Schedule) -> None:
-    """Raise ``ScheduleError``, with the grid and the offending cell marked, unless the schedule can run.
+    """Raise `ScheduleError`, with the grid and the offending cell marked, unless the schedule can run.
 
     Every F and B exactly once per (part, micro-batch, slice), at one place; F before its B before its W; F in
     slice order, B in reverse slice order; each send has its receive, in the same order per link; no deadlock.
@@ -32,7 +33,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> Iterator[Key]:
-    """The keys of the computations whose results ``action`` needs."""
+    """Yield the keys of the computations whose results `action` needs."""
     part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
     if action.kind is Kind.FORWARD:
         if slice_id > 0:
@@ -49,34 +50,47 @@ def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> I
         yield Kind.BACKWARD, part_id, micro_batch_id, slice_id
 
 
-def replay(schedule: Schedule) -> list[list[int]]:
-    """The time slot in which each entry of each order starts, when every computation takes one slot.
+def in_run_order(schedule: Schedule) -> Iterator[tuple[int, Action, list[Key]]]:
+    """Yield (stage, computation, what it needs), those of a stage in its order, each after all that it needs.
 
-    Stages run their orders strictly in sequence and wait for the data they need. Raises ``ScheduleError``
-    where they wait for one another for ever.
+    Stages run their orders strictly in sequence and wait for the data they need. Raises `ScheduleError` where they
+    wait for one another for ever.
     """
     num_parts = schedule.num_parts
-    ends: dict[Key, int] = {}
-    starts: list[list[int]] = [[] for _ in schedule.orders]
+    done: set[Key] = set()
+    at = [0] * len(schedule.orders)
     waiting: dict[Key, list[int]] = defaultdict(list)
-    ready = list(range(schedule.num_stages))
+    ready = list(range(len(schedule.orders)))
     while ready:
         stage_id = ready.pop()
-        order, mine = schedule.orders[stage_id], starts[stage_id]
-        while len(mine) < len(order):
-            action = order[len(mine)]
+        order = schedule.orders[stage_id]
+        while at[stage_id] < len(order):
+            action = order[at[stage_id]]
             needs = list(dependencies(action, num_parts, schedule.num_slices))
-            missing = next((key for key in needs if key not in ends), None)
+            missing = next((key for key in needs if key not in done), None)
             if missing is not None:
                 waiting[missing].append(stage_id)
                 break
-            free = mine[-1] + 1 if mine else 0
-            mine.append(max([free, *(ends[key] for key in needs)]))
-            ends[action.key] = mine[-1] + 1
-            ready += waiting.pop(action.key, [])
+            yield stage_id, action, needs
+            done.add(action.key)
+            at[stage_id] += 1
+            ready += waiting.pop(action.key, ())
     waits = {stage_id: key for key, stages in waiting.items() for stage_id in stages}
     if waits:
-        _report_deadlock(schedule, [len(mine) for mine in starts], waits)
+        _report_deadlock(schedule, at, waits)
+
+
+def replay(schedule: Schedule) -> list[list[int]]:
+    """Return the time slot in which each entry of each order starts, when every computation takes one slot.
+
+    Raises `ScheduleError` on a deadlock.
+    """
+    ends: dict[Key, int] = {}
+    starts: list[list[int]] = [[] for _ in schedule.orders]
+    for stage_id, action, needs in in_run_order(schedule):
+        free = starts[stage_id][-1] + 1 if starts[stage_id] else 0
+        starts[stage_id].append(max([free, *(ends[key] for key in needs)]))
+        ends[action.key] = starts[stage_id][-1] + 1
     return starts
 
 
@@ -98,7 +112,7 @@ def _check_shape(schedule: Schedule) -> None:
         for index, action in enumerate(order):
             problem = _misplaced(schedule, stage_id, action)
             if problem:
-                fail_at(schedule, f"{action} cannot stand here, {problem}", stage_id, index)
+                schedule.fail_at(f"{action} cannot stand here, {problem}", stage_id, index)
 
 
 def _misplaced(schedule: Schedule, stage_id: int, action: Action) -> str:
@@ -124,24 +138,14 @@ def _check_once(schedule: Schedule) -> None:
     for stage_id, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
             if action.key in seen:
-                fail_at(
-                    schedule,
-                    f"{action} of part {action.part_id} runs a second time: drop it",
-                    stage_id,
-                    index,
-                )
+                schedule.fail_at(f"{action} of part {action.part_id} runs a second time: drop it", stage_id, index)
             seen.add(action.key)
             place = stage_id, action.chunk_id
             home = homes.setdefault((action.part_id, action.micro_batch_id), place)
             if home != place:
                 where = f"at stage {home[0]}, chunk {home[1]}"
                 reason = f"part {action.part_id} has units of micro-batch {action.micro_batch_id} {where}"
-                fail_at(
-                    schedule,
-                    f"{reason}, so {action} cannot run here: keep them at one place",
-                    stage_id,
-                    index,
-                )
+                schedule.fail_at(f"{reason}, so {action} cannot run here: keep them at one place", stage_id, index)
     places = {part_id: place for place, part_id in reversed(schedule.placement.items())}
     kinds = [Kind.FORWARD] if schedule.forward_only else [Kind.FORWARD, Kind.BACKWARD]
     for part_id in range(schedule.num_parts):
@@ -151,25 +155,25 @@ def _check_once(schedule: Schedule) -> None:
                 if (kind, part_id, micro_batch_id, slice_id) not in seen:
                     unit = Action(kind, micro_batch_id, slice_id, part_id, chunk_id)
                     index = _first_in_need(schedule, stage_id, unit.key)
-                    fail_at(schedule, f"{unit} of part {part_id} is missing: add it before", stage_id, index)
+                    schedule.fail_at(f"{unit} of part {part_id} is missing: add it before", stage_id, index)
 
 
 def _first_in_need(schedule: Schedule, stage_id: int, key: Key) -> int:
-    """Where a stage first needs the result of a missing computation; past the end if nowhere."""
+    """Return where a stage first needs the result of a missing computation; past the end if nowhere."""
     order = schedule.orders[stage_id]
     needs = (set(dependencies(action, schedule.num_parts, schedule.num_slices)) for action in order)
     return next((index for index, keys in enumerate(needs) if key in keys), len(order))
 
 
 def _check_stage_order(schedule: Schedule, stage_id: int) -> None:
-    """The dependencies within one part, which show as a wrong order rather than as a deadlock."""
+    """Check the dependencies within one part, which show as a wrong order rather than as a deadlock."""
     done: set[Key] = set()
     for index, action in enumerate(schedule.orders[stage_id]):
         for key in dependencies(action, schedule.num_parts, schedule.num_slices):
             kind, part_id, micro_batch_id, slice_id = key
             if part_id == action.part_id and key not in done:
                 first = Action(kind, micro_batch_id, slice_id, part_id, action.chunk_id)
-                fail_at(schedule, f"{action} runs before {first}: {_rule(action, first)}; swap them", stage_id, index)
+                schedule.fail_at(f"{action} runs before {first}: {_rule(action, first)}; swap them", stage_id, index)
         done.add(action.key)
 
 
@@ -193,4 +197,4 @@ def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, 
         needed = f"{kind.value}{micro_batch_id}.{slice_id} of part {part_id} (stage {homes[waits[stage_id]]})"
         steps.append(f"stage {stage_id} holds {schedule.orders[stage_id][at[stage_id]]} until {needed}")
     reason = f"deadlock, no stage can go on: {', '.join(steps)}; move one of them before what it waits for"
-    fail_at(schedule, reason, circle[0], at[circle[0]])
+    schedule.fail_at(reason, circle[0], at[circle[0]])

@@ -487,7 +487,7 @@ def last_backward_missing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lowered_without(kinds: set[str]) -> Iterator[None]:
-    module = importlib.import_module("terapipe_ds.schedule.lower")  # the package has a function of that name
+    module = importlib.import_module("terapipe_ds.schedule.lower")
     lower_stage = module._lower_stage
 
     def without(*args: Any) -> Iterator[Any]:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from terapipe_ds.bench import planner as bench
-from terapipe_ds.planner.slice_dp import solve
+from terapipe_ds.planner import solve
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.candidates import (
-    compositions,
-    merged_or_split,
-    moved,
-    slice_counts,
-    to_lengths,
-    to_plan,
-    uniform,
-)
+from terapipe_ds.plan import SlicePlan, split_evenly
+from terapipe_ds.planner.search.candidates import compositions, merged_or_split, moved, slice_counts
 
 
 def test_slice_counts() -> None:
@@ -27,13 +19,12 @@ def test_slice_counts() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.data())
-def test_uniform_is_the_equal_plan(length: int, granularity: int, data: st.DataObject) -> None:
+def test_an_even_split_is_the_equal_plan(length: int, granularity: int, data: st.DataObject) -> None:
     granules = -(-length // granularity)
     count = data.draw(st.integers(1, granules))
     if granularity <= length:
         plan = SlicePlan.equal(length, count, granularity)
-        assert to_plan(uniform(granules, count), length, granularity) == plan
-        assert to_lengths(plan, granularity) == uniform(granules, count)
+        assert SlicePlan.of_granules(split_evenly(granules, count), length, granularity) == plan
 
 
 def test_compositions() -> None:

@@ -7,10 +7,19 @@ from test_search import every_plan
 from test_split_schedules import split_parts
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, plan_slices, search
-from terapipe_ds.planner.given import best_schedule
-from terapipe_ds.planner.judge import Judge
-from terapipe_ds.planner.ranked import ranked_schedules
+from terapipe_ds.planner import (
+    MemoryLimitError,
+    MemoryModel,
+    PartMemory,
+    PlannerError,
+    best_schedule,
+    plan_slices,
+    ranked_schedules,
+)
+from terapipe_ds.planner.search import search
+from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -47,11 +56,9 @@ def test_against_brute_force(
 
 @pytest.mark.parametrize(("schedule", "num_stages", "chunks", "num_parts"), SHAPES)
 def test_no_plan_is_faster_than_its_bound(schedule: str, num_stages: int, chunks: int, num_parts: int) -> None:
-    parts = search.ask_parts(split_parts(3, num_parts), num_parts, 6, 1)
+    parts = cache_parts(split_parts(3, num_parts), num_parts, 6, 1)
     for m in (1, 3):
-        judge = Judge(
-            schedule, parts, m, sequence_length=6, granularity_tokens=1, num_stages=num_stages, chunks_per_stage=chunks
-        )
+        judge = Judge(Pipeline(parts, 6, 1, m, num_stages, chunks), schedule)
         for plan in every_plan(6, 1):
             assert 0 < judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
 

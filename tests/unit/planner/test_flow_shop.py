@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import longest_path, makespan_by_grid
 
-from terapipe_ds.planner.flow_shop import fill_drain_s, makespan
+from terapipe_ds.planner.slice_program.flow_shop import fill_drain_s, makespan
 
 
 def interleaved(times: np.ndarray, links: np.ndarray | None, repeats: int) -> list[list[float]]:

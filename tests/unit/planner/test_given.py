@@ -6,8 +6,7 @@ import pytest
 
 from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, best_schedule, plan_slices
-from terapipe_ds.planner.report import describe
+from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, best_schedule, describe, plan_slices
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, build
 
 MEMORY = MemoryModel.measured([PartMemory(10**6, 1000.0)] * 4)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from test_search import SCHEDULES, parts_of
 
 from terapipe_ds.planner import MemoryModel, PartMemory
-from terapipe_ds.planner.asked import ask_parts
-from terapipe_ds.planner.bounds import searches
-from terapipe_ds.planner.candidates import to_lengths
-from terapipe_ds.planner.judge import Judge
+from terapipe_ds.planner.search.bounds import searches
+from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
@@ -23,21 +23,21 @@ LENGTHS = st.lists(st.integers(1, 4), min_size=1, max_size=7)
 def judge_of(
     schedule: str, seed: int, num_stages: int, num_micro_batches: int, length: int, **options: object
 ) -> Judge:
-    parts = ask_parts(parts_of(seed, num_stages), num_stages, length, 1)
-    given: Any = {"sequence_length": length, "granularity_tokens": 1, **options}
-    return Judge(schedule, parts, num_micro_batches, **given)
+    parts = cache_parts(parts_of(seed, num_stages), num_stages, length, 1)
+    memory: Any = options
+    return Judge(Pipeline(parts, length, 1, num_micro_batches, num_stages, **memory), schedule)
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(0, 99), st.integers(1, 5), st.integers(1, 5), LENGTHS)
 def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches: int, lengths: list[int]) -> None:
     """A plan's seconds are those of the replay, and neither its own bound nor that of all plans is above them."""
     judge = judge_of(schedule, seed, stages, micro_batches, sum(lengths))
-    plan = judge.plan(tuple(lengths))
+    plan = judge.pipeline.plan(tuple(lengths))
     seconds = Replay(build(schedule, stages, micro_batches, len(lengths))).makespan(plan, parts_of(seed, stages))
     assert judge.seconds(tuple(lengths)) == pytest.approx(seconds, rel=1e-9)
     assert judge.bound_s(tuple(lengths)) <= seconds * (1 + 1e-9)
-    assert searches(judge.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
-    assert to_lengths(plan, 1) == tuple(lengths)
+    assert searches(judge.pipeline.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
+    assert plan.lengths == tuple(lengths)
 
 
 @pytest.mark.parametrize("schedule", ["seq1f1b", "1f1b"])
@@ -54,7 +54,7 @@ def test_peaks_from_few_micro_batches(schedule: str, stages: int, micro_batches:
     part = PartMemory(1000, 11, 3, 7, 5, 2, 1)
     memory = MemoryModel.measured([part] * stages)
     judge = judge_of(schedule, 0, stages, micro_batches, sum(lengths), memory=memory)
-    plan = judge.plan(tuple(lengths))
+    plan = judge.pipeline.plan(tuple(lengths))
     peaks = Replay(build(schedule, stages, micro_batches, len(lengths))).peak_bytes(plan, memory)
     assert judge.peak_bytes(tuple(lengths)) == peaks
 

@@ -7,9 +7,11 @@ import itertools
 import pytest
 from test_search import Costs, brute_force_s, every_plan, parts_of
 
-from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError, plan_slices, search
-from terapipe_ds.planner.given import best_schedule
-from terapipe_ds.planner.judge import Judge
+from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError, best_schedule, plan_slices
+from terapipe_ds.planner.search import search
+from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay
 
@@ -57,7 +59,7 @@ def test_against_brute_force(
 def test_no_plan_is_faster_than_its_bound(schedule: str, seed: int) -> None:
     parts = split_parts(seed, 3)
     for m in (1, 3):
-        judge = Judge(schedule, search.ask_parts(parts, 3, 7, 1), m, sequence_length=7, granularity_tokens=1)
+        judge = Judge(Pipeline(cache_parts(parts, 3, 7, 1), 7, 1, m, 3), schedule)
         for plan in every_plan(7, 1):
             assert judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
 
@@ -130,8 +132,5 @@ def test_few_micro_batches_stand_for_all_in_the_peak(schedule: str) -> None:
     memory = MemoryModel((PartMemory(0, 5, 1, 1, weight_bytes_per_token=7),) * 4)
     for count in (1, 2, 5):
         plan = next(plan for plan in every_plan(10, 1) if plan.num_slices == count)
-        judge = Judge(
-            schedule, search.ask_parts(split_parts(3, 4), 4, 10, 1), 20, sequence_length=10, granularity_tokens=1,
-            memory=memory,
-        )  # fmt: skip
+        judge = Judge(Pipeline(cache_parts(split_parts(3, 4), 4, 10, 1), 10, 1, 20, 4, memory=memory), schedule)
         assert judge.peak_bytes(plan.lengths) == Replay(build(schedule, 4, 20, count)).peak_bytes(plan, memory)

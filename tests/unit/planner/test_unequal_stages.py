@@ -8,9 +8,25 @@ import numpy as np
 import pytest
 from planner_cases import KINDS, TableCosts, compositions, random_costs, unequal_time
 
-from terapipe_ds.planner import unequal_stages
-from terapipe_ds.planner.branch import weigh
-from terapipe_ds.planner.slice_dp import PlannerError, solve
+from terapipe_ds.planner import PlannerError, PlanResult, plan_slices
+from terapipe_ds.planner.search import cached_costs, search
+from terapipe_ds.planner.search.bounds import searches
+from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.slice_program.branch_and_bound import weigh
+
+
+@pytest.fixture
+def climbing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few plans there are, the answer is climbed to."""
+    monkeypatch.setattr(search, "_ALL_PLANS", 0)
+
+
+def planned(stages: list[TableCosts], length: int, m: int, granularity: int, most: int | None = None) -> PlanResult:
+    return plan_slices(stages, length, len(stages), m, granularity, "terapipe", most)
+
+
+def time_of(stages: list[TableCosts], result: PlanResult, m: int) -> float:
+    return unequal_time(stages, list(zip(result.plan.lengths, result.plan.starts, strict=True)), m)
 
 
 def pipeline(rng: np.random.Generator, length: int, granularity: int, num_stages: int, links: bool) -> list[TableCosts]:
@@ -23,6 +39,7 @@ def pipeline(rng: np.random.Generator, length: int, granularity: int, num_stages
     return [costs[(k == 0) + 2 * (k == num_stages - 1 and differs_at_the_end)] for k in range(num_stages)]
 
 
+@pytest.mark.usefixtures("climbing")
 def test_against_brute_force() -> None:
     rng = np.random.default_rng(0)
     ratios, bounds = [], []
@@ -32,16 +49,15 @@ def test_against_brute_force() -> None:
         num_stages, micro_batches = int(rng.integers(3, 6)), int(rng.integers(1, 4))
         stages = pipeline(rng, length, granularity, num_stages, links=bool(rng.integers(2)))
         most = int(rng.integers(1, 5)) if rng.integers(2) else None
-        solution = solve(stages, length, num_stages, micro_batches, granularity, most)
-        slices = list(zip(solution.plan.lengths, solution.plan.starts, strict=True))
+        result = planned(stages, length, micro_batches, granularity, most)
         best = min(unequal_time(stages, x, micro_batches) for x in compositions(length, granularity, most))
-        assert solution.predicted_s == pytest.approx(unequal_time(stages, slices, micro_batches))
-        assert solution.lower_bound_s <= best * (1 + 1e-9) and best <= solution.predicted_s * (1 + 1e-9)
-        assert solution.plan.num_slices <= (most or granules)
-        if solution.optimal:
-            assert solution.predicted_s == pytest.approx(best, rel=1e-8)
-        ratios.append(solution.predicted_s / best)
-        bounds.append(solution.lower_bound_s / best)
+        assert result.predicted_s == pytest.approx(time_of(stages, result, micro_batches))
+        assert result.lower_bound_s <= best * (1 + 1e-9) and best <= result.predicted_s * (1 + 1e-9)
+        assert result.plan.num_slices <= (most or granules)
+        if result.optimal:
+            assert result.predicted_s == pytest.approx(best, rel=1e-8)
+        ratios.append(result.predicted_s / best)
+        bounds.append(result.lower_bound_s / best)
     assert np.quantile(ratios, 0.9) < 1.0001 and max(ratios) < 1.05
     assert np.median(bounds) > 0.95
 
@@ -50,7 +66,7 @@ def test_against_brute_force() -> None:
 def test_every_bound_holds_for_every_plan(tables_fit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only at their minimum: the bounds' proof is about each plan, and tight where stages are equal."""
     if not tables_fit:
-        monkeypatch.setattr(unequal_stages, "MAX_TABLE_ELEMENTS", 0)
+        monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)
     rng = np.random.default_rng(1)
     largest = 0.0
     for _ in range(60):
@@ -58,26 +74,26 @@ def test_every_bound_holds_for_every_plan(tables_fit: bool, monkeypatch: pytest.
         length = max(granularity, granules * granularity - int(rng.integers(0, granularity)))
         num_stages, micro_batches = int(rng.integers(3, 6)), int(rng.integers(1, 4))
         costs = pipeline(rng, length, granularity, num_stages, links=bool(rng.integers(2)))
-        stages = unequal_stages._Stages(costs, length, granularity)
-        for bound in stages.bounds(micro_batches):
+        parts = cache_parts(costs, num_stages, length, granularity)
+        for bound in searches(parts, micro_batches, None)[0]:
             for slices in compositions(length, granularity):
-                found = weigh(bound.band, [-(-tokens // granularity) for tokens, _ in slices])
-                ratio = bound.objective(found) / unequal_time(costs, slices, micro_batches)
+                weighed = weigh(bound.every, [-(-tokens // granularity) for tokens, _ in slices])
+                ratio = bound.objective(weighed) / unequal_time(costs, slices, micro_batches)
                 assert ratio <= 1 + 1e-9
                 largest = max(largest, ratio)
     assert largest > (1 - 1e-9 if tables_fit else 0.8)
 
 
+@pytest.mark.usefixtures("climbing")
 @pytest.mark.parametrize("links", [False, True])
 def test_equal_stages_in_separate_objects_are_proven(links: bool) -> None:
     """The bound of all stages is the exact time of equal stages, so that nothing is lost by not knowing it."""
     stages = [random_costs(np.random.default_rng(3), 24, 1, "measured", links) for _ in range(6)]
     for stage in stages:
         stage.send = lambda tokens: 1e-4 * tokens  # type: ignore[attr-defined]  # no slower than computation
-    one = solve(stages[0], 24, 6, 2, 1)
-    solution = solve(stages, 24, 6, 2, 1)
-    assert solution.optimal
-    assert solution.predicted_s == pytest.approx(one.predicted_s, rel=1e-9)
+    one, many = planned([stages[0]] * 6, 24, 2, 1), planned(stages, 24, 2, 1)
+    assert one.optimal and many.optimal
+    assert many.predicted_s == pytest.approx(one.predicted_s, rel=1e-9)
 
 
 def test_a_heavy_head_is_known_by_the_bound() -> None:
@@ -85,47 +101,40 @@ def test_a_heavy_head_is_known_by_the_bound() -> None:
     rng = np.random.default_rng(1)
     body = random_costs(rng, 32, 1, "proportional")
     head = TableCosts(lambda t, p: 1.5 * body.forward(t, p), lambda t, p: 1.5 * body.backward(t, p))
-    solution = solve([body, body, body, head], 32, 4, 8, 1)
-    assert solution.lower_bound_s >= 0.97 * solution.predicted_s
-    assert solution.sum_s == pytest.approx(
-        sum(head.forward(t, p) + head.backward(t, p) for t, p in zip(*_slices(solution.plan), strict=True))
-    )
-
-
-def _slices(plan: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return plan.lengths, plan.starts  # type: ignore[attr-defined]
+    result = planned([body, body, body, head], 32, 8, 1)
+    assert result.lower_bound_s >= 0.97 * result.predicted_s
 
 
 def test_each_stage_is_asked_once() -> None:
     rng = np.random.default_rng(2)
     stages = [random_costs(rng, 30, 4, "measured", links=True) for _ in range(3)]
-    solve([stages[0], stages[1], stages[1], stages[2]], 30, 4, 1, 4)
+    planned([stages[0], stages[1], stages[1], stages[2]], 30, 1, 4)
     for stage in stages:
         assert max(Counter(stage.asked).values()) == 1
 
 
+@pytest.mark.usefixtures("climbing")
 def test_tables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the slowest stage is tabulated; time and bound stay right, and no pair is asked twice."""
-    monkeypatch.setattr(unequal_stages, "MAX_TABLE_ELEMENTS", 0)
+    monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)
     rng = np.random.default_rng(3)
     for links in (False, True):
         light, heavy = (random_costs(rng, 30, 4, "measured", links) for _ in range(2))
         heavy.forward = lambda t, p, of=heavy.forward: 2 * of(t, p)  # type: ignore[misc]
         stages = [light, heavy, heavy, heavy]
-        solution = solve(stages, 30, 4, 2, 4)
+        result = planned(stages, 30, 2, 4)
         best = min(unequal_time(stages, x, 2) for x in compositions(30, 4))
-        slices = list(zip(solution.plan.lengths, solution.plan.starts, strict=True))
-        assert solution.predicted_s == pytest.approx(unequal_time(stages, slices, 2))
-        assert 0.7 * best <= solution.lower_bound_s <= best * (1 + 1e-9)
-        assert best * (1 - 1e-9) <= solution.predicted_s <= 1.02 * best
+        assert result.predicted_s == pytest.approx(time_of(stages, result, 2))
+        assert 0.7 * best <= result.lower_bound_s <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= result.predicted_s <= 1.02 * best
         for stage in (light, heavy):
             assert max(Counter(stage.asked).values()) == 1
         assert len(light.asked) < len(heavy.asked)
 
 
 def test_a_bad_time_of_a_stage_that_is_not_tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unequal_stages, "MAX_TABLE_ELEMENTS", 0)
+    monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)
     light, heavy = (random_costs(np.random.default_rng(3), 32, 4, "measured") for _ in range(2))
     light.backward = lambda t, p: float("nan")
-    with pytest.raises(PlannerError, match=r"backward_s\(tokens=4, prefix=0\) = nan: times are finite"):
-        solve([light, heavy], 32, 2, 1, 4)
+    with pytest.raises(PlannerError, match=r"backward_s\(tokens=\d+, prefix=\d+\) = nan: times are finite"):
+        planned([light, heavy], 32, 1, 4)

@@ -11,7 +11,7 @@ import pytest
 
 from terapipe_ds.runtime.groups import wires_apart
 from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Schedule, ScheduleError, build, lower
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Schedule, ScheduleError, build
 from terapipe_ds.schedule.action import RECV_KINDS, SEND_KINDS, Action, Kind
 
 ACTIVATIONS = (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION)
@@ -51,7 +51,7 @@ def stuck(schedule: Schedule, group_of: GroupOf) -> bool:
     """Run the lowered lists where each rank works off what it has posted in a group in order, a send ends when its
     receive has begun, and a computation waits for its input alone. Posting never waits."""
     layout = layout_of(schedule)
-    lists = [deque(stage.actions) for stage in lower(schedule)]
+    lists = [deque(stage.actions) for stage in schedule.lowered()]
     posted: dict[tuple[int, bool, Any], deque[tuple[Any, bool]]] = defaultdict(deque)
     arrived: set[tuple[int, Kind, int, tuple[int, int]]] = set()
     while any(lists):

@@ -12,7 +12,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_profile import LayerShare
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlanResult
-from terapipe_ds.planner.recut import MeasuredParts
+from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.copies import can_have, problem_of_copies
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.schedule_choice import Cuts, best_where_layers_stand

@@ -199,7 +199,7 @@ def test_counts_are_whole_numbers_of_at_least_one(bad: Any) -> None:
         "num_slices": (2, 2, bad),
         r"num_slices\[1\]": (2, 2, [1, bad]),
     }.items():
-        with pytest.raises(ScheduleError, match=rf"{what} is .*at least 1"):
+        with pytest.raises(ScheduleError, match=rf"{what} = .*: give an integer >= 1"):
             build("gpipe", *arguments)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import OTHER_KINDS, chunked_schedules, names, ragged_shapes, v_shaped
 
-from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build, lower
+from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 FED_BY = {Kind.FORWARD: Kind.RECV_ACTIVATION, Kind.BACKWARD: Kind.RECV_GRAD}
@@ -22,7 +22,7 @@ def run_as_an_engine(schedule: Schedule, receive_ahead: int) -> int:
     Every message is the unit it carries. A posted receive takes the next message of its wire, whichever that
     is; the computation checks that it got its own.
     """
-    lists = [deque(stage.actions) for stage in lower(schedule, receive_ahead)]
+    lists = [deque(stage.actions) for stage in schedule.lowered(receive_ahead)]
     wires: dict[Wire, list[tuple[int, int]]] = defaultdict(list)
     taken: dict[Wire, int] = defaultdict(int)
     posted: list[dict[tuple[Kind, int, int, int], tuple[Wire, int]]] = [{} for _ in lists]
@@ -86,7 +86,7 @@ def test_lowered_schedules_of_several_chunks_run(schedule: Schedule, receive_ahe
 def test_where_the_messages_stand(name: str, shape: tuple[int, list[int]], receive_ahead: int) -> None:
     num_stages, num_slices = shape
     schedule = build(name, num_stages, len(num_slices), num_slices)
-    for stage in lower(schedule, receive_ahead):
+    for stage in schedule.lowered(receive_ahead):
         actions, order = stage.actions, schedule.orders[stage.stage_id]
         assert tuple(action for action in actions if action.kind in COMPUTE) == order
         assert [str(action) for action in actions[-3:]] == CLOSING
@@ -164,7 +164,7 @@ def test_a_computation_without_its_neighbour_is_an_error() -> None:
 
 def test_receive_ahead_is_not_negative() -> None:
     with pytest.raises(ScheduleError, match="receive_ahead is -1"):
-        lower(build("gpipe", 2, 1, 2), receive_ahead=-1)
+        build("gpipe", 2, 1, 2).lowered(receive_ahead=-1)
 
 
 def test_receives_know_both_ends_of_the_link() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from schedule_cases import OTHER_KINDS, by_hand, names, ragged_shapes, with_orders
 
 from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, StageSchedule, build, validate
-from terapipe_ds.schedule.lower import check_lowered
 from terapipe_ds.schedule.validate import dependencies, replay
+from terapipe_ds.schedule.validate_lowered import check_lowered
 
 Orders = list[list[Action]]
 

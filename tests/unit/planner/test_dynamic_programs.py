@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import compositions
 
-from terapipe_ds.planner import programs
-from terapipe_ds.planner.programs import Band, least_heads, least_tails, trace
+from terapipe_ds.planner.slice_program import dynamic_programs as programs
+from terapipe_ds.planner.slice_program.dynamic_programs import Band, least_heads, least_tails, trace
 
 
 def random_band(rng: np.random.Generator, n: int, shortest: int, width: int) -> Band:

@@ -7,12 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, random_costs
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.slice_dp import PlannerError, candidates, equal_time, solve, tabulate
+from terapipe_ds.planner import PlannerError, solve
+from terapipe_ds.planner.slice_program.cost_table import tabulate
+from terapipe_ds.planner.slice_program.solve import equal_time
 
 
 def pairs(plan: SlicePlan) -> list[tuple[int, int]]:
@@ -161,8 +163,11 @@ def test_the_same_twice_is_the_same() -> None:
 def test_a_list_of_one_and_the_same_object_is_the_equal_case() -> None:
     costs = random_costs(np.random.default_rng(0), 20, 2, "measured", links=True)
     assert solve([costs] * 5, 20, 5, 2, 2) == solve(costs, 20, 5, 2, 2)
-    with pytest.raises(PlannerError, match="2 costs objects for 3 stages: give one object for all stages, or a list"):
+    with pytest.raises(PlannerError, match="2 costs objects for 3 stages: give one object for all stages"):
         solve([costs, costs], 20, 3, 2, 2)
+    other = random_costs(np.random.default_rng(1), 20, 2, "measured", links=True)
+    with pytest.raises(PlannerError, match="give stages that differ to plan_slices"):
+        solve([costs, other], 20, 2, 2, 2)
 
 
 @pytest.mark.parametrize("kind", ["random", "measured"])
@@ -190,14 +195,15 @@ def test_equal_time_equals_brute_force() -> None:
         costs = random_costs(rng, length, granularity, KINDS[round_ % len(KINDS)])
         table = tabulate(costs, length, granularity)
         for count in range(1, granules + 1):
-            plan = equal_time(table, count)
-            assert plan.num_slices == count
+            lengths = equal_time(table, count)
+            assert len(lengths) == count
 
             def largest(slices: list[tuple[int, int]]) -> float:
                 return max(costs.forward(*x) + costs.backward(*x) for x in slices)  # noqa: B023
 
             of_count = [slices for slices in compositions(length, granularity) if len(slices) == count]
             least = min(map(largest, of_count))
+            plan = SlicePlan.of_granules(lengths, length, granularity)
             assert largest(pairs(plan)) == pytest.approx(least, rel=1e-12, abs=1e-15)
 
 
@@ -207,30 +213,3 @@ def test_equal_time_of_too_many_slices() -> None:
         equal_time(table, 4)
     with pytest.raises(PlannerError, match="num_slices = 0: give an integer >= 1"):
         equal_time(table, 0)
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 10**6), st.sampled_from(KINDS), st.none() | st.integers(1, 6))
-def test_candidates(seed: int, kind: str, most: int | None) -> None:
-    costs = random_costs(np.random.default_rng(seed), 32, 2, kind, links=True)
-    found = candidates(tabulate(costs, 32, 2), 8, 2, most)
-    assert len({x.plan for x in found}) == len(found)
-    assert found[0].plan == solve(costs, 32, 8, 2, 2, most).plan or fill_drain_time(
-        costs, pairs(found[0].plan), 8, 2
-    ) == pytest.approx(solve(costs, 32, 8, 2, 2, most).predicted_s, rel=1e-9, abs=1e-15)
-    for x in found:
-        slices = pairs(x.plan)
-        assert x.plan.sequence_length == 32 and x.plan.num_slices <= (most or 16)
-        assert x.sum_s == pytest.approx(sum(costs.forward(*y) + costs.backward(*y) for y in slices))
-        assert x.max_forward_s == max(costs.forward(*y) + costs.send(y[0]) for y in slices)  # type: ignore[attr-defined]
-        others = (y for y in found if y is not x)
-        assert not any(
-            y.sum_s <= x.sum_s and y.max_forward_s + y.max_backward_s <= x.max_forward_s + x.max_backward_s
-            for y in others
-        )
-
-
-def test_candidates_reach_from_few_slices_to_many() -> None:
-    costs = random_costs(np.random.default_rng(1), 64, 1, "proportional")
-    counts = {x.plan.num_slices for x in candidates(tabulate(costs, 64, 1), 8)}
-    assert min(counts) == 1 and max(counts) >= 30 and len(counts) >= 10

@@ -1,4 +1,4 @@
-"""What a pipeline that goes both ways (Chimera) takes per batch besides its makespan, and a plain one does not.
+"""What a pipeline that goes both ways (Chimera) takes per batch on top of its makespan, and a plain one does not.
 
 Stages k and K-1-k hold the same two parts, k and K-1-k. After its last backward
 
@@ -20,7 +20,7 @@ _GRADIENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 2}
 
 
 def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Sequence[float] = ()) -> float:
-    """Seconds per batch that a bidirectional pipeline takes more than a plain one, besides the makespans.
+    """Return the seconds per batch that a bidirectional pipeline takes more than a plain one, makespans not counted.
 
     Args:
         gradient_bytes: of each part, on one rank.
@@ -33,32 +33,31 @@ def both_ways_s(gradient_bytes: Sequence[float], bytes_per_s: float, step_s: Seq
 
 
 def link_bytes_per_s(links: Iterable[LinkSample]) -> float | None:
-    """Bytes per second of the slowest link that was measured; None where nobody noted how many bytes a message had.
+    """Return bytes per second of the slowest link that was measured; None where samples have no sizes in bytes.
 
     Of each link the bytes by which the largest message exceeds the smallest over the seconds by which it does, so that
     what every message takes is not counted; but no fewer than all bytes of the largest over all its seconds, since no
     message takes less than nothing.
     """
-    by_part: dict[int | None, list[LinkSample]] = {}
+    by_part: dict[int | None, list[tuple[int, float]]] = {}
     for link in links:
         if link.num_bytes is not None:
-            by_part.setdefault(link.part_id, []).append(link)
-    return min((_bytes_per_s(sizes) for sizes in by_part.values()), default=None)
+            by_part.setdefault(link.part_id, []).append((link.num_bytes, link.send_s))
+    return min((_bytes_per_s(sorted(points)) for points in by_part.values()), default=None)
 
 
-def _bytes_per_s(sizes: Sequence[LinkSample]) -> float:
-    points = sorted((size.num_bytes or 0, size.send_s) for size in sizes)
+def _bytes_per_s(points: Sequence[tuple[int, float]]) -> float:
     (low_bytes, low_s), (high_bytes, high_s) = points[0], points[-1]
     rises = high_bytes > low_bytes and high_s > low_s
     return max(high_bytes / high_s, (high_bytes - low_bytes) / (high_s - low_s) if rises else 0.0)
 
 
 def gradient_itemsize(dtype: str) -> int:
-    """Bytes of the gradient of one parameter, by the ``dtype`` of a profile's key, which may name an autocast too."""
+    """Return the bytes of a parameter's gradient, by the `dtype` of a profile's key, which may name an autocast too."""
     return _GRADIENT_BYTES.get(dtype.split(" ")[0], 4)
 
 
 def steps_of(costs: Iterable[Any]) -> list[float]:
-    """``step_s`` of each part; empty where some part does not know its own."""
+    """Return `step_s` of each part; an empty list where some part does not know its own."""
     parts = list(costs)
     return [part.step_s() for part in parts] if all(hasattr(part, "step_s") for part in parts) else []

@@ -1,15 +1,15 @@
-"""A plan in words: what the engine logs and ``terapipe plan`` prints."""
+"""A plan in words: what the engine logs and `terapipe plan` prints."""
 
 from __future__ import annotations
 
-from terapipe_ds.planner.rank_all import Ranking
+from terapipe_ds.planner.ranking.rank import Ranking
 from terapipe_ds.planner.result import PlanResult
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
-    """One line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory.
+    """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory.
 
-    ``schedule_chosen``: the planner chose the schedule too.
+    `schedule_chosen`: the planner chose the schedule too.
     """
     plan, lengths = result.plan, result.plan.lengths
     slices = ", ".join(map(str, lengths)) if len(set(lengths)) > 1 else f"{lengths[0]} tokens each"
@@ -31,7 +31,7 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
 
 
 def describe_ranking(ranking: Ranking) -> list[str]:
-    """A table of all schedules, best first, and those that do not fit."""
+    """Return a table of all schedules, best first, and those that do not fit."""
     rows: list[tuple[str, ...]] = [("schedule", "chunks", "slices", "predicted", "extra", "ratio", "bubble", "memory")]
     best_s = ranking.results[0].total_s if ranking.results else 0.0
     for one in ranking.results:
@@ -42,7 +42,7 @@ def describe_ranking(ranking: Ranking) -> list[str]:
     for refused in ranking.refused:
         chunks, need = str(refused.chunks_per_stage), f"needs {_bytes(refused.need_bytes)}"
         rows.append((refused.schedule, chunks, "-", "-", "-", "-", "-", need))
-    if not any(row[4] for row in rows[1:] if row[4] != "-"):  # nothing besides the makespans
+    if not any(row[4] for row in rows[1:] if row[4] != "-"):  # nothing but makespans
         rows = [(*row[:4], *row[5:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -53,7 +53,7 @@ def describe_ranking(ranking: Ranking) -> list[str]:
 
 
 def _extra(result: PlanResult) -> str:
-    """What comes on top of the makespan: nothing, seconds, or not known."""
+    """Return what comes on top of the makespan: nothing, seconds, or not known."""
     if result.extra_s is None:
         return "unknown"
     return f"+{_time(result.extra_s)}" if result.extra_s else ""

@@ -16,13 +16,15 @@ from terapipe_ds.planner import (
     PartMemory,
     PlannerError,
     Ranking,
-    judge,
+    describe,
+    describe_ranking,
     plan_slices,
     rank_given,
     rank_schedules,
 )
-from terapipe_ds.planner.asked import ask_parts
-from terapipe_ds.planner.report import describe, describe_ranking
+from terapipe_ds.planner.search import judge
+from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -187,12 +189,10 @@ def test_without_budget_other_layouts_build_few_orders(monkeypatch: pytest.Monke
 def test_played_orders_take_more_of_the_budget(schedule: str) -> None:
     def spent(name: str) -> int:
         num_parts = PARTS[name][1]
-        found = judge.Judge(
-            name, ask_parts(cut_in(num_parts), num_parts, 8, 1), 3, sequence_length=8, granularity_tokens=1,
-            num_stages=2, chunks_per_stage=2,
-        )  # fmt: skip
-        found.seconds((4, 4))
-        return found.spent // found._computations(3, (4, 4))
+        parts = cache_parts(cut_in(num_parts), num_parts, 8, 1)
+        scored = judge.Judge(Pipeline(parts, 8, 1, 3, 2, 2), name)
+        scored.seconds((4, 4))
+        return scored.spent // scored.computations((4, 4))
 
     assert spent(schedule) >= 2 * spent("interleaved")
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.cost_profile import LayerShare, Profile
-from terapipe_ds.planner.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s, steps_of
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.memory import MemoryModel, PartMemory
+from terapipe_ds.planner.memory import MemoryModel
+from terapipe_ds.planner.part_memory import PartMemory
+from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s, steps_of
 
 PartShares = Sequence[Sequence[LayerShare]]
 """For each measured part, its layers."""
@@ -31,12 +32,12 @@ PartShares = Sequence[Sequence[LayerShare]]
 class RecutCosts:
     """The costs of one part of another cut, with the interface that planner and simulator ask for.
 
-    ``pieces``: (costs of a measured part, share of its forward, share of its backward). ``send_s``, ``weight_s`` and
-    ``step_s`` exist where the measured parts have them (``hasattr``).
+    `pieces`: (costs of a measured part, share of its forward, share of its backward). `send_s`, `weight_s` and
+    `step_s` exist where the measured parts have them (`hasattr`).
     """
 
     pieces: tuple[tuple[Any, float, float], ...]
-    link: Any = None  # costs whose ``send_s`` is that of this part
+    link: Any = None  # costs whose `send_s` is that of this part
 
     @property
     def vectorized(self) -> bool:
@@ -44,7 +45,7 @@ class RecutCosts:
         return all(getattr(costs, "vectorized", False) for costs, _, _ in self.pieces)
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the forward of ``tokens`` tokens after ``prefix`` tokens."""
+        """Seconds of the forward of `tokens` tokens after `prefix` tokens."""
         return sum(share * costs.forward_s(tokens, prefix) for costs, share, _ in self.pieces)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
@@ -72,7 +73,7 @@ class RecutCosts:
 
 
 def recut_costs(parts: Sequence[Any], shares: PartShares, bounds: Sequence[int]) -> list[Any]:
-    """The costs of the parts between ``bounds``, which are layer numbers: part p has the layers from ``bounds[p]`` on.
+    """The costs of the parts between `bounds`, which are layer numbers: part p has the layers from `bounds[p]` on.
 
     A part that has the layers of a measured one is that one, the same object.
 
@@ -103,7 +104,7 @@ def recut_costs(parts: Sequence[Any], shares: PartShares, bounds: Sequence[int])
 
 
 def recut_memory(memory: MemoryModel, shares: PartShares, bounds: Sequence[int]) -> MemoryModel:
-    """The memory of the parts between ``bounds``: parameters, states and gradients go with the layers' parameters, what
+    """The memory of the parts between `bounds`: parameters, states and gradients go with the layers' parameters, what
     slices keep with their share of the forward, and what a computation needs for itself is the most of any part.
 
     Raises:
@@ -123,7 +124,7 @@ def recut_memory(memory: MemoryModel, shares: PartShares, bounds: Sequence[int])
 def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | None:
     """The contiguous cut whose heaviest part is lightest, of parts with a layer each; None for fewer layers than parts.
 
-    What DeepSpeed's partition method "parameters" aims at, where ``weights`` are numbers of parameters.
+    What DeepSpeed's partition method "parameters" aims at, where `weights` are numbers of parameters.
     """
     if len(weights) < num_parts:
         return None
@@ -154,9 +155,9 @@ NOT_TIMED = "layers were not timed: parts are taken as even"
 class MeasuredParts:
     """Measured costs of the parts of one cut, and what of them another cut would have.
 
-    ``shares``: of the layers of each part; None: not known, so that parts can only be halved and so on, or joined.
-    ``link_bytes_per_s``: of the slowest link; None: not known. ``gradient_itemsize``: bytes of one gradient.
-    ``most_parts``: without shares, no more parts than that, for there are as many layers; None: not known.
+    `shares`: of the layers of each part; None: not known, so that parts can only be halved and so on, or joined.
+    `link_bytes_per_s`: of the slowest link; None: not known. `gradient_itemsize`: bytes of one gradient.
+    `most_parts`: without shares, no more parts than that, for there are as many layers; None: not known.
     """
 
     costs: Sequence[Any]
@@ -167,7 +168,7 @@ class MeasuredParts:
 
     @classmethod
     def of_profile(cls, profile: Profile, models: Sequence[Any]) -> MeasuredParts:
-        """``models``: of the parts of the profile, in their order."""
+        """`models`: of the parts of the profile, in their order."""
         shares = [part.layer_shares for part in profile.parts]
         known = [layers for layers in shares if layers is not None]
         found = known if len(known) == len(shares) else None
@@ -185,7 +186,7 @@ class MeasuredParts:
         return balanced_bounds(counts if any(counts) else [layer.forward for layer in layers], num_parts)
 
     def cut(self, num_parts: int, bounds: Sequence[int] | None = None) -> list[Any] | None:
-        """The costs of ``num_parts`` parts, those between ``bounds``; None where the layers cannot be cut in so many.
+        """The costs of `num_parts` parts, those between `bounds`; None where the layers cannot be cut in so many.
 
         Raises:
             PlannerError: bounds that are no cut of these layers.
@@ -199,7 +200,7 @@ class MeasuredParts:
         return None if cut is None else recut_memory(memory, *cut)
 
     def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
-        """What a bidirectional pipeline of these parts takes besides its makespan (`planner.both_ways`); None where it
+        """What a bidirectional pipeline of these parts takes besides its makespan (`bidirectional_cost`); None where it
         is not known how large parts are, or how fast links."""
         bounds = self.bounds(num_parts) if bounds is None else bounds
         costs = None if bounds is None else self.cut(num_parts, bounds)
@@ -239,7 +240,7 @@ def _check(bounds: Sequence[int], num_layers: int) -> None:
 
 
 def _common(start: int, stop: int, shares: PartShares) -> Iterator[tuple[int, Sequence[LayerShare]]]:
-    """The measured parts that have layers from ``start`` to ``stop``, and these layers."""
+    """The measured parts that have layers from `start` to `stop`, and these layers."""
     measured = _bounds_of(shares)
     for part_id, layers in enumerate(shares):
         first, last = max(start, measured[part_id]), min(stop, measured[part_id + 1])

@@ -1,6 +1,6 @@
 """What no plan can beat, whichever of the schedules runs it, and the plans that come close to it.
 
-In ``gpipe``, ``1f1b``, ``terapipe`` and ``seq1f1b`` every stage begins with the forwards of micro-batch 0, slice by
+In `gpipe`, `1f1b`, `terapipe` and `seq1f1b` every stage begins with the forwards of micro-batch 0, slice by
 slice, and ends with the backward of one micro-batch, slice by slice in reverse, after all of its other work. Take
 stages a <= k and two slices i, i'. In any of these schedules
 
@@ -14,7 +14,7 @@ Each step waits for the one before, so that a batch takes at least, with h = min
         + [sum of f(i) over a..k and its links - h_f(i)] + [sum of b(i') over k..a and its links - h_b(i')]
 
 which is a sum over slices plus two maxima: the form of the slice program. On equal stages with a = 0 and k = K - 1 it
-is the exact time of ``terapipe``.
+is the exact time of `terapipe`.
 """
 
 from __future__ import annotations
@@ -23,68 +23,63 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from terapipe_ds.planner.asked import AskedCosts
-from terapipe_ds.planner.branch import Objective, Search
-from terapipe_ds.planner.equal_stages import band_of, search_plans
-from terapipe_ds.planner.programs import Band, Floats
+from terapipe_ds.planner.search.cached_costs import CachedCosts
+from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
+from terapipe_ds.planner.slice_program.dynamic_programs import Band, Floats
 
-_MANY_GRANULES = 512  # above, one bound, and a limit on its work
-_WORK = 400_000_000  # of one search, as `slice_dp.solve` counts it; about a second
+MANY_GRANULES = 512  # above, one bound, and a limit on its work
+MAX_WORK = 400_000_000  # of one search, as `solve` counts it; about a second
 
 
 def searches(
-    parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None
+    parts: Sequence[CachedCosts], num_micro_batches: int, max_slices: int | None
 ) -> tuple[list[Search], float]:
-    """One finished search per pair of stages, and the largest of their bounds, in seconds.
+    """Return one finished search per pair of stages, and the largest of their bounds, in seconds.
 
     Parts without a table (too large) cost nothing here: still a bound, a weaker one.
     """
-    found = []
+    finished = []
     for first, last in _pairs(parts):
         band = _band(parts, first, last, num_micro_batches)
-        work = None if band.num_granules <= 64 else _WORK
-        found.append(search_plans(band, Objective(1, 1.0), max_slices, work))
-    return found, max(search.lower_bound_s for search in found)
+        work = None if band.num_granules <= 64 else MAX_WORK
+        finished.append(search_plans(band, Objective(1, 1.0), max_slices, work))
+    return finished, max(search.lower_bound_s for search in finished)
 
 
-def busy_bound_s(parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None) -> float:
-    """What holds whatever the order, split backwards included: no stage works less than the least work of any plan,
-    however long the first forward takes to reach it."""
-    return max(least_works_s(parts, num_micro_batches, max_slices))
+def least_works_s(parts: Sequence[CachedCosts], num_micro_batches: int, max_slices: int | None) -> list[float]:
+    """Return, per part, the least work of any plan: m times its forwards and backwards; 0 where it has no table.
+
+    No schedule, whatever its order, takes less than a stage works, split backwards included.
+    """
+    kinds = {id(part): part.table for part in parts}
+    work = Objective(num_micro_batches, 0.0)
+    least_s = {
+        key: 0.0 if table is None else search_plans(table.band, work, max_slices, MAX_WORK).lower_bound_s
+        for key, table in kinds.items()
+    }
+    return [least_s[id(part)] for part in parts]
 
 
-def least_works_s(parts: Sequence[AskedCosts], num_micro_batches: int, max_slices: int | None) -> list[float]:
-    """Per part, the least work of any plan: m times its forwards and backwards. 0 where it has no table."""
-    found: dict[int, float] = {}
-    for part in parts:
-        if id(part) not in found:
-            found[id(part)] = 0.0
-            if part.table is not None:
-                search = search_plans(band_of(part.table), Objective(num_micro_batches, 0.0), max_slices, _WORK)
-                found[id(part)] = search.lower_bound_s
-    return [found[id(part)] for part in parts]
-
-
-def _pairs(parts: Sequence[AskedCosts]) -> list[tuple[int, int]]:
-    """Stages (a, k): k the last one of each kind, a the first of all, of that kind and of the most common one."""
+def _pairs(parts: Sequence[CachedCosts]) -> list[tuple[int, int]]:
+    """Return stages (a, k): k the last of each kind, a the first of all, of that kind and of the most common one."""
     kinds = [id(part) for part in parts]
     common = kinds.index(max(kinds, key=kinds.count))
     heaviest = kinds.index(max(kinds, key=lambda kind: _work_s(parts[kinds.index(kind)])))
     lasts = {len(kinds) - 1 - kinds[::-1].index(kind) for kind in (kinds[-1], kinds[common], kinds[heaviest])}
     pairs = {(a, k) for k in lasts for a in (0, common, kinds.index(kinds[k]), k) if a <= k and parts[k].table}
     tables = [part.table for part in parts if part.table is not None]
-    if tables[0].num_granules > _MANY_GRANULES:
+    if tables[0].num_granules > MANY_GRANULES:
         most = max(lasts, key=lambda k: (_work_s(parts[k]), k))
         pairs = {(0, most)}
     return sorted(pairs)
 
 
-def _work_s(part: AskedCosts) -> float:
+def _work_s(part: CachedCosts) -> float:
     return 0.0 if part.table is None else float(part.table.total_s[0, -1])
 
 
-def _band(parts: Sequence[AskedCosts], first: int, last: int, num_micro_batches: int) -> Band:
-    """The bound of stages ``first`` and ``last`` as a problem of the slice program."""
+def _band(parts: Sequence[CachedCosts], first: int, last: int, num_micro_batches: int) -> Band:
+    """Return the bound of stages `first` and `last` as a problem of the slice program."""
     end = parts[last].table
     assert end is not None
     valid = np.isfinite(end.forward_s)
@@ -108,12 +103,12 @@ def _band(parts: Sequence[AskedCosts], first: int, last: int, num_micro_batches:
     return Band(total, spare[0], spare[1])
 
 
-def _table(part: AskedCosts, name: str, valid: np.typing.NDArray[np.bool_]) -> Floats:
+def _table(part: CachedCosts, name: str, valid: np.typing.NDArray[np.bool_]) -> Floats:
     table = None if part.table is None else getattr(part.table, name)
     return np.zeros(valid.shape) if table is None else np.where(valid, table, 0.0)
 
 
-def _counted(parts: Sequence[AskedCosts]) -> Iterator[tuple[AskedCosts, int]]:
+def _counted(parts: Sequence[CachedCosts]) -> Iterator[tuple[CachedCosts, int]]:
     kinds = {id(part): part for part in parts}
     for key, part in kinds.items():
         yield part, sum(id(other) == key for other in parts)

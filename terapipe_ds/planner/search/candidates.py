@@ -5,44 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from terapipe_ds.plan import SlicePlan
-
 Lengths = tuple[int, ...]
 
 
-def to_plan(lengths: Lengths, sequence_length: int, granularity_tokens: int) -> SlicePlan:
-    """Granules as tokens; the last slice ends with the sequence."""
-    tokens = [count * granularity_tokens for count in lengths]
-    tokens[-1] -= sum(tokens) - sequence_length
-    return SlicePlan(tuple(tokens))
-
-
-def to_lengths(plan: SlicePlan, granularity_tokens: int) -> Lengths:
-    """The inverse of `to_plan`."""
-    return tuple(-(-tokens // granularity_tokens) for tokens in plan.lengths)
-
-
 def slice_counts(most: int) -> list[int]:
-    """1 to 4 and from there on in steps of a third to a half: 1, 2, 3, 4, 6, 8, 12, ..., and ``most``."""
+    """Return 1 to 4 and from there on in steps of a third to a half: 1, 2, 3, 4, 6, 8, 12, ..., and `most`."""
     powers = (2**exponent for exponent in range(most.bit_length()))
     return sorted({count for power in powers for count in (power, 3 * power // 2) if 1 <= count <= most} | {most})
 
 
-def uniform(num_granules: int, count: int) -> Lengths:
-    """``count`` slices as equal as granules allow, larger first, as ``SlicePlan.equal``."""
-    fewest, larger = divmod(num_granules, count)
-    return tuple(fewest + (i < larger) for i in range(count))
-
-
 def compositions(num_granules: int, max_slices: int) -> Iterator[Lengths]:
-    """All ways to cut ``num_granules`` in at most ``max_slices`` slices, 2^(n-1) without that limit."""
+    """Yield all ways to cut `num_granules` in at most `max_slices` slices, 2^(n-1) without that limit."""
     for count in range(1, max_slices + 1):
         for cuts in itertools.combinations(range(1, num_granules), count - 1):
             yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_granules)))
 
 
 def moved(lengths: Lengths, step: int) -> Iterator[Lengths]:
-    """``step`` granules moved between slices: neighbours first, then any two, which shifts the cuts in between."""
+    """Yield plans with `step` granules moved from one slice to another: neighbours first, then any two, which shifts
+    the cuts in between."""
     count = len(lengths)
     for distance in range(1, count):
         for first in range(count - distance):
@@ -56,7 +37,8 @@ def moved(lengths: Lengths, step: int) -> Iterator[Lengths]:
 
 
 def merged_or_split(lengths: Lengths, max_slices: int) -> Iterator[Lengths]:
-    """One slice fewer, from two neighbours, or one more, from one slice: by halves, and a granule at either end."""
+    """Yield plans with one slice fewer, from two neighbours, or one more, from one slice: by halves, and a granule at
+    either end."""
     for i in range(len(lengths) - 1):
         yield (*lengths[:i], lengths[i] + lengths[i + 1], *lengths[i + 2 :])
     if len(lengths) < max_slices:

@@ -1,6 +1,6 @@
 """Dynamic programs over a table of slices: the least sum of costs, with limits on every slice's forward and backward.
 
-A sequence of n granules is cut in slices; the slices after j granules stand in row j of a `Band`. With ``least[j]`` the
+A sequence of n granules is cut in slices; the slices after j granules stand in row j of a `Band`. With `least[j]` the
 least sum over all cuts of the granules from j on, in slices that keep within the limits,
 
     least[n] = 0,    least[j] = min over lengths k of  total[j, k] + least[j + k]
@@ -28,10 +28,10 @@ BLOCK_ELEMENTS = 1 << 16  # of masked costs: half a MiB stays in the cache betwe
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """The slices that may be used: row = granules before the slice, column c = slices of ``shortest + c`` granules.
+    """The slices that may be used: row = granules before the slice, column c = slices of `shortest + c` granules.
 
-    ``total`` is what a slice adds to the sum; ``forward`` and ``backward`` are what the limits are on. All [n, w], in
-    seconds; ``total`` is inf where a slice would pass the end of the sequence or is ruled out.
+    `total` is what a slice adds to the sum; `forward` and `backward` are what the limits are on. All [n, w], in
+    seconds; `total` is inf where a slice would pass the end of the sequence or is ruled out.
     """
 
     total: Floats
@@ -48,7 +48,7 @@ class Band:
         return int(self.total.shape[1])
 
     def keep(self, allowed: Bools) -> Band:
-        """A copy with only the ``allowed`` [n, w] slices, as narrow as they are."""
+        """Return a copy with only the `allowed` [n, w] slices, as narrow as they are."""
         columns = np.flatnonzero(allowed.any(axis=0))
         first, stop = (int(columns[0]), int(columns[-1]) + 1) if columns.size else (0, 1)
         total = np.where(allowed[:, first:stop], self.total[:, first:stop], np.inf)
@@ -56,20 +56,20 @@ class Band:
         return Band(total, forward, backward, self.shortest + first)
 
     def through(self, heads: Floats, tails: Floats) -> Floats:
-        """The least sum of a plan that uses each slice, [n, w], of sums to and from each granule [n + 1]."""
+        """Return the least sum of a plan that uses each slice, [n, w], of sums to and from each granule [n + 1]."""
         sums: Floats = heads[:-1, None] + self.total
         sums += self.after(tails)
         return sums
 
     def after(self, tails: Floats) -> Floats:
-        """``tails`` [n + 1] at the end of each slice, [n, w]; inf behind the sequence. A view of a copy."""
+        """Return `tails` [n + 1] at the end of each slice, [n, w]; inf behind the sequence. It is a view of a copy."""
         n = self.num_granules
         padded = np.full(n + self.shortest + self.width, np.inf)
         padded[: n + 1] = tails
         return np.lib.stride_tricks.sliding_window_view(padded[self.shortest :], self.width)[:n]
 
     def masked(self, rows: slice, width: int, limits: Floats) -> Floats:
-        """``total`` [P, rows, width] under each of the P pairs of ``limits`` [P, 2]; inf where one is passed."""
+        """Return `total` [P, rows, width] under each of the P pairs of `limits` [P, 2]; inf where one is passed."""
         total = self.total[rows, :width]
         if np.isinf(limits).all():
             return np.broadcast_to(total, (len(limits), *total.shape))
@@ -84,10 +84,11 @@ NO_LIMITS: Floats = np.full((1, 2), np.inf)
 def least_tails(
     band: Band, limits: Floats = NO_LIMITS, num_slices: int | None = None, exactly: bool = False, largest: bool = False
 ) -> Floats:
-    """Least sums from each granule to the end, [P, C, n + 1], under each pair of ``limits`` [P, 2]: forward, backward.
+    """Return least sums from each granule to the end, [P, C, n + 1], under each pair of `limits` [P, 2]: forward and
+    backward.
 
-    C = 1 with any number of slices; with ``num_slices``, row c = 0..num_slices is for at most c slices, or ``exactly``
-    c. With ``largest`` the largest ``total`` of a slice is made least instead of the sum. inf: there is no such cut.
+    C = 1 with any number of slices; with `num_slices`, row c = 0..num_slices is for at most c slices, or `exactly`
+    c. With `largest` the largest `total` of a slice is made least instead of the sum. inf: there is no such cut.
     """
     n, shortest, num_pairs = band.num_granules, band.shortest, len(limits)
     least = np.full((num_pairs, 1 if num_slices is None else num_slices + 1, n + shortest + band.width), np.inf)
@@ -110,7 +111,7 @@ def least_tails(
 
 
 def least_heads(band: Band, limits: Floats = NO_LIMITS) -> Floats:
-    """Least sums from the begin to each granule, [n + 1], under one pair of ``limits`` [1, 2]."""
+    """Return least sums from the beginning to each granule, [n + 1], under one pair of `limits` [1, 2]."""
     n, shortest = band.num_granules, band.shortest
     least = np.full(n + shortest + band.width, np.inf)
     least[0] = 0.0
@@ -124,9 +125,9 @@ def least_heads(band: Band, limits: Floats = NO_LIMITS) -> Floats:
 
 
 def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
-    """Slice lengths, in granules, that reach ``least[-1, 0]`` of the sums [C, n + 1] under one pair of limits.
+    """Return slice lengths, in granules, that reach `least[-1, 0]` of the sums [C, n + 1] under one pair of limits.
 
-    The longest slice where sums tie. ``limits`` [2] are those that the sums were made under. The sum must be finite.
+    The longest slice where sums tie. `limits` [2] are those that the sums were made under. The sum must be finite.
     """
     n, shortest, width = band.num_granules, band.shortest, band.width
     longest = shortest + width - 1
@@ -148,7 +149,7 @@ def trace(band: Band, least: Floats, limits: Floats) -> tuple[int, ...]:
 
 
 def _follow(best: list[int]) -> tuple[int, ...]:
-    """The lengths from the begin, where ``best[j]`` is that of the slice after j granules."""
+    """Return the lengths, first to last, where `best[j]` is that of the slice after j granules."""
     lengths: list[int] = []
     j = 0
     while j < len(best):

@@ -1,6 +1,6 @@
 """Branch and bound over the pair (largest forward, largest backward) of a plan: the proven best of all compositions.
 
-The time of a plan under fill-drain is ``m * sum(f + b) + bubble * (F + B)``; F = max f' and B = max b' may stand on
+The time of a plan under fill-drain is `m * sum(f + b) + bubble * (F + B)`; F = max f' and B = max b' may stand on
 different slices. A box holds all plans with F in [f_low, f_high] and B in [b_low, b_high]. One program under the upper
 limits gives the least sum S of the box, so that every plan in it takes at least
 
@@ -31,7 +31,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from terapipe_ds.planner.programs import NO_LIMITS, Band, Bools, Floats, least_heads, least_tails, trace
+from terapipe_ds.planner.slice_program.dynamic_programs import (
+    NO_LIMITS,
+    Band,
+    Bools,
+    Floats,
+    least_heads,
+    least_tails,
+    trace,
+)
 
 ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by less
 BATCH_SIZE = 16  # boxes per call of the program
@@ -41,8 +49,8 @@ WORK_PER_ROW = 128  # what a row of a program costs beyond its elements
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A plan in granules and what its time is made of; ``sum_s`` is of one micro-batch."""
+class WeighedPlan:
+    """A plan in granules and what its time is made of; `sum_s` is of one micro-batch."""
 
     lengths: tuple[int, ...]
     sum_s: float
@@ -56,13 +64,13 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """``micro_batches * sum(f + b) + bubble * (max f' + max b')``; ``bubble`` is K - 1 on equal stages."""
+    """`micro_batches * sum(f + b) + bubble * (max f' + max b')`; `bubble` is K - 1 on equal stages."""
 
     micro_batches: int
     bubble: float
 
-    def __call__(self, found: Found) -> float:
-        return self.bound(found.sum_s, found.max_forward_s, found.max_backward_s)
+    def __call__(self, plan: WeighedPlan) -> float:
+        return self.bound(plan.sum_s, plan.max_forward_s, plan.max_backward_s)
 
     def bound(self, sum_s: float, max_forward_s: float, max_backward_s: float) -> float:
         if self.bubble == 0:
@@ -72,7 +80,7 @@ class Objective:
 
 @dataclasses.dataclass
 class Box:
-    """Plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below ``sum_s``."""
+    """Plans with F in [f_low, f_high] and B in [b_low, b_high]; none of them has a sum below `sum_s`."""
 
     f_low: float = 0.0
     f_high: float = math.inf
@@ -81,7 +89,7 @@ class Box:
     sum_s: float = 0.0
 
     def halves(self) -> Iterable[Box]:
-        """The box cut in the middle of its longer side; the box itself where it is a point."""
+        """Yield the box cut in the middle of its longer side, or the box itself where it is a point."""
         low, high = self.f_low, self.f_high
         if high - low >= self.b_high - self.b_low and high > low:
             middle = low + (high - low) / 2
@@ -109,7 +117,7 @@ class Bottlenecks:
         self.largest_f = np.maximum.accumulate(other)
 
     def tighten(self, box: Box) -> bool:
-        """Shrink ``box`` to values that slices have; False where it is empty."""
+        """Shrink `box` to values that slices have; False where it is empty."""
         f, b = int(self.forward.searchsorted(box.f_low)), int(self.backward.searchsorted(box.b_low))
         if max(f, b) == len(self.forward):
             return False
@@ -125,10 +133,10 @@ class Bottlenecks:
 
 
 class Search:
-    """One run of branch and bound over the slices of ``band`` (all of them, of 1 granule and more).
+    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more).
 
-    After `run`: ``best`` and ``best_s`` (the best plan and its time), ``lower_bound_s`` (no plan takes less; equal to
-    ``best_s`` where ``optimal``), ``found`` (all plans met on the way), ``num_programs``.
+    After `run`: `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to
+    `best_s` where `optimal`), `met` (all plans met on the way), `num_programs`.
     """
 
     def __init__(
@@ -137,24 +145,24 @@ class Search:
         n = band.num_granules
         self.every, self.band, self.objective, self.num_slices = band, band, objective, num_slices
         self.work_left = max_work if max_work is not None else math.inf if n <= SMALL_GRANULES else MAX_WORK
-        self.best, self.best_s = Found((), math.inf, math.inf, math.inf), math.inf
+        self.best, self.best_s = WeighedPlan((), math.inf, math.inf, math.inf), math.inf
         self.lower_bound_s, self.optimal, self.num_programs = 0.0, False, 0
-        self.found: dict[tuple[int, ...], Found] = {}
+        self.met: dict[tuple[int, ...], WeighedPlan] = {}
         self.heap: list[tuple[float, int, Box]] = []
         self.order = itertools.count()
         self.offer((n,))
 
-    def offer(self, lengths: tuple[int, ...]) -> Found:
+    def offer(self, lengths: tuple[int, ...]) -> WeighedPlan:
         """Keep a plan if it is the best one so far, or as good with fewer slices."""
-        found = self.found.get(lengths)
-        if found is None:
-            found = self.found[lengths] = weigh(self.every, lengths)
+        plan = self.met.get(lengths)
+        if plan is None:
+            plan = self.met[lengths] = weigh(self.every, lengths)
         if self.num_slices is None or len(lengths) <= self.num_slices:
-            seconds = self.objective(found)
+            seconds = self.objective(plan)
             tie = ROUNDING * self.best_s if self.best.lengths else 0.0
             if seconds < self.best_s - tie or (seconds <= self.best_s + tie and len(lengths) < self.best.num_slices):
-                self.best, self.best_s = found, seconds
-        return found
+                self.best, self.best_s = plan, seconds
+        return plan
 
     def run(self) -> None:
         """Search until the best plan is proven or the work is spent."""
@@ -179,7 +187,7 @@ class Search:
         self.lower_bound_s = min([self.best_s, *bounds])
 
     def narrow(self, box: Box, limits: Floats) -> bool:
-        """Rule out the slices through which no plan of ``box`` beats the best; False where none is left."""
+        """Rule out the slices through which no plan of `box` beats the best; False where none is left."""
         tails, heads = least_tails(self.band, limits)[0], least_heads(self.band, limits)
         self._spend(2, 1)
         if not math.isfinite(tails[0, 0]):
@@ -204,7 +212,7 @@ class Search:
         return True
 
     def _narrow_all(self, boxes: Sequence[Box]) -> bool:
-        """`narrow` by what all open boxes have in common."""
+        """Call `narrow` with what all open boxes have in common."""
         boxes = [*boxes, *(box for *_, box in self.heap)]
         f_high, b_high = max(box.f_high for box in boxes), max(box.b_high for box in boxes)
         f_low, b_low = min(box.f_low for box in boxes), min(box.b_low for box in boxes)
@@ -214,7 +222,7 @@ class Search:
         return self.objective.bound(box.sum_s, box.f_low, box.b_low)
 
     def _tighten(self, box: Box) -> bool:
-        """Shrink ``box`` to what can beat the best plan; False where nothing can."""
+        """Shrink `box` to what can beat the best plan; False where nothing can."""
         for _ in range(2):
             if self.objective.bubble > 0:
                 room = (self.best_s - self.objective.micro_batches * box.sum_s) / self.objective.bubble
@@ -228,7 +236,7 @@ class Search:
             heapq.heappush(self.heap, (self._bound(box), next(self.order), box))
 
     def _pop(self) -> list[Box]:
-        """The boxes with the lowest bounds, as many as one batch takes."""
+        """Take the boxes with the lowest bounds, as many as one batch takes."""
         size = BATCH_SIZE if self.num_slices is None else 1 + BATCH_SIZE // self.num_slices
         boxes: list[Box] = []
         while self.heap and len(boxes) < size:
@@ -238,7 +246,7 @@ class Search:
         return boxes
 
     def _evaluate(self, boxes: Sequence[Box]) -> Iterable[Box]:
-        """One program for each box; yields what remains of it around the plan that the program found."""
+        """Run one program for each box, and yield what remains of the box around the plan of that program."""
         limits = np.array([(box.f_high, box.b_high) for box in boxes])
         least = least_tails(self.band, limits, self.num_slices)
         self._spend(len(boxes), least.shape[1])
@@ -246,17 +254,17 @@ class Search:
             sum_s = sums[-1, 0].item()
             box.sum_s = max(box.sum_s, sum_s)
             if math.isfinite(sum_s) and self._bound(box) < self.best_s:
-                found = self.offer(trace(self.band, sums, limit))
-                f_below, b_below = (math.nextafter(x, -1.0) for x in (found.max_forward_s, found.max_backward_s))
+                plan = self.offer(trace(self.band, sums, limit))
+                f_below, b_below = (math.nextafter(x, -1.0) for x in (plan.max_forward_s, plan.max_backward_s))
                 yield dataclasses.replace(box, f_high=f_below)
-                yield dataclasses.replace(box, f_low=max(box.f_low, found.max_forward_s), b_high=b_below)
+                yield dataclasses.replace(box, f_low=max(box.f_low, plan.max_forward_s), b_high=b_below)
 
     def _spend(self, programs: int, rows: int) -> None:
         self.num_programs += programs
         self.work_left -= programs * rows * self.band.num_granules * (self.band.width + WORK_PER_ROW)
 
     def _prefer_fewer_slices(self) -> None:
-        """Of the plans as good as the best within its maxima, take one with the fewest slices."""
+        """Take one with the fewest slices, of the plans as good as the best within its maxima."""
         band = self.every
         if self.objective.bubble > 0:
             allowed = self.every.forward <= self.best.max_forward_s
@@ -273,16 +281,38 @@ class Search:
         self.offer(trace(counts, least_tails(counts)[0], NO_LIMITS[0]))
 
 
-def weigh(band: Band, lengths: Sequence[int]) -> Found:
-    """The sum and the maxima of a plan, over a band that has all its slices."""
+def search_plans(
+    band: Band, objective: Objective, max_slices: int | None = None, max_work: float | None = None
+) -> Search:
+    """Return a finished search.
+
+    A program that counts slices takes as long as one per slice allowed, so the first search does not count: where its
+    optimum has few enough slices, that is the answer.
+    """
+    free = Search(band, objective, max_work=max_work)
+    free.run()
+    if max_slices is None or (free.optimal and free.best.num_slices <= max_slices):
+        return free
+    counted = Search(band, objective, max_slices, max_work)
+    for lengths in free.met:
+        counted.offer(lengths)
+    counted.run()
+    counted.num_programs += free.num_programs
+    counted.met = {**free.met, **counted.met}
+    counted.lower_bound_s = max(counted.lower_bound_s, min(free.lower_bound_s, counted.best_s))
+    return counted
+
+
+def weigh(band: Band, lengths: Sequence[int]) -> WeighedPlan:
+    """Return a plan with its sum and its maxima, over a band that has all its slices."""
     rows = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.intp)))
     columns = np.asarray(lengths) - band.shortest
     forward, backward = band.forward[rows, columns].max(), band.backward[rows, columns].max()
-    return Found(tuple(lengths), band.total[rows, columns].sum().item(), forward.item(), backward.item())
+    return WeighedPlan(tuple(lengths), band.total[rows, columns].sum().item(), forward.item(), backward.item())
 
 
 def greedy_plans(band: Band, count: int = 48) -> Iterable[tuple[int, ...]]:
-    """Plans of slices that take about equal times, for ``count`` times: good first plans, nothing more."""
+    """Yield plans of slices that take about equal times, for `count` times: good first plans, nothing more."""
     n = band.num_granules
     both = band.forward + band.backward
     low, high = both[:, 0].max(), max(both[0, n - 1], both[:, 0].max())
@@ -293,7 +323,8 @@ def greedy_plans(band: Band, count: int = 48) -> Iterable[tuple[int, ...]]:
 
 
 def greedy_plan(both: Floats, limit: float) -> tuple[int, ...]:
-    """From the begin, slices as long as ``both`` [n, n] allows within ``limit``, found as if longer took longer."""
+    """Return slices, first to last, each as long as `limit` on its time `both` [n, n] allows, as if longer slices took
+    longer."""
     n = len(both)
     lengths: list[int] = []
     j = 0

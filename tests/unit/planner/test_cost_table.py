@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from planner_cases import LinkCosts, TableCosts, random_costs
 
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.slice_dp import PlannerError, solve, tabulate
+from terapipe_ds.planner import PlannerError, solve
+from terapipe_ds.planner.slice_program.cost_table import tabulate
 
 
 def coded(sign: int = 1) -> TableCosts:
@@ -119,13 +119,3 @@ def test_numbers_that_cannot_be() -> None:
     for arguments in wrong:
         with pytest.raises(PlannerError, match=r"= .*: give an integer >= 1"):
             solve(coded(), *arguments)  # type: ignore[arg-type]
-
-
-def test_granules_and_tokens() -> None:
-    table = tabulate(coded(), 100, 40)
-    assert table.plan((1, 2)) == SlicePlan((40, 60))
-    assert table.granules(SlicePlan((40, 60))) == (1, 2)
-    with pytest.raises(PlannerError, match="does not cut 100 tokens at multiples of 40"):
-        table.granules(SlicePlan((50, 50)))
-    with pytest.raises(PlannerError, match="does not cut 100 tokens"):
-        table.granules(SlicePlan((40, 40)))

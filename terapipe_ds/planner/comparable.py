@@ -1,0 +1,61 @@
+"""Which schedules can be compared with one another: those that run the same parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, placement_for
+
+
+def ranked_schedules(
+    num_stages: int,
+    chunks_per_stage: int,
+    num_parts: int,
+    knows_weights: bool = True,
+    placement: Mapping[tuple[int, int], int] | None = None,
+) -> tuple[str, ...]:
+    """Return the schedules that "auto" compares: those whose stages hold `chunks_per_stage` chunks of `num_parts`
+    parts.
+
+    With one chunk all of one part per stage; with v chunks of v K parts the looped ones and, for 2, `zbv`; with two
+    chunks of K parts, each of which has two places, `chimera` and `chimera-seq`. `dapple` is left out (its default is
+    `1f1b`). Schedules that split backwards need `knows_weights`. With a `placement` (see `Schedule.placement`) only
+    the schedules that run on it are left: layers do not move while a model trains.
+    """
+    ranked = []
+    for name in SCHEDULE_NAMES:
+        interleaved_once = chunks_per_stage == 1 and "interleaved" in name  # 1f1b and seq1f1b once more
+        if name == "dapple" or interleaved_once or (name in SPLIT_SCHEDULES and not knows_weights):
+            continue
+        try:
+            own = placement_for(name, num_stages, chunks_per_stage)
+        except ScheduleError:
+            continue
+        shape = len(own) // num_stages, len(set(own.values()))
+        if shape == (chunks_per_stage, num_parts) and placement in (None, own):
+            ranked.append(name)
+    return tuple(ranked)
+
+
+def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: Any) -> int:
+    """Return how many parts `costs` must have: those of the schedule; for "auto" those of a list, which must be K,
+    where each part has two places, or v K.
+
+    Raises:
+        PlannerError: no schedule, or not this one, takes so many chunks per stage.
+    """
+    chunks = check_count("chunks_per_stage", chunks_per_stage)
+    if schedule != "auto":
+        try:
+            return len(set(placement_for(schedule, num_stages, chunks).values()))
+        except ScheduleError as error:
+            raise PlannerError(error.reason) from None
+    num_parts = len(costs) if isinstance(costs, list | tuple) else num_stages * chunks
+    if chunks > 1 and not ranked_schedules(num_stages, chunks, num_parts):
+        raise PlannerError(
+            f"{num_parts} costs: on {num_stages} stages no schedule has {chunks} chunks per stage and so many parts; "
+            f"give {num_stages * chunks}, one per part, or one object for all"
+        )
+    return num_parts if chunks > 1 else num_stages

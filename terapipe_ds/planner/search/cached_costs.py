@@ -1,0 +1,109 @@
+"""Costs that remember their answers, so that no pair is asked twice in one search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.planner.errors import PlannerError
+from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, check_seconds, tabulate
+from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+
+MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward and links
+
+
+class CachedCosts:
+    """A cost object whose answers are kept and checked; it is vectorized where it has a table.
+
+    `table` holds every slice that can be cut, or is None where the tables of all parts would be too large: then
+    answers are kept pair by pair.
+
+    Raises:
+        PlannerError: the object lacks `forward_s` or `backward_s`, or answers with a time that cannot be.
+    """
+
+    def __init__(self, costs: Any, sequence_length: int, granularity_tokens: int, with_table: bool = True) -> None:
+        check_methods(costs)
+        self._costs = costs
+        self._granule = granularity_tokens
+        self.table: CostTable | None = tabulate(costs, sequence_length, granularity_tokens) if with_table else None
+        self.vectorized = with_table
+        self._pairs: dict[tuple[str, int, int], float] = {}
+        self._sends = {} if self.table is None else dict(self.table.sends)
+        if callable(getattr(costs, "send_s", None)):  # a part without links must not look as if it had them
+            self.send_s = self._send_s
+        if callable(getattr(costs, "weight_s", None)):  # nor as if its W had been measured
+            self.weight_s = self._weight_s
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of a forward; ints give a float, arrays an array."""
+        return self._ask("forward_s", tokens, prefix)
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of a backward."""
+        return self._ask("backward_s", tokens, prefix)
+
+    def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
+        """Return forward, backward and send seconds of slices given as arrays."""
+        sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
+        return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
+
+    def whole_s(self, sequence_length: int) -> float:
+        """Return the seconds of forward and backward of a whole sequence."""
+        return float(self.forward_s(sequence_length, 0) + self.backward_s(sequence_length, 0))
+
+    def _ask(self, name: str, tokens: Any, prefix: Any) -> Any:
+        if self.table is None:
+            return self._ask_pairs(name, tokens, prefix)
+        # a slice is named by its granules: only the last granule of the sequence can be partial
+        row, granules = np.asarray(prefix) // self._granule, -(-np.asarray(tokens) // self._granule)
+        seconds = getattr(self.table, name)[row, granules - 1]
+        return float(seconds) if np.ndim(seconds) == 0 else seconds
+
+    def _weight_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return, of the backward, the seconds of W, which no table has; new pairs in one call where costs are
+        vectorized."""
+        if np.ndim(tokens) > 0 and getattr(self._costs, "vectorized", False):
+            pairs = dict.fromkeys(("weight_s", int(i), int(j)) for i, j in zip(tokens, prefix, strict=True))
+            if new := [pair for pair in pairs if pair not in self._pairs]:
+                asked = np.array([pair[1:] for pair in new])
+                answers = np.broadcast_to(self._costs.weight_s(asked[:, 0], asked[:, 1]), len(new))
+                for pair, answer in zip(new, answers.tolist(), strict=True):
+                    self._pairs[pair] = check_seconds(*pair, answer)
+        return self._ask_pairs("weight_s", tokens, prefix)
+
+    def _ask_pairs(self, name: str, tokens: Any, prefix: Any) -> Any:
+        if np.ndim(tokens) > 0:
+            return np.array([self._ask_pairs(name, int(i), int(j)) for i, j in zip(tokens, prefix, strict=True)])
+        pair = name, int(tokens), int(prefix)
+        if pair not in self._pairs:
+            self._pairs[pair] = check_seconds(*pair, float(getattr(self._costs, name)(*pair[1:])))
+        return self._pairs[pair]
+
+    def _send_s(self, tokens: Any) -> Any:
+        counts = np.ravel(tokens).tolist()
+        for count in counts:
+            if count not in self._sends:
+                self._sends[count] = check_seconds("send_s", count, None, float(self._costs.send_s(count)))
+        seconds = [self._sends[count] for count in counts]
+        return seconds[0] if np.ndim(tokens) == 0 else np.array(seconds).reshape(np.shape(tokens))
+
+
+def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
+    """Return one object per part; parts that share an object share its answers. Where the tables of all would be too
+    large, only the part that takes longest for a whole sequence has one.
+
+    Raises:
+        PlannerError: a list of another length.
+    """
+    parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
+    if len(parts) != num_parts:
+        raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")
+    kinds = {id(cost): cost for cost in parts}
+    with_tables = len(kinds) * (-(-sequence_length // granularity_tokens)) ** 2 <= MAX_TABLE_ELEMENTS
+    cached = {key: CachedCosts(cost, sequence_length, granularity_tokens, with_tables) for key, cost in kinds.items()}
+    if not with_tables:
+        slowest = max(cached, key=lambda key: cached[key].whole_s(sequence_length))
+        cached[slowest] = CachedCosts(cached[slowest], sequence_length, granularity_tokens)
+    return tuple(cached[id(cost)] for cost in parts)

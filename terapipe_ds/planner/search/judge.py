@@ -1,0 +1,257 @@
+"""What a plan costs under one schedule: predicted seconds, and whether it fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from terapipe_ds.planner.errors import MemoryLimitError
+from terapipe_ds.planner.memory import fill_drain_peak_bytes
+from terapipe_ds.planner.search.candidates import Lengths
+from terapipe_ds.planner.search.pipeline import Pipeline
+from terapipe_ds.planner.slice_program.flow_shop import ends_s, fill_drain_s
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
+from terapipe_ds.schedule.placement import Placement
+from terapipe_ds.simulator import Replay
+
+Progress = Callable[[str, int, int], None]
+"""Called now and then with (schedule, work done, of how much), for a progress line."""
+
+FILL_DRAIN = ("terapipe", "gpipe")
+"""All forwards before all backwards, by any order of micro-batches."""
+
+# Work is counted in computations replayed, never in time, so that a search gives the same plan on every machine.
+_BUILD = 30  # to build and order a computation of a schedule, in replays of one
+_BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same of orders that are played stage by stage (`list_schedule`)
+_WALK = 6  # to add up its bytes
+_CALL = 400  # of a call besides its computations
+_FEW = 40_000  # computations of one replay; above, fewer micro-batches stand for all of them
+
+
+class Judge:
+    """Scores slice lengths (in granules) under one schedule; every score is kept.
+
+    `terapipe`, `gpipe` and every schedule of a single micro-batch (but those that split backwards or have several
+    chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: as they
+    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are continued on a line
+    (`estimate`).
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: str,
+        *,
+        budget: int = 0,
+        progress: Progress | None = None,
+        schedule_options: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        self.pipeline, self.schedule, self.schedule_options = pipeline, schedule, schedule_options
+        self.placement = placement_for(schedule, pipeline.num_stages, pipeline.chunks_per_stage)
+        self.has_chunks = schedule in CHUNKED_SCHEDULES
+        self.splits_backward = schedule in SPLIT_SCHEDULES
+        one_by_one = pipeline.num_micro_batches == 1 and not self.splits_backward and not self.has_chunks
+        self.is_flow_shop = schedule in FILL_DRAIN or one_by_one
+        self.budget, self.spent, self._progress = budget, 0, progress
+        self._replays: dict[tuple[int, int], Replay] = {}
+        self._seconds: dict[tuple[int, Lengths], float] = {}
+        self._bounds: dict[Lengths, float] = {}
+        self._peaks: dict[Lengths, tuple[int, ...]] = {}
+
+    def report(self) -> None:
+        """Tell the caller how far the search is."""
+        if self._progress is not None:
+            self._progress(self.schedule, min(self.spent, self.budget), self.budget)
+
+    @property
+    def exhausted(self) -> bool:
+        """The budget is spent."""
+        return self.spent > self.budget
+
+    @property
+    def num_tried(self) -> int:
+        """Plans that have a score, or a bound that made a score needless."""
+        return len({lengths for _, lengths in self._seconds} | self._bounds.keys())
+
+    def seconds(self, lengths: Lengths) -> float:
+        """Return the predicted seconds of a batch, every micro-batch replayed."""
+        return self._of(self.pipeline.num_micro_batches, lengths)
+
+    def is_exact(self, lengths: Lengths) -> bool:
+        """Return whether `estimate` counts every micro-batch. With chunks that holds for twice as many computations:
+        two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one."""
+        most = 2 * _FEW if self.has_chunks else _FEW
+        return self.is_flow_shop or self.computations(lengths) <= most
+
+    def has_score(self, lengths: Lengths) -> bool:
+        """Return whether the plan was replayed, whole or in part."""
+        return any(lengths == scored for _, scored in self._seconds)
+
+    def bound_s(self, lengths: Lengths) -> float:
+        """Return what this plan takes at least, at a small part of the cost of a replay.
+
+        On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
+        of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
+        backward from k up to stage 0 (the mirror image). See `bounds`. Where backwards are split a stage may end with
+        W of any micro-batch: there all that it has to do after its first forwards counts, and no way back. With several
+        chunks it is the work of the busiest stage, or of all of them by turns.
+        """
+        if self.is_flow_shop:
+            return self.seconds(lengths)
+        if lengths not in self._bounds:
+            self.spent += self._flow_shop_cost(0)
+            forward, backward, send = self.pipeline.times(lengths)
+            work_s = (forward + backward).sum(axis=1)
+            if self.has_chunks:
+                all_s = self.pipeline.num_micro_batches * work_s
+                self._bounds[lengths] = most_work_s(all_s, self.placement, self.pipeline.num_stages)
+            else:
+                between = (self.pipeline.num_micro_batches - 1) * work_s
+                end = backward.sum(axis=1) if self.splits_backward else ends_s(backward, send[1:])
+                self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + end).max())
+        return self._bounds[lengths]
+
+    def estimate(self, lengths: Lengths) -> float:
+        """Return `seconds` at a bounded cost: from the `few` micro-batches that fit in a replay (at least 4), and half
+        of them."""
+        most = self.pipeline.num_micro_batches
+        few = most if self.is_exact(lengths) else max(4, _FEW // self.computations(lengths, 1))
+        if few >= most:
+            return self.seconds(lengths)
+        whole, half = self._of(few, lengths), self._of(few // 2, lengths)
+        return whole + (most - few) * (whole - half) / (few - few // 2)
+
+    def cost_of(self, counts: dict[int, int]) -> int:
+        """Return what it takes of the budget to judge so many plans: number of slices -> number of plans."""
+        if self.is_flow_shop:
+            return sum(self._flow_shop_cost(slices) * plans for slices, plans in counts.items())
+        per_slice = self._per_slice * self.pipeline.num_micro_batches
+        walk = _WALK if self.pipeline.memory_limit_bytes is not None else 0
+        return sum(
+            per_slice * slices * (self._build + plans * (1 + walk)) + _CALL * plans for slices, plans in counts.items()
+        )
+
+    def fastest(
+        self, plans: Iterable[Lengths], score: Callable[[Lengths], float], *, within_budget: bool = False
+    ) -> Lengths | None:
+        """Return the plan with the least `score` (`seconds` or `estimate`) that fits, of equals the one with fewer
+        slices; None where none fits. Plans whose bound is above the best score so far are not replayed."""
+        best: tuple[float, int, Lengths] | None = None
+        for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
+            self.report()
+            if (best is not None and self.bound_s(lengths) > best[0]) or (within_budget and self.exhausted):
+                break
+            rank = score(lengths), len(lengths), lengths
+            if (best is None or rank < best) and self.fits(lengths):
+                best = rank
+        return None if best is None else best[2]
+
+    def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
+        """Return the most bytes of every stage, or None without memory."""
+        memory, shape = self.pipeline.memory, (self.pipeline.num_stages, self.pipeline.num_micro_batches)
+        if memory is None:
+            return None
+        if lengths not in self._peaks:
+            plan = self.pipeline.plan(lengths)
+            if self.is_flow_shop:
+                self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, *shape)
+            else:
+                few = self._micro_batches_of_peak(len(lengths))
+                replay = self._replay(few, len(lengths))
+                self.spent += _WALK * self.computations(lengths, few)
+                self._peaks[lengths] = replay.peak_bytes(plan, memory)
+        return self._peaks[lengths]
+
+    def fits(self, lengths: Lengths) -> bool:
+        """Return whether every stage stays within the limit; True without one."""
+        limit = self.pipeline.memory_limit_bytes
+        peaks = None if limit is None else self.peak_bytes(lengths)
+        return limit is None or peaks is None or max(peaks) <= limit
+
+    def computations(self, lengths: Lengths, num_micro_batches: int | None = None) -> int:
+        """Return how many computations a batch (or so many of its micro-batches) has."""
+        count = self.pipeline.num_micro_batches if num_micro_batches is None else num_micro_batches
+        return self._per_slice * count * len(lengths)
+
+    def _micro_batches_of_peak(self, num_slices: int) -> int:
+        """Return how many micro-batches have the peak of all: a stage of `1f1b` has at most K micro-batches live (of
+        `dapple` with policy "B" 2 K - 1), one of `seq1f1b` K + s - 1 slices; then every micro-batch is like the one
+        before. So it is with W. Orders of several chunks depend on how many there are."""
+        stages, micro_batches = self.pipeline.num_stages, self.pipeline.num_micro_batches
+        if self.has_chunks:
+            return micro_batches
+        by_slices = self.schedule in ("seq1f1b", "seq1f1b-zb")
+        live = -(-stages // num_slices) + 2 if by_slices else stages
+        live = 2 * stages - 1 if self.schedule == "dapple" else live
+        return min(micro_batches, live + 1 + self.splits_backward)
+
+    @property
+    def _per_slice(self) -> int:
+        """Computations of a slice of one micro-batch: F and B, or F, B and W, of every part."""
+        return (3 if self.splits_backward else 2) * len(self.pipeline.parts)
+
+    @property
+    def _build(self) -> int:
+        return _BUILD_LISTED.get(self.schedule, _BUILD)
+
+    def _flow_shop_cost(self, num_slices: int) -> int:
+        return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
+
+    def _of(self, num_micro_batches: int, lengths: Lengths) -> float:
+        key = num_micro_batches, lengths
+        if key not in self._seconds:
+            if self.is_flow_shop:
+                self.spent += self._flow_shop_cost(len(lengths))
+                self._seconds[key] = fill_drain_s(*self.pipeline.times(lengths), num_micro_batches)
+            else:
+                replay = self._replay(num_micro_batches, len(lengths))
+                self.spent += _CALL + self.computations(lengths, num_micro_batches)
+                self._seconds[key] = replay.makespan(self.pipeline.plan(lengths), list(self.pipeline.parts))
+        return self._seconds[key]
+
+    def _replay(self, num_micro_batches: int, num_slices: int) -> Replay:
+        key = num_micro_batches, num_slices
+        if key not in self._replays:
+            self.spent += self._build * self._per_slice * num_micro_batches * num_slices
+            shape = self.pipeline.num_stages, num_micro_batches, num_slices
+            chunks, options = self.pipeline.chunks_per_stage, dict[str, Any](self.schedule_options)
+            self._replays[key] = Replay(build(self.schedule, *shape, chunks_per_stage=chunks, **options))
+        return self._replays[key]
+
+
+def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) -> float:
+    """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds.
+
+    The busiest stage's parts where each part has one place; and always a K-th of everything.
+    """
+    seconds = list(work_s)
+    least_s = sum(seconds) / num_stages
+    if len(placement) == len(seconds):
+        of_stage = [0.0] * num_stages
+        for (stage_id, _), part_id in placement.items():
+            of_stage[stage_id] += seconds[part_id]
+        least_s = max(least_s, *of_stage)
+    return float(least_s)
+
+
+def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitError:
+    """Return the error where nothing fits: the least need among the plans that were tried, its stage, and advice."""
+    memory, limit = judge.pipeline.memory, judge.pipeline.memory_limit_bytes or 0.0
+    needs = [(max(peaks), peaks, len(plan)) for plan in tried if (peaks := judge.peak_bytes(plan)) is not None]
+    need, peaks, count = min(needs, key=lambda entry: entry[0])
+    stage_id = peaks.index(need)
+    parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
+    gradient_bytes = getattr(memory, "gradient_bytes", lambda part_id: 0)
+    static = sum(memory.static_bytes(part_id) + gradient_bytes(part_id) for part_id in parts)
+    smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
+    schedule = "" if judge.schedule == "seq1f1b" else "schedule 'seq1f1b', which keeps fewer slices live, "
+    advice = f"try {schedule}activation checkpointing, a smaller micro-batch, {smaller_model}"
+    if static > limit:
+        advice = f"these alone are too much: try {smaller_model}, or devices with more memory"
+    message = (
+        f"no plan fits in {limit / 1e9:.4g} GB: with schedule {judge.schedule!r} the least need found is "
+        f"{need / 1e9:.4g} GB on stage {stage_id} ({count} slice{'s' * (count > 1)}), of which {static / 1e9:.4g} GB "
+        f"are parameters, gradients and optimizer states; {advice}"
+    )
+    return MemoryLimitError(message, need, stage_id)

@@ -1,0 +1,78 @@
+"""What a search plans for: costs that are asked once, the shape of the pipeline and of a batch, and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from terapipe_ds.messages import show_value
+from terapipe_ds.plan import SlicePlan, count_granules
+from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.search.cached_costs import CachedCosts, cache_parts
+from terapipe_ds.planner.search.candidates import Lengths
+from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is planned for: the costs of every part, the shape of the pipeline and of a batch, and memory."""
+
+    parts: tuple[CachedCosts, ...]
+    sequence_length: int
+    granularity_tokens: int
+    num_micro_batches: int
+    num_stages: int
+    chunks_per_stage: int = 1
+    memory: Any = None
+    memory_limit_bytes: float | None = None
+
+    @property
+    def num_granules(self) -> int:
+        return -(-self.sequence_length // self.granularity_tokens)
+
+    def plan(self, lengths: Lengths) -> SlicePlan:
+        """Return lengths in granules as a plan in tokens."""
+        return SlicePlan.of_granules(lengths, self.sequence_length, self.granularity_tokens)
+
+    def times(self, lengths: Lengths) -> tuple[Floats, Floats, Floats]:
+        """Return forward, backward and send seconds of every part and slice, [parts, s]."""
+        plan = self.plan(lengths)
+        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
+        times = {id(part): part.times(tokens, prefixes) for part in {id(part): part for part in self.parts}.values()}
+        forward, backward, send = (np.array([times[id(part)][i] for part in self.parts]) for i in range(3))
+        return forward, backward, send
+
+    def work_s(self, lengths: Lengths) -> float:
+        """Return the seconds of all computations of all stages."""
+        forward, backward, _ = self.times(lengths)
+        return self.num_micro_batches * float(forward.sum() + backward.sum())
+
+
+def pipeline_of(
+    costs: Any,
+    num_parts: int,
+    sequence_length: int,
+    num_stages: int,
+    num_micro_batches: int,
+    granularity_tokens: int,
+    chunks_per_stage: int,
+    memory: Any,
+    memory_limit_bytes: float | None,
+) -> Pipeline:
+    """Return the arguments of a caller as a `Pipeline`, checked, with costs that are asked once.
+
+    Raises:
+        PlannerError: an argument that cannot be.
+    """
+    count_granules(sequence_length, granularity_tokens, PlannerError)
+    num_micro_batches = check_count("num_micro_batches", num_micro_batches)
+    limit = memory_limit_bytes
+    if limit is not None and memory is None:
+        raise PlannerError("memory_limit_bytes needs memory: give a MemoryModel, or leave the limit out")
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
+    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
+    shape = num_micro_batches, num_stages, chunks_per_stage
+    return Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, limit)

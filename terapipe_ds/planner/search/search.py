@@ -1,0 +1,343 @@
+"""The final choice: candidate plans, judged by a replay of the very schedule that will run them.
+
+`terapipe` on equal stages is the slice program itself (`slice_program`). Every other schedule, and unequal stages,
+start from equal slices, slices of equal time and the program's plans for several effective numbers of stages, and
+climb from the best of them by moving granules, merging and splitting; where there are few plans, all of them are
+judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from terapipe_ds.messages import show_value
+from terapipe_ds.plan import split_evenly
+from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
+from terapipe_ds.planner.result import PlanResult, choose
+from terapipe_ds.planner.search import candidates
+from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
+from terapipe_ds.planner.search.candidates import Lengths
+from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
+from terapipe_ds.planner.search.local_search import climb
+from terapipe_ds.planner.search.pipeline import Pipeline, pipeline_of
+from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
+from terapipe_ds.planner.slice_program.cost_table import CostTable
+from terapipe_ds.planner.slice_program.solve import equal_time
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError
+from terapipe_ds.schedule.generate import check_options
+
+_AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
+"""What "auto" tries, with shares of the budget; `gpipe` takes the time and the memory of `terapipe`."""
+_AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
+_AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}
+"""On top, where costs say what W takes."""
+_AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
+"""Instead, where stages hold several chunks: those of them that have so many chunks and parts."""
+
+BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences
+_ALL_PLANS = 4096  # where there are no more, and the budget allows, all of them are judged
+_EQUAL_TIMES = 32  # slices; a program for slices of equal time takes as many steps
+_PROGRAM_PLANS = 32  # of each search
+_FILL_DRAIN_BUDGET = 1_000_000  # on top, once for all schedules, where stages differ
+_ROUNDING = 1e-9  # relative: prediction and bound are summed in different orders
+
+
+def plan_slices(
+    costs: Any,
+    sequence_length: int,
+    num_stages: int,
+    num_micro_batches: int = 1,
+    granularity_tokens: int = 64,
+    schedule: str = "terapipe",
+    max_slices: int | None = None,
+    memory: Any = None,
+    memory_limit_bytes: float | None = None,
+    *,
+    progress: Progress | None = None,
+    budget: int = BUDGET,
+    chunks_per_stage: int = 1,
+    placement: Mapping[tuple[int, int], int] | None = None,
+    schedule_options: Mapping[str, object] | None = None,
+) -> PlanResult:
+    """Return the plan with the least predicted time under `schedule` (or `"auto"`) that fits in memory.
+
+    Args:
+        costs: `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and, where links cost something,
+            `send_s(tokens)`; one object for all parts or a list with one per part. Each pair is asked at most once.
+        granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
+        memory: a `MemoryModel`, or what has its methods; both are asked by part.
+        chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that have so many chunks, and as many
+            parts as costs are given (see `ranked_schedules`).
+        schedule_options: what `schedule.build` takes besides counts, for one schedule by its name.
+        placement: where the parts are already: "auto" tries the schedules that run on it.
+        budget: work of the search, in computations replayed; the same budget gives the same plan everywhere.
+
+    Raises:
+        MemoryLimitError: no plan fits `memory_limit_bytes`; says the least need and what would lower it.
+        PlannerError: an argument that cannot be, or costs that are negative or not finite.
+    """
+    if schedule != "auto" and schedule not in SCHEDULE_NAMES:
+        known = ", ".join((*SCHEDULE_NAMES, "auto"))
+        raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
+    num_stages = check_count("num_stages", num_stages)
+    options = schedule_options or {}
+    _check_options(schedule, num_stages, chunks_per_stage, options)
+    num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
+    limits = memory, memory_limit_bytes
+    shape = num_stages, num_micro_batches, granularity_tokens
+    pipeline = pipeline_of(costs, num_parts, sequence_length, *shape, chunks_per_stage, *limits)
+    problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
+    if schedule != "auto":
+        if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
+            raise PlannerError(
+                f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
+                "add it, or plan for 'seq1f1b'"
+            )
+        return problem.best(schedule, budget, options)
+    results, refused = problem.best_of_each(budget)
+    if not results:
+        raise min(refused.values(), key=lambda error: error.need_bytes)
+    return choose(results)
+
+
+def _check_options(schedule: str, num_stages: int, chunks_per_stage: int, options: Mapping[str, object]) -> None:
+    if options and schedule == "auto":
+        raise PlannerError(
+            f"schedule_options = {show_value(dict(options))}: they go with the name of one schedule, not with 'auto'; "
+            "leave them out"
+        )
+    try:
+        check_options(schedule, num_stages, options, chunks_per_stage)
+    except ScheduleError as error:
+        raise PlannerError(error.reason) from None
+
+
+def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
+    """Return the least multiple of `granularity_tokens` that every slice can be cut by on the tensor-parallel ranks.
+
+    Megatron's sequence parallelism spreads the tokens of a slice over these ranks, so it has to divide by them.
+    """
+    granularity_tokens = check_count("granularity_tokens", granularity_tokens)
+    tensor_parallel = check_count("tensor_parallel", tensor_parallel)
+    return math.lcm(granularity_tokens, tensor_parallel) if sequence_parallel else granularity_tokens
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plan, and what is proven: no plan takes less than the bound; none takes less than this one if `optimal`."""
+
+    lengths: Lengths
+    lower_bound_s: float
+    optimal: bool
+
+
+class Problem:
+    """What the schedules over one cut of the layers share: the slice program's plans, bounds, and starts.
+
+    Args:
+        placement: where the parts are already, if they are.
+        chosen: plans that other schedules chose, over any cut; those of this problem are added. Where there are some,
+            they are starts enough: programs over another cut of the layers would add little.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        max_slices: int | None = None,
+        *,
+        placement: Mapping[tuple[int, int], int] | None = None,
+        chosen: list[Lengths] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.pipeline, self.placement, self.progress = pipeline, placement, progress
+        self.num_granules = pipeline.num_granules
+        most = self.num_granules if max_slices is None else check_count("max_slices", max_slices)
+        self.max_slices = min(most, self.num_granules)
+        self.chosen: list[Lengths] = [] if chosen is None else chosen
+        self.has_starts = bool(chosen)
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether all costs say what W takes of a backward."""
+        return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
+
+    def tried(self) -> dict[str, float]:
+        """Return what "auto" tries, with shares of the budget."""
+        pipeline = self.pipeline
+        if pipeline.chunks_per_stage == 1:
+            tried = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
+            return tried | _AUTO_SPLIT if self.knows_weights else tried
+        shape = pipeline.num_stages, pipeline.chunks_per_stage, len(pipeline.parts)
+        return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
+
+    def best_of_each(self, budget: int) -> tuple[list[PlanResult], dict[str, MemoryLimitError]]:
+        """Return, for each schedule that "auto" tries, the best plan, or why none fits."""
+        results: list[PlanResult] = []
+        refused: dict[str, MemoryLimitError] = {}
+        for name, share in self.tried().items():
+            try:
+                results.append(self.best(name, round(share * budget)))
+            except MemoryLimitError as error:
+                refused[name] = error
+        return results, refused
+
+    def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
+        """Return the best plan for one schedule."""
+        judge = Judge(self.pipeline, schedule, budget=budget, progress=self.progress, schedule_options=options)
+        found = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
+        self.chosen.append(found.lengths)
+        return self._result(judge, found)
+
+    # --- three ways to a plan, tried in order
+
+    def _proven_by_program(self, judge: Judge) -> _Found | None:
+        """Return the slice program's plan, where its formula is that of the schedule and the plan fits in memory."""
+        if not (judge.is_flow_shop and self._has_equal_stages):
+            return None
+        program, lengths = self.program, self.program.best.lengths
+        if (not program.optimal and self._can_judge_all(judge)) or not judge.fits(lengths):
+            return None
+        # links slower than the computation before them are not in the program's formula
+        proven = program.optimal and judge.seconds(lengths) <= program.lower_bound_s * (1 + _ROUNDING)
+        if not proven and self.num_granules <= MANY_GRANULES:
+            return None
+        return _Found(lengths, program.lower_bound_s, proven)
+
+    def _best_of_all(self, judge: Judge) -> _Found | None:
+        """Return the best of all plans, where there are few."""
+        if not self._can_judge_all(judge):
+            return None
+        plans = list(candidates.compositions(self.num_granules, self.max_slices))
+        best = judge.fastest(plans, judge.seconds)
+        if best is None:
+            raise memory_limit_error(judge, plans)
+        return _Found(best, judge.seconds(best), True)
+
+    def _climbed(self, judge: Judge) -> _Found:
+        """Return the best plan that a climb from good ones reaches, with a bound for the schedule."""
+        micro_batches = self.pipeline.num_micro_batches
+        if judge.has_chunks or judge.splits_backward:
+            works_s = least_works_s(self.pipeline.parts, micro_batches, self.max_slices)
+            by_stage = most_work_s(works_s, judge.placement, self.pipeline.num_stages)
+            bound_s = by_stage if judge.has_chunks else max(works_s)
+        else:
+            fits_program = judge.is_flow_shop and self._has_equal_stages
+            bound_s = max(self.searched[1], self.program.lower_bound_s if fits_program else 0.0)
+        return _Found(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
+
+    def _can_judge_all(self, judge: Judge) -> bool:
+        if self.num_granules > _ALL_PLANS.bit_length():
+            return False
+        counts = [math.comb(self.num_granules - 1, count - 1) for count in range(1, self.max_slices + 1)]
+        return sum(counts) <= _ALL_PLANS and judge.cost_of(dict(enumerate(counts, start=1))) <= judge.budget
+
+    # --- what the schedules share
+
+    def sure_starts(self) -> Iterator[Lengths]:
+        """Yield starts that are scored whatever the budget, so that the answer is never worse than any of them.
+
+        They are equal slices and the best plans of other schedules, or, without any, `fill_drain_plan`.
+        """
+        counts = {len(lengths) for lengths in self.chosen} if self.has_starts else self._equal_counts
+        for count in sorted(counts):
+            yield split_evenly(self.num_granules, count)
+        if not self.has_starts:
+            yield self.fill_drain_plan
+        yield from list(self.chosen)
+
+    def more_starts(self) -> Iterator[Lengths]:
+        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part, and plans of the
+        slice program for other weights of the bubble; or, with plans of other schedules, the equal slices left."""
+        if self.has_starts:
+            yield from (split_evenly(self.num_granules, count) for count in self._equal_counts)
+            return
+        if self.num_granules <= MANY_GRANULES:
+            for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
+                yield equal_time(self.slowest, count)
+        for search in (self.program, *self.searched[0]):
+            fitting = [plan for plan in search.met.values() if plan.num_slices <= self.max_slices]
+            yield from (plan.lengths for plan in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
+
+    @functools.cached_property
+    def slowest(self) -> CostTable:
+        """The table of the part that takes longest for a whole sequence, of those that have tables."""
+        tables = [part.table for part in self.pipeline.parts if part.table is not None]
+        return max(tables, key=lambda table: float(table.total_s[0, -1]))
+
+    @functools.cached_property
+    def program(self) -> Search:
+        """The slice program's answer, for all forwards before all backwards, as if each part were the slowest and had
+        a stage; exact where all parts are equal."""
+        objective = Objective(self.pipeline.num_micro_batches, len(self.pipeline.parts) - 1)
+        max_work = None if self._has_equal_stages or self.num_granules <= 64 else MAX_WORK
+        return search_plans(self.slowest.band, objective, self._counted_slices, max_work)
+
+    @functools.cached_property
+    def fill_drain_plan(self) -> Lengths:
+        """A good plan for all forwards before all backwards, as if each part had a stage and memory were endless."""
+        if self._has_equal_stages:
+            return self.program.best.lengths
+        pipeline = dataclasses.replace(
+            self.pipeline, num_stages=len(self.pipeline.parts), chunks_per_stage=1, memory_limit_bytes=None
+        )
+        starts = [search.best.lengths for search in (self.program, *self.searched[0])]
+        return climb(Judge(pipeline, "terapipe", budget=_FILL_DRAIN_BUDGET), starts, self.more_starts())
+
+    @functools.cached_property
+    def searched(self) -> tuple[list[Search], float]:
+        """The searches for the bound that holds for every schedule on a line, and the bound."""
+        return searches(self.pipeline.parts, self.pipeline.num_micro_batches, self._counted_slices)
+
+    @property
+    def _has_equal_stages(self) -> bool:
+        first = self.pipeline.parts[0]
+        return first.table is not None and all(part is first for part in self.pipeline.parts)
+
+    @property
+    def _counted_slices(self) -> int | None:
+        """The most slices, or None where there is no limit: programs need not count them then."""
+        return None if self.max_slices == self.num_granules else self.max_slices
+
+    @property
+    def _equal_counts(self) -> list[int]:
+        return candidates.slice_counts(self.max_slices)
+
+    # --- the answer
+
+    def _result(self, judge: Judge, found: _Found) -> PlanResult:
+        pipeline, lengths = self.pipeline, found.lengths
+        predicted_s = judge.seconds(lengths)
+        equal = self._best_equal(judge)
+        busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s
+        lower_bound_s = min(found.lower_bound_s, predicted_s)  # both are sums of many floats
+        return PlanResult(
+            plan=pipeline.plan(lengths),
+            schedule=judge.schedule,
+            predicted_s=predicted_s,
+            optimal=found.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
+            lower_bound_s=lower_bound_s,
+            num_stages=pipeline.num_stages,
+            num_micro_batches=pipeline.num_micro_batches,
+            unsliced_s=judge.seconds((self.num_granules,)),
+            equal_plan=pipeline.plan(equal),
+            equal_s=judge.seconds(equal),
+            bubble_fraction=max(1.0 - busy_s / all_s, 0.0) if all_s > 0 else 0.0,
+            peak_bytes=judge.peak_bytes(lengths),
+            memory_limit_bytes=pipeline.memory_limit_bytes,
+            num_candidates=judge.num_tried,
+            chunks_per_stage=len(judge.placement) // pipeline.num_stages,
+        )
+
+    def _best_equal(self, judge: Judge) -> Lengths:
+        """Return the best equal plan that fits (only those already scored, where budget is short); unsliced if none
+        fits."""
+        plans = [split_evenly(self.num_granules, count) for count in self._equal_counts]
+        judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
+        return judge.fastest(judged, judge.estimate) or plans[0]

@@ -1,0 +1,114 @@
+"""The schedules that alternate forwards and backwards, and the units that all generators write.
+
+A generator takes the number of stages and the number of slices of each micro-batch, and gives one list of units per
+stage. The tables show unit time slots (a forward and a backward take one each) of 3 stages, 2 micro-batches, 2 slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, groupby
+from typing import Any, TypeVar
+
+from .action import Kind, ScheduleError
+
+Unit = tuple[Kind, int, int]
+"""(F or B or W, micro_batch_id, slice_id)."""
+
+AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
+"""A unit, or one with its chunk."""
+
+
+def forwards(num_slices: tuple[int, ...]) -> list[Unit]:
+    """Return every forward: micro-batches in order, slices in order."""
+    return [(Kind.FORWARD, m, s) for m, count in enumerate(num_slices) for s in range(count)]
+
+
+def backwards(num_slices: tuple[int, ...]) -> list[Unit]:
+    """Return every backward: micro-batches first in first out, slices last in first out."""
+    return [(Kind.BACKWARD, m, s) for m, count in enumerate(num_slices) for s in reversed(range(count))]
+
+
+# stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 .    .    B1.1 B1.0
+# stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
+# stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
+def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+    """One forward, one backward, by whole micro-batches, each expanded to its slices.
+
+    Equals the compute order of DeepSpeed's `TrainSchedule` (deepspeed/runtime/pipe/schedule.py).
+    """
+    return _by_whole_micro_batches(range(num_stages - 1, -1, -1), num_slices)
+
+
+# stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 .    .    B1.1 B1.0
+# stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
+# stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
+def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -> list[list[Unit]]:
+    """`1f1b` with the warm-ups of DAPPLE (Fan et al., PPoPP 2021, arXiv 2007.01045), for comparison.
+
+    Stage i runs K - i micro-batches forward before its first backward with policy "A", which is `1f1b`, and
+    2(K - i) - 1 with policy "B", which hides messages that take as long as a forward. Raises `ScheduleError` on
+    another policy.
+    """
+    if policy not in ("A", "B"):
+        raise ScheduleError(f"policy is {policy!r}: give 'A' (K - i warm-up micro-batches) or 'B' (2(K - i) - 1)")
+    leads = range(num_stages - 1, -1, -1)
+    return _by_whole_micro_batches([lead if policy == "A" else 2 * lead for lead in leads], num_slices)
+
+
+# stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 .    B0.0 .    B1.1 B1.0
+# stage 1  .    F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0 .
+# stage 2  .    .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .    .
+def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+    """One forward, one backward, by slices (Seq1F1B, arXiv 2406.03488).
+
+    At stage i, after a warm-up of `min(K - i + s - 2, m * s)` forwards, each forward is followed by a backward. The
+    first backward is that of the last slice of micro-batch 0, so with unequal numbers of slices s is its number.
+
+    Where micro-batches differ, a later one may be longer, and its backward starts at a slice that has not run yet. So
+    stage i stays K - 1 - i forwards ahead of the last stage all along (without that lead the pipeline would run empty
+    at each longer micro-batch). With equal numbers this is plain one for one. No deadlock: before its k-th backward
+    no stage runs fewer forwards than the stages after it, so all that they wait for has been sent.
+    """
+    return with_leads(forwards(num_slices), backwards(num_slices), range(num_stages - 1, -1, -1))
+
+
+def with_leads(ahead: Sequence[AnyUnit], back: Sequence[AnyUnit], leads: Iterable[int]) -> list[list[AnyUnit]]:
+    """Return, per stage, forwards and backwards merged, each stage its `lead` of forwards ahead of the last one.
+
+    The last stage runs forwards until the next backward has its own, and at least one before each.
+    """
+    position = {unit[1:]: index for index, unit in enumerate(ahead)}
+    orders = []
+    for lead in leads:
+        order: list[AnyUnit] = []
+        done = on_last_stage = 0  # forwards run so far: here, and on the last stage
+        for unit in back:
+            on_last_stage = max(on_last_stage + 1, position[unit[1:]] + 1)
+            upto = min(on_last_stage + lead, len(ahead))
+            order.extend(ahead[done:upto])
+            order.append(unit)
+            done = upto
+        orders.append(order)
+    return orders
+
+
+def _by_whole_micro_batches(leads: Iterable[int], num_slices: tuple[int, ...]) -> list[list[Unit]]:
+    """Return, per stage, `lead` micro-batches forward, then one forward and one backward in turns."""
+    ahead, back = (
+        [list(group) for _, group in groupby(units, key=lambda unit: unit[1])]
+        for units in (forwards(num_slices), backwards(num_slices))
+    )
+    orders = []
+    for lead in leads:
+        warm_up = min(lead, len(num_slices))
+        groups = ahead[:warm_up]
+        for m, backward in enumerate(back):
+            groups += [*ahead[warm_up + m : warm_up + m + 1], backward]
+        orders.append(list(chain.from_iterable(groups)))
+    return orders
+
+
+def slices_of(kind: Kind, count: int) -> range:
+    """Return the slices in the order they run: of forwards in slice order, of B and W in reverse."""
+    return range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)

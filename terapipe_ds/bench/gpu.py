@@ -64,7 +64,7 @@ def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
 
 def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
     """t(tokens, prefix) of one layer, as the planner would have it, summed over equal slices."""
-    from terapipe_ds.cost_model import CostModel
+    from terapipe_ds.costs.fitted import CostModel
 
     for name in LAYERS if full else list(LAYERS)[:2]:
         profile = layer_profile(name)

@@ -116,7 +116,7 @@ def counted_model(engine: Any, work: Workload) -> Any:
     """The memory model of the engine's GPT, from its sizes alone. A collective."""
     import torch.distributed as torch_dist
 
-    from terapipe_ds.model_sizes import ModelSize
+    from terapipe_ds.costs.model_sizes import ModelSize
     from terapipe_ds.models.gpt import DecoderLayer
     from terapipe_ds.planner import MemoryModel
 

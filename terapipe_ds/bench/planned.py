@@ -15,8 +15,8 @@ import torch.distributed as torch_dist
 from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.ranks import build_engine, gpt_config, micro_batches
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import best_schedule, plan_slices
 

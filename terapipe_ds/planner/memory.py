@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from terapipe_ds.model_sizes import ModelSize
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 

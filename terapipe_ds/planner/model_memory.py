@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terapipe_ds.model_sizes import ModelSize
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import show_value
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.memory import PartMemory

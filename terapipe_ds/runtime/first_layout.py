@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import PlanResult, choose
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered, portable

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
-from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.data import DrawnMicroBatch

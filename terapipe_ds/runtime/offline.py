@@ -20,7 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import utils as ds_utils
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
-from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile
+from terapipe_ds.costs.profile import CostSample, LayerShare, PartProfile, Profile
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.layer_times import layer_shares
 from terapipe_ds.runtime.link import MessageSpec

@@ -18,8 +18,8 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile, ProfileKey
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.planner.recut import MeasuredParts

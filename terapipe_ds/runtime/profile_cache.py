@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.files import write_text
 from terapipe_ds.json_text import parse_json
 from terapipe_ds.planner import MemoryModel

@@ -12,7 +12,7 @@ import torch
 
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
-from terapipe_ds.cost_profile import ProfileKey
+from terapipe_ds.costs.profile import ProfileKey
 from terapipe_ds.runtime.machine import device_name
 from terapipe_ds.runtime.parted import module_of, parameters_of_part
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from terapipe_ds.cost_profile import CostSample
+from terapipe_ds.costs.profile import CostSample
 
 Point = tuple[int, int]
 """(tokens, prefix)."""

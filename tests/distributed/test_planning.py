@@ -19,7 +19,7 @@ import torch
 import terapipe_ds
 from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.cost_profile import Profile, ProfileError
+from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
 from terapipe_ds.runtime import measuring, planning, profiler

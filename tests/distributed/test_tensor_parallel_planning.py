@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime import own_time, planning, probe, profiler

@@ -17,7 +17,7 @@ from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.devices import FILE, DeviceError, read_cards
+from terapipe_ds.costs.devices import FILE, DeviceError, read_cards
 from tests.fuzz.damage import json_files, spoilt, values
 from tests.fuzz.outcome import accepted, cases
 from tests.fuzz.test_fuzz_planning_files import KEY, PROFILE
@@ -111,11 +111,9 @@ DEVICES = {**DEVICES, "devices": DEVICES["devices"][:2]}
 def test_device_cards(data: bytes) -> None:
     cards = accepted("device cards", DeviceError, lambda: read_cards(data))
     for card in (cards or {}).values():
-        for field in dataclasses.fields(card):
-            value = getattr(card, field.name)
-            if field.type in ("int", "float"):
-                assert not isinstance(value, bool)
-                assert 0 < value < math.inf
+        numbers = [value for value in dataclasses.astuple(card) if isinstance(value, int | float)]
+        assert len(numbers) == 7 and not any(isinstance(value, bool) for value in numbers)
+        assert all(0 < value < math.inf for value in numbers)
         assert card.resolve_dtype("auto") in card.dtypes
         assert all(peak > 0 for peak in card.peak_flops.values() if peak is not None)
         assert 0 < card.matmul_efficiency <= 1

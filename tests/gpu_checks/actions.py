@@ -87,8 +87,8 @@ def _rank_main(
 def _measured(
     ours: Any, stock: Any, data: Any, work: Workload, slices: tuple[int, ...], folder: Path
 ) -> dict[str, Any]:
-    from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.costs.fitted import CostModel
+    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from terapipe_ds.cli import main
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers
 from terapipe_ds.runtime.offline import partition
 from tests.distributed.harness import rank_pool

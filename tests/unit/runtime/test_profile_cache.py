@@ -17,7 +17,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, Profile, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.measuring import PartCosts

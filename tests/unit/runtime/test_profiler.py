@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_profile import CostSample
+from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime import profiler
 from terapipe_ds.runtime.profiler import Taken, grid, groups_of, measure, noise_warning, spread, undisturbed
 

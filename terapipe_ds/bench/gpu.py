@@ -89,7 +89,7 @@ def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, dev
     from deepspeed.pipe import LayerSpec
 
     from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
-    from terapipe_ds.runtime.offline import OfflineJob, profile_model
+    from terapipe_ds.runtime.profiling.one_device import OfflineJob, profile_model
 
     hidden, heads, kv_heads, head_dim, ffn, gated = sizes
     config = GPTConfig(

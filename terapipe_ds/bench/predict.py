@@ -147,7 +147,7 @@ def _plan_all(engine: Any, arguments: argparse.Namespace, folder: Path) -> Any:
     from terapipe_ds.simulator import simulate
 
     torch_dist.barrier()  # rank 0 has written the profile
-    (path,) = [file for file in folder.glob("profile-*.json") if not file.name.endswith(".memory.json")]
+    (path,) = folder.glob("profile-*.json")
     costs = CostModel.from_profile(Profile.load(path))
     chosen = {
         (schedule, accumulation): plan_slices(

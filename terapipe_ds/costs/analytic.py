@@ -7,7 +7,6 @@ the weights. Attention is counted exactly: a slice of i tokens after j attends t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

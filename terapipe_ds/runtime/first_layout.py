@@ -26,7 +26,7 @@ from terapipe_ds.runtime.laying_out import can_move
 from terapipe_ds.runtime.layout import Layout, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.parted import PartedModule
-from terapipe_ds.runtime.profile_key import kinds_of_layers
+from terapipe_ds.runtime.profiling.key import kinds_of_layers
 from terapipe_ds.runtime.schedule_choice import WORTH_MOVING, Cuts
 from terapipe_ds.schedule import placement_for
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.costs.devices import FILE, DeviceError, LinkCard, device_card, device_cards, read_cards
+from terapipe_ds.costs.devices import FILE, DeviceError, device_card, device_cards, read_cards
 
 # Dense FLOP/s in TFLOP/s, GB/s and GB, from the data sheets named in the cards.
 SHEETS = {

@@ -19,6 +19,7 @@ import torch
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime.closing import ClosingOfBatches
+from terapipe_ds.runtime.profiling import slice_timer
 from terapipe_ds.schedule import build
 from tests.distributed import training
 from tests.distributed.cases import Case, default_cases

@@ -47,6 +47,10 @@ class Choice:
     plan: SlicePlan
     schedule: str
 
+    def described(self) -> dict[str, Any]:
+        """Return the choice as checkpoints hold it."""
+        return {"slices": list(self.plan.lengths), "schedule": self.schedule}
+
 
 class AutoPlanner:
     """Choose the plan (and the schedule, where that is "auto") for each sequence length that comes.
@@ -135,14 +139,17 @@ class AutoPlanner:
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> list[PartCosts]:
         """Return what every rank has measured of its parts."""
+        from tqdm import tqdm
+
         engine, groups = self._engine, self._groups
         if engine.global_rank == 0:
             logger.info("measuring slices of sequences of %d tokens, to plan them", length)
-        with _Progress(engine.global_rank == 0) as shown:
+        hidden = None if engine.global_rank == 0 else True  # None: on a terminal
+        with tqdm(total=100, desc="measuring slices", unit="%", disable=hidden, leave=False) as bar:
 
             def progress(share: float) -> None:
                 self._watched(f"measuring slices ({share:.0%} done)")
-                shown(share)
+                bar.update(round(100 * share) - bar.n)
 
             longest = max(zip(drawn, shapes, strict=True), key=lambda pair: pair[1].length)
             own = measure_parts(engine, engine._layout, groups, engine._wires, *longest, length, progress)
@@ -187,7 +194,12 @@ class AutoPlanner:
         if self._config.schedule == "auto":
             result, more = best_where_layers_stand(engine, cuts, length, limit_bytes)
         else:
-            result, more = self._search(costs, length, memory, limit_bytes), []
+            config, shape = self._config, (engine.num_stages, engine.micro_batches)
+            result, more = plan_slices(
+                costs, length, *shape, config.granularity_for(length), config.schedule, memory=memory,
+                memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
+                placement=engine._layout.placement, schedule_options=config.schedule_options,
+            ), []  # fmt: skip
         lines = [*describe(result, schedule_chosen=self._config.schedule == "auto"), *more]
         self._write_prediction(result, costs)
         return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
@@ -204,15 +216,6 @@ class AutoPlanner:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
         simulate(schedule, result.plan, costs).save(folder / name)
-
-    def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
-        """Return the best plan for the schedule that the config names."""
-        engine, config = self._engine, self._config
-        return plan_slices(
-            costs, length, engine.num_stages, engine.micro_batches, config.granularity_for(length), config.schedule,
-            memory=memory, memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
-            placement=engine._layout.placement, schedule_options=config.schedule_options,
-        )  # fmt: skip
 
 
 def require_profile(engine: Any, groups: PipelineGroups) -> None:
@@ -307,21 +310,3 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], nu
                 "write, or null"
             ) from error
     return profile
-
-
-class _Progress:
-    """A progress bar on rank 0, on a terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=100, desc="measuring slices", unit="%", disable=None if shown else True, leave=False)
-
-    def __enter__(self) -> Callable[[float], None]:
-        return self._advance
-
-    def _advance(self, share: float) -> None:
-        self._bar.update(round(100 * share) - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

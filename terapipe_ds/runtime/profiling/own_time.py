@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,10 +130,16 @@ def _stand_ins(engine: PipelineEngine, layers: nn.Module) -> dict[str, Any]:
     `layers` replace the module. There is no optimizer whose state a backward would change, no counter of operations and
     no search for numbers that are not finite. The loss of a batch, the timers and the timeline are separate ones."""
     return {
-        "module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None, "loss": engine.loss,
-        "total_loss": None, "total_additional_losses": None, "fwd_outputs": [], "_compute_loss": True,
-        "eval_return_logits": False, "timers": type(engine.timers)(), "_tracer": Tracer(None, 0, 0, 1),
-    }  # fmt: skip
+        "module": layers,
+        "optimizer": SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None),
+        **dict.fromkeys(("_flops", "_finite", "total_loss", "total_additional_losses")),
+        "loss": engine.loss,
+        "fwd_outputs": [],
+        "_compute_loss": True,
+        "eval_return_logits": False,
+        "timers": type(engine.timers)(),
+        "_tracer": Tracer(None, 0, 0, 1),
+    }
 
 
 @contextmanager
@@ -153,27 +160,8 @@ def _swapped(engine: PipelineEngine, stand_ins: Mapping[str, Any]) -> Iterator[N
         own.update(kept)
 
 
-class _NoOptimizer:
-    """Ignore what DeepSpeed tells an optimizer before a backward."""
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Do nothing: gradients are not accumulated."""
-
-
-class _NoWatch:
-    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
-
-    def __init__(self) -> None:
-        self._record = RankRecord(0, 0)
-
-    @contextmanager
-    def waiting(self, what: Wait) -> Iterator[None]:
-        self._record.now_waits(what)
-        yield
-
-
 class _NoMessages:
-    """Replace the channels of a part in the middle: every message is there at once."""
+    """Replace the channels of a part in the middle: every message is there at once, and none goes anywhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -192,14 +180,24 @@ class _NoMessages:
     def receive_gradients(self, action: Action) -> Tensors:
         return self._gradients
 
-    def send_activation(self, action: Action, spec: MessageSpec, tensors: Tensors) -> None:
-        """Do nothing: the message counts as arrived."""
+    def send_activation(self, *message: object) -> None: ...
 
-    def send_gradients(self, action: Action, gradients: Tensors) -> None:
-        """Do nothing: the gradients count as arrived."""
+    def send_gradients(self, *message: object) -> None: ...
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         return True
+
+
+class _NoWatch:
+    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
+
+    def __init__(self) -> None:
+        self._record = RankRecord(0, 0)
+
+    @contextmanager
+    def waiting(self, what: Wait) -> Iterator[None]:
+        self._record.now_waits(what)
+        yield
 
 
 def _runner(

@@ -127,7 +127,7 @@ def _exchange_specs(
     lengths: Sequence[int],
 ) -> dict[int, Specs]:
     """Return what this stage's parts, and the parts before them, send. Part by part, which warms the slices up."""
-    specs: dict[int, Specs] = {part_id: {} for place in timers for part_id in (place.part_id - 1, place.part_id)}
+    specs: dict[int, Specs] = {part_id: {} for part_id in range(layout.num_parts)}
     for tokens in lengths:
         for place, timer in sorted(timers.items(), key=lambda item: item[0].part_id):
             part_id = place.part_id

@@ -42,7 +42,7 @@ def measure_links(
         parts: of this stage.
         specs: by part, what it sends; those of this stage's parts and of the parts before them.
     """
-    lengths = sorted(next(iter(specs.values())))
+    lengths = sorted(specs[parts[0]])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     found = {part_id: LinkTimes([], dict.fromkeys(chosen, 0.0)) for part_id in parts}
     for links in _rounds(layout):

@@ -64,7 +64,7 @@ class Planned:
         (path,) = folder.glob("profile-*.json")
         self.profiles[cut] = path.read_text()
         profile = Profile.from_json(self.profiles[cut])
-        self.memory[cut] = [part.memory for part in profile.parts]
+        self.memory[cut] = [dict(part.memory) for part in profile.parts if part.memory is not None]
         self.costs[cut] = CostModel.from_profile(profile)
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:

@@ -28,6 +28,7 @@ from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
 from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.schedule_choice import bounds_of
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import (
@@ -419,6 +420,21 @@ def _limited(limit_gb: float) -> str:
 def test_a_memory_limit_that_nothing_meets_is_an_error_on_every_rank() -> None:
     for message in on_ranks(2, _limited, limit_gb=1e-6):
         assert "memory" in message and "stage" in message
+
+
+def _limited_while_a_profiler_runs() -> str:
+    terapipe = _auto(memory_limit_gb=1.0)
+    here = torch.distributed.get_rank() == 0
+    counts = mock.patch.object(MemoryPeak, "is_available", staticmethod(lambda: not here))
+    with counts, engine_of(gpt_layers(), terapipe) as engine, pytest.raises(TeraPipeConfigError) as caught:
+        train(engine, batches(1))
+    return str(caught.value)
+
+
+def test_a_memory_limit_without_measured_memory_is_an_error_on_every_rank() -> None:
+    """Bytes cannot be counted on one of the ranks."""
+    for message in on_ranks(2, _limited_while_a_profiler_runs):
+        assert "memory_limit_gb = 1.0" in message and "start the profiler after the first batch" in message
 
 
 def _too_short() -> str:

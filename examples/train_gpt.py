@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default="tiny", help="a name of terapipe_ds.model_sizes; the options replace parts")
+    model.add_argument("--model", default="tiny", help="a name in terapipe_ds.costs; the options replace parts")
     model.add_argument("--num-layers", type=int)
     model.add_argument("--hidden-size", type=int)
     model.add_argument("--num-heads", type=int)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,20 @@
-"""JSON from files that somebody may have edited, cut short or mistaken for others: read strictly, refused in words."""
+"""JSON from files that may have been edited, cut short or mistaken for others: read strictly, refused in words."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Any
+
+from pydantic import ConfigDict, ValidationError
 
 from terapipe_ds.messages import show_value
 
 MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""How the records of files are validated: no other types, no unknown keys, finite numbers."""
 
 
 class JsonError(ValueError):
@@ -15,7 +22,7 @@ class JsonError(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What ``json.loads`` gives, where every key stands once, text can be written again and nothing is too deep.
+    """Return what `json.loads` gives for a text without repeated keys, half characters and extreme depth.
 
     Raises:
         JsonError: anything else: bad JSON, bytes that are no UTF, numbers of thousands of digits.
@@ -32,9 +39,31 @@ def parse_json(text: str | bytes) -> Any:
     return document
 
 
+def describe_error(error: ValidationError, whole: str) -> str:
+    """Return the first complaint of pydantic as `parts[0].tokens = 0: expected greater than or equal to 1`.
+
+    Args:
+        whole: names the document, for complaints about its top level.
+    """
+    complaint = error.errors(include_url=False, include_context=False)[0]
+    place, kind = complaint["loc"], complaint["type"]
+    if kind == "missing":
+        return f"{_dotted(place[:-1]) or whole} lacks {place[-1]}"
+    if kind == "unexpected_keyword_argument":
+        return f"{_dotted(place[:-1]) or whole} has unknown {show_value(place[-1])}"
+    if kind == "value_error":
+        return f"{_dotted(place) or whole}: {complaint['msg'].removeprefix('Value error, ')}"
+    expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
+    return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"
+
+
 def is_writable(text: str) -> bool:
-    """False for text with lone surrogates, which JSON can spell and no file or terminal takes."""
+    """Return False for text with lone surrogates, which JSON can spell and no file or terminal takes."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _dotted(place: Sequence[int | str]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -42,12 +71,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise JsonError(f"the key {show_value(twice)} stands twice in one object")
+        raise JsonError(f"the key {show_value(twice)} occurs twice in one object")
     return document
 
 
 def _check(document: Any) -> None:
-    """Depth and text of everything in ``document``, level by level."""
+    """Refuse extreme depth and unwritable text anywhere in `document`, level by level."""
     level = [document]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 
 COMPUTE_KINDS = ("F", "B", "W")
 FORMAT, VERSION = "terapipe_ds.timeline", 1

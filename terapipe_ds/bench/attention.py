@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.machine import device_name
+from terapipe_ds.runtime.profiling.key import device_name
 
 Tensor = torch.Tensor
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -23,8 +23,8 @@ from terapipe_ds.bench.drivers import Driver, build_driver
 from terapipe_ds.bench.orders import to_json
 from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.machine import device_name
-from terapipe_ds.runtime.probe import synchronize
+from terapipe_ds.runtime.profiling.key import device_name
+from terapipe_ds.runtime.profiling.slice_timer import synchronize
 from terapipe_ds.runtime.staging import host_buffer, needs_staging, to_host
 
 _PINGS = 5
@@ -151,13 +151,13 @@ def _measure_runs(
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
     """The exact peak of tensor bytes of this system alone: what it holds before, and what the step adds at most."""
-    from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
+    from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
     driver.forget()
     gc.collect()  # what earlier systems left in cycles would go within this step, and count as freed by it
     held = driver.held_bytes()
     driver.recorder.on = False
-    with AcceleratorPeak() if _on_accelerator() else TensorPeak() as peak:
+    with MemoryPeak() as peak:
         run["losses"].append(driver.step(batch))
     driver.recorder.on = True
     run["peak_bytes"] = held + peak.grown_bytes

@@ -64,7 +64,7 @@ def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
 
 def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
     """t(tokens, prefix) of one layer, as the planner would have it, summed over equal slices."""
-    from terapipe_ds.cost_model import CostModel
+    from terapipe_ds.costs.fitted import CostModel
 
     for name in LAYERS if full else list(LAYERS)[:2]:
         profile = layer_profile(name)
@@ -89,7 +89,7 @@ def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, dev
     from deepspeed.pipe import LayerSpec
 
     from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
-    from terapipe_ds.runtime.offline import OfflineJob, profile_model
+    from terapipe_ds.runtime.profiling.one_device import OfflineJob, profile_model
 
     hidden, heads, kv_heads, head_dim, ffn, gated = sizes
     config = GPTConfig(

@@ -1,7 +1,7 @@
 """Predicted against measured peaks of memory: does the planner's memory model hold?
 
 ``python -m terapipe_ds.bench.memory`` trains on pipeline ranks with several schedules, plans and accumulations, and
-records in each rank the largest total of tensor bytes within a step, exactly (``runtime.tensor_peak``). Beside it stand
+records in each rank the largest total of tensor bytes within a step, exactly (``MemoryPeak``). Beside it stand
 the peaks of the simulator's replay of the same schedule with two memory models: the one counted from model sizes, and
 the one that the engine measures in place for ``"slices": "auto"``. Every table has the error of the whole peak, and
 that of the part above parameters, gradients and optimizer states, where it cannot hide behind them.
@@ -116,7 +116,7 @@ def counted_model(engine: Any, work: Workload) -> Any:
     """The memory model of the engine's GPT, from its sizes alone. A collective."""
     import torch.distributed as torch_dist
 
-    from terapipe_ds.model_sizes import ModelSize
+    from terapipe_ds.costs.model_sizes import ModelSize
     from terapipe_ds.models.gpt import DecoderLayer
     from terapipe_ds.planner import MemoryModel
 
@@ -136,10 +136,11 @@ def counted_model(engine: Any, work: Workload) -> Any:
 
 def in_place_model(folder: Path) -> Any:
     """The memory model in the cache of profiles that the engine has written to ``folder``."""
-    from terapipe_ds.planner.memory import MemoryModel, PartMemory
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.runtime.profiling.cache import memory_of
 
-    (path,) = folder.glob("*.memory.json")
-    return MemoryModel.measured(PartMemory(**part) for part in json.loads(path.read_text()))
+    (path,) = folder.glob("profile-*.json")
+    return memory_of(Profile.load(path))
 
 
 def _measure(engine: Any, work: Workload, data: Any, case: Case, models: dict[str, Any]) -> Row:
@@ -162,14 +163,14 @@ def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
     states. The buffers of earlier batches are dropped first, as if these were the only ones."""
     import torch.distributed as torch_dist
 
-    from terapipe_ds.runtime.tensor_peak import TensorPeak
+    from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
     engine.slice_store.drop_free()
-    with TensorPeak():  # what this step leaves behind is then noticed when the next one lets it go
+    with MemoryPeak():  # what this step leaves behind is then noticed when the next one lets it go
         engine.train_batch(data)
     torch_dist.barrier()
     before = live_bytes()
-    with TensorPeak() as peak:
+    with MemoryPeak() as peak:
         engine.train_batch(data)
     parameters = list(engine.module.parameters())
     states = [value for state in engine.optimizer.state.values() for value in state.values()]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.cost_parametric import ParametricCosts, StepTotal
-from terapipe_ds.devices import device_card
+from terapipe_ds.costs.devices import device_card
 from terapipe_ds.files import write_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import solve

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,8 @@ import torch.distributed as torch_dist
 from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.ranks import build_engine, gpt_config, micro_batches
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import best_schedule, plan_slices
 
@@ -62,11 +61,11 @@ class Planned:
         engine.train_batch(iter(data))
         engine.destroy()
         torch_dist.barrier()  # rank 0 has written the profile
-        memory_path = next(folder.glob("profile-*.memory.json"))
-        (path,) = [file for file in folder.glob("profile-*.json") if file != memory_path]
-        self.memory[cut] = json.loads(memory_path.read_text())
+        (path,) = folder.glob("profile-*.json")
         self.profiles[cut] = path.read_text()
-        self.costs[cut] = CostModel.from_profile(Profile.from_json(self.profiles[cut]))
+        profile = Profile.from_json(self.profiles[cut])
+        self.memory[cut] = [dict(part.memory) for part in profile.parts if part.memory is not None]
+        self.costs[cut] = CostModel.from_profile(profile)
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
         """The planner's plan, the same on all ranks. A collective.

@@ -139,15 +139,15 @@ def _plan_all(engine: Any, arguments: argparse.Namespace, folder: Path) -> Any:
     """The planner's plan for each schedule and accumulation, and a function that predicts a case."""
     import torch.distributed as torch_dist
 
-    from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.costs.fitted import CostModel
+    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.planner import plan_slices
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
 
     torch_dist.barrier()  # rank 0 has written the profile
-    (path,) = [file for file in folder.glob("profile-*.json") if not file.name.endswith(".memory.json")]
+    (path,) = folder.glob("profile-*.json")
     costs = CostModel.from_profile(Profile.load(path))
     chosen = {
         (schedule, accumulation): plan_slices(

@@ -321,7 +321,7 @@ def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tup
 def machine() -> dict[str, Any]:
     """What a figure has to say of where it was measured."""
     from terapipe_ds.compat import installed_versions
-    from terapipe_ds.runtime.machine import cpu_name
+    from terapipe_ds.runtime.profiling.key import cpu_name
 
     return {
         "cpu": cpu_name(),

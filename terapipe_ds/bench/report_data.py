@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 from terapipe_ds.timeline import Timeline, TimelineError
 
 SYSTEMS = {"deepspeed": "DeepSpeed", "terapipe": "terapipe", "torch": "torch.distributed.pipelining"}

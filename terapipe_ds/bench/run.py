@@ -26,8 +26,8 @@ from terapipe_ds.bench.ranks import (
     prepare_rank,
     spawn_ranks,
 )
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files import write_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.memory import MemoryModel, PartMemory

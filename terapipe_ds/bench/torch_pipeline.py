@@ -17,7 +17,7 @@ from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
 from terapipe_ds.bench.recorder import Recorder
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.offline import partition
+from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
 
 _CLASSES = {

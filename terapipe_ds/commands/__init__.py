@@ -23,7 +23,7 @@ def read_json(path: str, option: str) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     from terapipe_ds.json_text import JsonError, parse_json
-    from terapipe_ds.plan import show_value
+    from terapipe_ds.messages import show_value
 
     try:
         found = parse_json(Path(path).read_bytes())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import CommandError, check_output, read_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 if TYPE_CHECKING:

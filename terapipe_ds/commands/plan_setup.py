@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
-    from terapipe_ds.devices import DeviceCard
-    from terapipe_ds.model_sizes import ModelSize
+    from terapipe_ds.costs.devices import DeviceCard
+    from terapipe_ds.costs.model_sizes import ModelSize
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
@@ -84,8 +84,8 @@ def _refuse_other_costs(path: str, measured: dict[str, Any], asked: dict[str, An
 
 
 def _counted(values: dict[str, Any]) -> PlanSetup:
-    from terapipe_ds.devices import device_card
-    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.costs.model_sizes import model_size
 
     size, card = model_size(values["model"]), device_card(values["device"])
     values = {"sequence_length": size.max_sequence_length, "limit_bytes": card.memory_bytes} | values
@@ -124,7 +124,7 @@ def _counted_both_ways(values: dict[str, Any], costs_of: PartsOf) -> SecondsOf:
 
 def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) -> PartsOf:
     """Counted costs by the number of parts. Several parts of a stage are on one device, and its links those of K."""
-    from terapipe_ds.cost_analytic import analytic_costs
+    from terapipe_ds.costs.analytic import analytic_costs
 
     @functools.cache
     def counted(num_parts: int) -> list[Any]:
@@ -144,7 +144,7 @@ def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) ->
 
 
 def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
-    from terapipe_ds.cost_model import CostModel
+    from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts
 
     models: list[Any] = CostModel.from_profile(profile)
@@ -167,7 +167,7 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
         title += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
     memory_of = _memory(values, profile.key.dtype) if values.get("model") else None
     if values.get("device"):
-        from terapipe_ds.devices import device_card
+        from terapipe_ds.costs.devices import device_card
 
         values = {"limit_bytes": device_card(values["device"]).memory_bytes} | values
     setup = _finished(title, parts.cut, memory_of, parts.both_ways_s, values)
@@ -203,7 +203,7 @@ def _granularity(values: dict[str, Any]) -> int:
 
 def _memory(values: dict[str, Any], dtype: str) -> PartsOf:
     """Counted memory by the number of parts."""
-    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
     size = model_size(values["model"])
@@ -240,7 +240,7 @@ def _finished(
 
 
 def _profile(path: str) -> Any:
-    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.costs.profile import Profile
 
     return Profile.load(path)
 

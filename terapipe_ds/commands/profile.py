@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     length = job.inputs.shape[1]
     job = dataclasses.replace(job, granularity_tokens=min(section.granularity_tokens, length))
-    from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.runtime.offline import profile_model
+    from terapipe_ds.costs.fitted import CostModel
+    from terapipe_ds.runtime.profiling.one_device import profile_model
 
     with _Bar(arguments.stages) as bar, StdoutToStderr():
         profile = profile_model(job, bar, _warn)

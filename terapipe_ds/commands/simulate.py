@@ -222,12 +222,12 @@ def _plan(text: str, arguments: argparse.Namespace) -> SlicePlan:
 
 def _costs(arguments: argparse.Namespace, schedule: Schedule, plans: list[SlicePlan]) -> Any:
     if arguments.profile is not None:
-        from terapipe_ds.cost_model import CostModel
-        from terapipe_ds.cost_profile import Profile
+        from terapipe_ds.costs.fitted import CostModel
+        from terapipe_ds.costs.profile import Profile
 
         return CostModel.from_profile(Profile.load(arguments.profile))
     if arguments.model is not None:
-        from terapipe_ds.cost_analytic import analytic_costs
+        from terapipe_ds.costs.analytic import analytic_costs
 
         return analytic_costs(
             arguments.model, arguments.device, dtype=arguments.dtype or "auto", num_stages=schedule.num_parts,
@@ -244,8 +244,8 @@ def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
     """With --model: bytes counted from its sizes, for Adam, without ZeRO and activation checkpointing."""
     if arguments.model is None:
         return None
-    from terapipe_ds.devices import device_card
-    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner.memory import MemoryModel
 
     dtype = device_card(arguments.device).resolve_dtype(arguments.dtype or "auto")

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.messages import show_value
 
 MAX_TOKENS, MAX_THREADS = 2**26, 4096
 
@@ -19,7 +19,7 @@ def offline_job(arguments: argparse.Namespace, ds_config: dict[str, Any], num_st
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     import torch
 
-    from terapipe_ds.runtime.offline import OfflineJob
+    from terapipe_ds.runtime.profiling.one_device import OfflineJob
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)

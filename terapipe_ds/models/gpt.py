@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from terapipe_ds import model_sizes
 from terapipe_ds.attention import active_slice, sliced_attention
+from terapipe_ds.costs import model_sizes
+from terapipe_ds.messages import show_value
 from terapipe_ds.models.rotary import rotary_turns, rotate
-from terapipe_ds.plan import show_value
 
 IGNORE_INDEX = -100
 _MOST_OF_ANY, _MOST = 2**40, {"num_layers": 100_000, "seed": 2**63 - 1}
@@ -115,7 +115,7 @@ class GPTConfig:
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> GPTConfig:
-        """A named size of `terapipe_ds.model_sizes`, some fields replaced.
+        """A named size of `terapipe_ds.costs.model_sizes`, some fields replaced.
 
         head_dim, ffn_size and num_kv_heads are the named ones only while what they follow from is not
         replaced: ``from_name("tiny", num_heads=2)`` has heads of half the hidden size.

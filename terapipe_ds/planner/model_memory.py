@@ -43,8 +43,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.messages import show_value
-from terapipe_ds.model_sizes import ModelSize
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.part_memory import PartMemory

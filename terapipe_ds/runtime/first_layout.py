@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import PlanResult, choose
 from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.agreement import gathered, portable
@@ -26,7 +26,7 @@ from terapipe_ds.runtime.laying_out import can_move
 from terapipe_ds.runtime.layout import Layout, layout_of
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.parted import PartedModule
-from terapipe_ds.runtime.profile_key import kinds_of_layers
+from terapipe_ds.runtime.profiling.key import kinds_of_layers
 from terapipe_ds.runtime.schedule_choice import WORTH_MOVING, Cuts
 from terapipe_ds.schedule import placement_for
 

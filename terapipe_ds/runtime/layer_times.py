@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from terapipe_ds.cost_profile import LayerShare
+from terapipe_ds.costs.profile import LayerShare
 from terapipe_ds.runtime.layer_names import module_of
 from terapipe_ds.runtime.trials import Failure, Trials
 

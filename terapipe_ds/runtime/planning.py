@@ -6,6 +6,7 @@ tensor-parallel peers and replicas measure in step and run the same plan.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -18,8 +19,8 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile, ProfileKey
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, describe, plan_slices
 from terapipe_ds.planner.ranking.recut import MeasuredParts
@@ -27,10 +28,10 @@ from terapipe_ds.runtime.agreement import portable
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
 from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
-from terapipe_ds.runtime.measuring import PartCosts, measure_parts
 from terapipe_ds.runtime.parted import each_part
-from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
-from terapipe_ds.runtime.profile_key import describe_each_layer, describe_layers, profile_key
+from terapipe_ds.runtime.profiling.all_parts import PartCosts, measure_parts
+from terapipe_ds.runtime.profiling.cache import cache_path, combine, memory_of, read_cache, write_cache
+from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 from terapipe_ds.runtime.schedule_choice import Cuts, best_where_layers_stand
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
@@ -45,46 +46,43 @@ class Choice:
     plan: SlicePlan
     schedule: str
 
+    def described(self) -> dict[str, Any]:
+        """Return the choice as checkpoints hold it."""
+        return {"slices": list(self.plan.lengths), "schedule": self.schedule}
+
 
 class AutoPlanner:
-    """Chooses the plan (and the schedule, where that is "auto") for each sequence length that comes.
+    """Choose the plan (and the schedule, where that is "auto") for each sequence length that comes.
 
     Args:
-        engine: whose stages are measured; must know its module, its grid and its ``terapipe_config``.
+        engine: whose stages are measured; must know its module, its grid and its `terapipe_config`.
         watched: told what is going on, so that a long measurement does not look like a stall.
     """
 
     def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
         self._engine, self._groups, self._watched = engine, groups, watched
         self._config = engine.terapipe_config
-        self._measured_by_size: dict[int, Measured] = {}  # by the size of a micro-batch
+        self._profiles: dict[int, Profile] = {}  # by the size of a micro-batch
         self._choices: dict[tuple[int, int, int], Choice] = {}
 
-    # -- what the engine calls ---------------------------------------------------------------------------------------
-
     def known(self, length: int) -> Choice | None:
-        """The choice for sequences of ``length`` tokens, if it was made for micro-batches of this number and size."""
+        """Return the choice for `length` tokens, if it was made for micro-batches of this number and size."""
         return self._choices.get(self._case(length))
 
     def _case(self, length: int) -> tuple[int, int, int]:
-        """What a choice is made for; a program may change the last two between batches."""
+        """Return what a choice is made for; a program may change the last two between batches."""
         return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
 
     @property
-    def _measured(self) -> Measured | None:
-        return self._measured_by_size.get(self._engine.train_micro_batch_size_per_gpu())
-
-    @property
     def profile_fingerprint(self) -> str | None:
-        """Of the measurements that plans come from; None before there are any."""
-        if self._measured is None:
-            return None
-        return hashlib.sha256(self._measured.profile.to_json().encode()).hexdigest()[:16]
+        """The measurements that plans come from; None before there are any."""
+        profile = self._profiles.get(self._engine.train_micro_batch_size_per_gpu())
+        return None if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest()[:16]
 
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
     ) -> dict[int, Choice]:
-        """The choice for each length in ``shapes`` but those in ``besides``; plans those that are new.
+        """Return the choice for each length in `shapes` but those in `besides`; plan those that are new.
 
         A collective over all ranks.
         """
@@ -96,7 +94,7 @@ class AutoPlanner:
         return {length: self._choices[self._case(length)] for length in lengths}
 
     def _wanted(self, lengths: Collection[int]) -> int:
-        """The longest sequence of any pipeline that has no plan yet; 0 where all have."""
+        """Return the longest sequence of any pipeline that has no plan yet; 0 where all have."""
         wanted = max((length for length in lengths if self.known(length) is None), default=0)
         if self._groups.everyone is None:  # all stages of the one pipeline know the same shapes
             return wanted
@@ -109,91 +107,62 @@ class AutoPlanner:
             self._config.check_granularity(length)
         except TeraPipeConfigError as error:
             raise on_every_rank(error) from None
-        known, size = self._measured, self._engine.train_micro_batch_size_per_gpu()
-        if known is None or known.profile.key.sequence_length < length:
-            self._measured_by_size[size] = self._measured_for(length, drawn, shapes)
+        size = self._engine.train_micro_batch_size_per_gpu()
+        profile = self._profiles.get(size)
+        if profile is None or profile.key.sequence_length < length:
+            profile = self._profiles[size] = self._profile_for(length, drawn, shapes)
         self._watched("the search for the best slices")
-        outcome = self._from_rank_0(lambda: self._plan(length))
+        choice, log = from_rank_0(self._groups, lambda: self._plan(length, profile))
         if self._engine.global_rank == 0:
-            logger.info("%s", outcome[1])
-        return outcome[0]
+            logger.info("%s", log)
+        return choice
 
     # -- the profile -------------------------------------------------------------------------------------------------
 
-    def require_given(self) -> None:
-        """Refuse the profile of something else that the config names, as far as is known before there is a batch.
-
-        A collective over all ranks.
-
-        Raises:
-            ProfileError: on every rank.
-        """
-        path = self._config.planner.profile
-        if path != "measure":
-            key = self._key(length=1, rows=1)
-            self._from_rank_0(lambda: _of_this_run(path, key, ignore=("sequence_length", "micro_batch")))
-
-    def _measured_for(
+    def _profile_for(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> Measured:
-        key = self._key(length, max(shape.rows for shape in shapes))
+    ) -> Profile:
+        key = key_of(self._engine, self._groups, length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
-            return self._from_rank_0(lambda: _given(planner.profile, key, self._config.granularity_for(length)))
-        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._besides_key(length))
-        cached = self._from_rank_0(lambda: read_cache(path, key))
+            granularity = self._config.granularity_for(length)
+            return from_rank_0(self._groups, lambda: _given(planner.profile, key, granularity))
+        path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._not_in_key(length))
+        cached = from_rank_0(self._groups, lambda: read_cache(path, key))
         if cached is not None:
             return cached
         costs = self._measure(length, drawn, shapes)
-        return self._from_rank_0(lambda: _combined(path, key, costs, self._engine.num_stages))
+        return from_rank_0(self._groups, lambda: _combined(path, key, costs, self._engine.num_stages))
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> list[PartCosts]:
-        """What every rank has measured of its parts."""
-        if self._engine.global_rank == 0:
+        """Return what every rank has measured of its parts."""
+        from tqdm import tqdm
+
+        engine, groups = self._engine, self._groups
+        if engine.global_rank == 0:
             logger.info("measuring slices of sequences of %d tokens, to plan them", length)
-        with _Progress(self._engine.global_rank == 0) as shown:
+        hidden = None if engine.global_rank == 0 else True  # None: on a terminal
+        with tqdm(total=100, desc="measuring slices", unit="%", disable=hidden, leave=False) as bar:
 
             def progress(share: float) -> None:
                 self._watched(f"measuring slices ({share:.0%} done)")
-                shown(share)
+                bar.update(round(100 * share) - bar.n)
 
-            mine = measure_parts(self._engine, drawn, shapes, length, self._groups, self._engine.slice_store, progress)
-        if self._groups.world is None:
-            return mine
+            longest = max(zip(drawn, shapes, strict=True), key=lambda pair: pair[1].length)
+            own = measure_parts(engine, engine._layout, groups, engine._wires, *longest, length, progress)
+        if groups.world is None:
+            return own
         everyone: list[Any] = [None] * torch_dist.get_world_size()
-        torch_dist.all_gather_object(everyone, mine, group=self._groups.world)
-        return [costs for each in everyone for costs in each]
+        torch_dist.all_gather_object(everyone, own, group=groups.world)
+        return [costs for rank in everyone for costs in rank]
 
-    def _key(self, length: int, rows: int) -> ProfileKey:
-        """What a profile must have been measured on. A collective over the stages, which know their own layers."""
-        engine = self._engine
-        module = engine.module
-        described = {
-            self._part_id(chunk_id): (describe_layers(module), describe_each_layer(module))
-            for chunk_id in each_part(module)
-        }
-        if self._groups.control is not None:
-            everyone: list[Any] = [None] * len(self._groups.ranks)
-            torch_dist.all_gather_object(everyone, described, group=self._groups.control)
-            described = {part_id: layers for each in everyone for part_id, layers in each.items()}
-        layers, each = zip(*(described[part_id] for part_id in sorted(described)), strict=True)
-        device = torch.device(engine.device)
-        with autocast_if_enabled(engine):
-            autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return profile_key(
-            layers, module=module, device=device, rows=rows, length=length,
-            tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
-            slice_length_multiple=engine.slice_length_multiple, each_layer=[layer for part in each for layer in part],
-        )  # fmt: skip
+    def _not_in_key(self, length: int) -> dict[str, Any]:
+        """Return what a profile in the cache depends on that its key does not tell.
 
-    def _part_id(self, chunk_id: int) -> int:
-        return int(self._engine._layout.placement[self._engine.stage_id, chunk_id])
-
-    def _besides_key(self, length: int) -> dict[str, Any]:
-        """What a profile in the cache depends on besides its key: which slices were measured, the loss, and what the
-        memory figures beside it count."""
+        That is which slices were measured, the loss, and what the memory figures count.
+        """
         engine, loss_fn = self._engine, self._engine.module.loss_fn
         return {
             "granularity_tokens": self._config.granularity_for(length),
@@ -201,24 +170,22 @@ class AutoPlanner:
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
             "data_parallel": engine.dp_world_size,
-            "weights": True,  # W is measured as well
-            "layers": "with the loss, trained",  # and what each layer takes of its part, and how much of it is trained
-            "message_bytes": True,  # and the bytes of messages are noted
-            "stages": engine.num_stages,  # which the key does not tell: it counts parts
+            "stages": engine.num_stages,
+            "contents": 2,  # grows when more is measured
         }
 
     # -- the plan ----------------------------------------------------------------------------------------------------
 
-    def _plan(self, length: int) -> tuple[Choice, str]:
-        """On rank 0: the choice, and the block for the log."""
-        assert self._measured is not None
-        engine, limit_gb, memory = self._engine, self._config.planner.memory_limit_gb, self._measured.memory
+    def _plan(self, length: int, profile: Profile) -> tuple[Choice, str]:
+        """Return the choice, and the block for the log; on rank 0."""
+        engine, limit_gb, memory = self._engine, self._config.planner.memory_limit_gb, memory_of(profile)
         if limit_gb is not None and memory is None:
             raise TeraPipeConfigError(
-                f"terapipe.planner.memory_limit_gb = {limit_gb}: a profile from a file has no memory figures; set "
-                'terapipe.planner.profile to "measure", or remove the limit'
+                f"terapipe.planner.memory_limit_gb = {limit_gb}: memory was not measured, the profile is from a file "
+                'or a profiler runs; set terapipe.planner.profile to "measure", start the profiler after the first '
+                "batch, or remove the limit"
             )
-        parts = MeasuredParts.of_profile(self._measured.profile, CostModel.from_profile(self._measured.profile))
+        parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
         cuts = Cuts(engine.module, engine._layout, parts, memory)
         costs = cuts.costs(engine._layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
@@ -226,13 +193,18 @@ class AutoPlanner:
         if self._config.schedule == "auto":
             result, more = best_where_layers_stand(engine, cuts, length, limit_bytes)
         else:
-            result, more = self._search(costs, length, memory, limit_bytes), []
+            config, shape = self._config, (engine.num_stages, engine.micro_batches)
+            result, more = plan_slices(
+                costs, length, *shape, config.granularity_for(length), config.schedule, memory=memory,
+                memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
+                placement=engine._layout.placement, schedule_options=config.schedule_options,
+            ), []  # fmt: skip
         lines = [*describe(result, schedule_chosen=self._config.schedule == "auto"), *more]
         self._write_prediction(result, costs)
         return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
 
     def _write_prediction(self, result: PlanResult, costs: Any) -> None:
-        """The simulated step beside the traces of measured ones, for ``terapipe compare``."""
+        """Write the simulated step beside the traces of measured ones, for `terapipe compare`."""
         if self._config.trace_dir is None:
             return
         schedule = build(
@@ -244,36 +216,60 @@ class AutoPlanner:
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
         simulate(schedule, result.plan, costs).save(folder / name)
 
-    def _search(self, costs: Any, length: int, memory: Any, limit_bytes: float | None) -> PlanResult:
-        """The best plan for the schedule that the config names."""
-        engine, config = self._engine, self._config
-        return plan_slices(
-            costs, length, engine.num_stages, engine.micro_batches, config.granularity_for(length), config.schedule,
-            memory=memory, memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
-            placement=engine._layout.placement, schedule_options=config.schedule_options,
-        )  # fmt: skip
-
-    def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 gets from ``ask``, on every rank; its errors as well, of whatever kind."""
-        if self._groups.world is None:
-            return ask()
-        outcome: list[Any] = [None, None]
-        own: Exception | None = None
-        if torch_dist.get_rank() == 0:
-            try:
-                outcome[0] = ask()
-            except Exception as error:
-                own, outcome[1] = error, portable(error, 0)
-        torch_dist.broadcast_object_list(outcome, src=0, group=self._groups.world)
-        if outcome[1] is not None:
-            raise on_every_rank(outcome[1] if own is None else own)
-        return outcome[0]
-
 
 def require_profile(engine: Any, groups: PipelineGroups) -> None:
-    """:meth:`AutoPlanner.require_given`, where ``engine`` plans."""
-    if "auto" in (engine.terapipe_config.slices, engine.terapipe_config.schedule):
-        AutoPlanner(engine, groups, lambda text: None).require_given()
+    """Refuse the profile of something else that the config names, as far as is known before there is a batch.
+
+    A collective over all ranks.
+
+    Raises:
+        ProfileError: on every rank.
+    """
+    config = engine.terapipe_config
+    path = config.planner.profile
+    if "auto" in (config.slices, config.schedule) and path != "measure":
+        key = key_of(engine, groups, length=1, rows=1)
+        from_rank_0(groups, lambda: _of_this_run(path, key, ignore=("sequence_length", "micro_batch")))
+
+
+def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> ProfileKey:
+    """Return what a profile must have been measured on.
+
+    A collective over the stages, which know their own layers.
+    """
+    module, placement = engine.module, engine._layout.placement
+    described = {
+        int(placement[engine.stage_id, chunk_id]): describe_part(module) for chunk_id in each_part(module)
+    }
+    if groups.control is not None:
+        everyone: list[Any] = [None] * len(groups.ranks)
+        torch_dist.all_gather_object(everyone, described, group=groups.control)
+        described = {part_id: layers for stage in everyone for part_id, layers in stage.items()}
+    device = torch.device(engine.device)
+    with autocast_if_enabled(engine):
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return profile_key(
+        [described[part_id] for part_id in sorted(described)], module=module, device=device, rows=rows, length=length,
+        tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
+        slice_length_multiple=engine.slice_length_multiple,
+    )  # fmt: skip
+
+
+def from_rank_0(groups: PipelineGroups, ask: Callable[[], Any]) -> Any:
+    """Return what rank 0 gets from `ask`, on every rank; raise its errors there as well, of whatever kind."""
+    if groups.world is None:
+        return ask()
+    outcome: list[Any] = [None, None]
+    own: Exception | None = None
+    if torch_dist.get_rank() == 0:
+        try:
+            outcome[0] = ask()
+        except Exception as error:
+            own, outcome[1] = error, portable(error, 0)
+    torch_dist.broadcast_object_list(outcome, src=0, group=groups.world)
+    if outcome[1] is not None:
+        raise on_every_rank(outcome[1] if own is None else own)
+    return outcome[0]
 
 
 def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
@@ -286,8 +282,8 @@ def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Prof
     return profile
 
 
-def _given(path: str, key: ProfileKey, granularity: int) -> Measured:
-    """The profile that the config names."""
+def _given(path: str, key: ProfileKey, granularity: int) -> Profile:
+    """Return the profile that the config names, without memory figures: these may be of another optimizer."""
     profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity < smallest:
@@ -296,38 +292,20 @@ def _given(path: str, key: ProfileKey, granularity: int) -> Measured:
             "plans are cut at multiples of %d; measure again, or raise terapipe.granularity_tokens",
             path, smallest, smallest, granularity,
         )  # fmt: skip
-    return Measured(profile, None)
+    return dataclasses.replace(profile, parts=tuple(dataclasses.replace(p, memory=None) for p in profile.parts))
 
 
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Measured:
-    """What all ranks measured, kept in the cache."""
-    for warning in dict.fromkeys(cost.warning for cost in costs if cost.warning is not None):
+def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Profile:
+    """Return what all ranks measured, kept in the cache."""
+    for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
-    measured = combine(key, costs, num_stages)
+    profile = combine(key, costs, num_stages)
     if path is not None:
         try:
-            write_cache(path, measured)
+            write_cache(path, profile)
         except OSError as error:
             raise TeraPipeConfigError(
                 f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may "
                 "write, or null"
             ) from error
-    return measured
-
-
-class _Progress:
-    """A progress bar on rank 0, where somebody looks at a terminal."""
-
-    def __init__(self, shown: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=100, desc="measuring slices", unit="%", disable=None if shown else True, leave=False)
-
-    def __enter__(self) -> Callable[[float], None]:
-        return self._advance
-
-    def _advance(self, share: float) -> None:
-        self._bar.update(round(100 * share) - self._bar.n)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+    return profile

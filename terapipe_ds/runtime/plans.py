@@ -28,7 +28,7 @@ class Plans:
     """The plans and schedules of one engine, kept per sequence length.
 
     Args:
-        engine: must know its ``terapipe_config``, ``global_rank``, ``num_stages`` and what ``AutoPlanner`` asks for.
+        engine: must know its `terapipe_config`, `global_rank`, `num_stages` and what `AutoPlanner` asks for.
         watched: told what is going on while slices are measured.
     """
 
@@ -43,7 +43,7 @@ class Plans:
         self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
 
     def plan(self, length: int) -> SlicePlan:
-        """The slices of a sequence of ``length`` tokens.
+        """Return the slices of a sequence of `length` tokens.
 
         Raises:
             ValueError: the config does not fit that length; or it leaves the plan to the planner, and no batch with
@@ -63,7 +63,7 @@ class Plans:
         return self._configured[length]
 
     def cuts(self, length: int) -> bool:
-        """Whether sequences of ``length`` tokens are to be cut, as far as that is known before they have come."""
+        """Return whether sequences of `length` tokens are to be cut, as far as that is known before they have come."""
         by_hand = self._by_hand.get(length)
         return not self._config.is_one_slice if by_hand is None else by_hand.plan.num_slices > 1
 
@@ -73,24 +73,20 @@ class Plans:
         return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
 
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
-        """Take ``plan`` for its sequence length from now on. Returns what the ranks must have alike."""
+        """Take `plan` for its sequence length from now on. Return what the ranks must have alike."""
         problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)
         if problem is not None:
             raise PlanError(problem)
-        if schedule is None:
-            schedule = self._usual() if self._config.schedule == "auto" else self._config.schedule
+        layout, schedule = self._engine._layout, schedule or self._config.schedule
+        if schedule == "auto":  # the first choice among the schedules that run on this layout
+            shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
+            schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
         self._check_placement(schedule)
         self._by_hand[plan.sequence_length] = Choice(plan, schedule)
         return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
 
-    def _usual(self) -> str:
-        """The first choice among the schedules that run where the layers stand."""
-        layout = self._engine._layout
-        shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
-        return min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
-
     def _check_placement(self, schedule: str) -> None:
-        """Layers stay where they are: another schedule must want its parts at the same places."""
+        """Refuse a schedule that wants its parts at other places: layers stay where they are."""
         layout = self._engine._layout
         try:
             wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
@@ -105,7 +101,7 @@ class Plans:
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[str, list[SlicePlan]]:
-        """The name of the batch's schedule, that of its longest micro-batch, and a plan for each micro-batch.
+        """Return the name of the schedule, that of the longest micro-batch, and a plan for each micro-batch.
 
         A collective over all ranks where slices are planned.
         """
@@ -128,18 +124,13 @@ class Plans:
             raise self._of_shapes(error) from None
 
     def _of_shapes(self, error: BaseException) -> BaseException:
-        """An error in what the shapes of a batch ask for: every stage knows them and has the same config, so that all
-        raise alike; other replicas have other shapes."""
+        """Mark an error in what the shapes of a batch ask for: all stages, though not all replicas, raise it."""
         return on_every_rank(error) if self._groups.num_replicas == 1 else error
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def described(self) -> dict[str, Any]:
-        """For a checkpoint: what ran last for each length, what the config says, and what the plans came from."""
-        plans = {
-            str(length): {"slices": list(choice.plan.lengths), "schedule": choice.schedule}
-            for length, choice in sorted(self._ran.items())
-        }
+        """Return, for a checkpoint, what ran last for each length, the config, and what the plans came from."""
         slices = self._config.slices
         return {
             "terapipe_ds": __version__,
@@ -148,12 +139,12 @@ class Plans:
                 "schedule_options": self._config.schedule_options,
                 "slices": slices if isinstance(slices, (str, int)) else list(slices),
             },
-            "plans": plans,
+            "plans": {str(length): choice.described() for length, choice in sorted(self._ran.items())},
             "profile": None if self._planner is None else self._planner.profile_fingerprint,
         }
 
     def resume(self, tag: str, described: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded: say at the first batch of each length where this engine runs it in another way."""
+        """Log, after a checkpoint was loaded, at the first batch of each length whether it runs in another way."""
         plans = described.get("plans")
         self._resumed = (tag, dict(plans) if isinstance(plans, Mapping) else {}, described.get("profile"))
 
@@ -162,7 +153,7 @@ class Plans:
         self._ran[length] = choice
         tag, plans, profile = self._resumed
         before = plans.pop(str(length), None)
-        now = {"slices": list(choice.plan.lengths), "schedule": choice.schedule}
+        now = choice.described()
         if not isinstance(before, dict) or before == now or self._engine.global_rank != 0:
             return
         mine = None if self._planner is None else self._planner.profile_fingerprint
@@ -174,7 +165,7 @@ class Plans:
         )  # fmt: skip
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
-        """The schedule for micro-batches of ``num_slices`` slices, proven to run."""
+        """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
         key = (name, training, num_slices)
         if key not in self._schedules:
             schedule = self._built(name, training, num_slices)

@@ -12,7 +12,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 import terapipe_ds
-from terapipe_ds.cost_profile import ProfileError
+from terapipe_ds.costs.profile import ProfileError
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime import engine as engine_module
 from terapipe_ds.runtime.header import raised_on_every_rank

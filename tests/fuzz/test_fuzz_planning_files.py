@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.schedule import ScheduleError, build, from_csv, to_csv
 from terapipe_ds.schedule.show import render, to_dict
@@ -82,7 +82,7 @@ def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
     assert [part["part_id"] for part in json.loads(profile.to_json())["parts"]] == sorted(
         part["part_id"] for part in document["parts"]
     )
-    times = sorted(sample["forward_s"] for part in document["parts"] for sample in part["samples"])
+    times = sorted(float(sample["forward_s"]) for part in document["parts"] for sample in part["samples"])
     assert times == sorted(sample.forward_s for part in profile.parts for sample in part.samples)
 
 
@@ -90,7 +90,7 @@ def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
 @given(json_files(json.loads(PROFILE.to_json())))
 def test_what_is_fitted_to_a_profile(data: bytes) -> None:
     """A profile that can be read can be fitted, or the fit says why not; its costs are numbers."""
-    from terapipe_ds.cost_model import CostModel, CostModelError
+    from terapipe_ds.costs.fitted import CostModel, CostModelError
 
     try:
         profile = Profile.from_json(data)

@@ -341,9 +341,9 @@ def test_simulate_takes_costs_from_a_profile_and_from_a_model(
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, f"terapipe_ds.{name}", module)
 
-    fake("cost_model", CostModel=FakeCosts)
-    fake("cost_profile", Profile=types.SimpleNamespace(load=lambda path: f"read {path}"))
-    fake("cost_analytic", analytic_costs=FakeCosts.analytic)
+    fake("costs.fitted", CostModel=FakeCosts)
+    fake("costs.profile", Profile=types.SimpleNamespace(load=lambda path: f"read {path}"))
+    fake("costs.analytic", analytic_costs=FakeCosts.analytic)
     FakeCosts.asked.clear()
     assert "makespan 60 s" in shown(capsys, "simulate", *UNIT[:-1], "--profile", "p.json")
     model = ["--model", "gpt3-13b", "--device", "v100", "--tensor-parallel", "8", "--micro-batch-size", "2"]

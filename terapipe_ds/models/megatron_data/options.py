@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terapipe_ds.json_text import is_writable
+from terapipe_ds.messages import show_value
 from terapipe_ds.models.megatron_data.needs import MegatronDataError
-from terapipe_ds.plan import show_value
 
 _LONGEST_PATH = 4000  # a longer one is a blend of many, and no question for a file system
 Blend = tuple[list[str], list[float] | None]

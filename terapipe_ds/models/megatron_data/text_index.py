@@ -15,9 +15,9 @@ from typing import Any
 import numpy
 
 from terapipe_ds.json_text import JsonError, parse_json
+from terapipe_ds.messages import show_value
 from terapipe_ds.models.megatron_data.needs import MegatronDataError, quiet_imports
 from terapipe_ds.models.megatron_data.tokenizers import ByteTokenizer, Tokenizer
-from terapipe_ds.plan import show_value
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the index keeps lengths as int32
 

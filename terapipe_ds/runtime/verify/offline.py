@@ -11,7 +11,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights
-from terapipe_ds.runtime.offline import OfflineJob, _be_alone, _part
+from terapipe_ds.runtime.profiling.one_device import OfflineJob, init_single_process
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.handing_on import layouts_of_batch
@@ -25,9 +25,9 @@ from terapipe_ds.runtime.verify.stage import Inputs, check_loss, check_stage
 def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> Report:
     """The report on all layers of ``job`` and its loss, with the slices of ``plan``."""
     begin_s = time.monotonic()
-    _be_alone()
+    init_single_process()
     device = torch.device(get_accelerator().device_name())
-    module = _part(job, 0, len(job.layers))
+    module = job.build_part(0, len(job.layers))
     labels = SliceableTensors.of_labels(job.labels.to(device), 1)
     batch = SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1)
     reduction, ignore_index = section.loss_reduction, section.ignore_index

@@ -14,7 +14,7 @@ from terapipe_ds.bench import attention, gpu, table
 from terapipe_ds.bench.report import load_result, write_report
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
-from terapipe_ds.cost_profile import CostSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.profile import CostSample, PartProfile, Profile, ProfileKey
 
 
 @pytest.fixture(autouse=True)

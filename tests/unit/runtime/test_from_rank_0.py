@@ -37,8 +37,7 @@ class _Ranks:
 
 def _everywhere(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What both ranks get or raise, where rank 0 finds 7 or fails with ``error``."""
-    planner: Any = object.__new__(planning.AutoPlanner)
-    planner._groups = SimpleNamespace(world="both")
+    groups: Any = SimpleNamespace(world="both")
 
     def ask() -> int:
         if error is not None:
@@ -50,7 +49,7 @@ def _everywhere(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> lis
     for rank in (0, 1):
         monkeypatch.setattr(planning, "torch_dist", _Ranks(rank, sent))
         try:
-            found.append(planner._from_rank_0(ask if rank == 0 else lambda: pytest.fail("rank 1 asks")))
+            found.append(planning.from_rank_0(groups, ask if rank == 0 else lambda: pytest.fail("rank 1 asks")))
         except Exception as raised:
             found.append(raised)
     return found

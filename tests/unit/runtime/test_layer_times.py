@@ -18,7 +18,7 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.layer_times import LayerByLayer, UnknownInputs, layer_shares
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
-from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
 LENGTH = 16
 
@@ -127,12 +127,12 @@ class Part(nn.Module):
         return x
 
 
-def probe_of(functions: list[Any], first: bool, last: bool) -> StageProbe:
+def probe_of(functions: list[Any], first: bool, last: bool) -> SliceTimer:
     module, tokens = Part(functions), torch.randint(31, (2, LENGTH))
     labels = SliceableTensors.of_labels(tokens, 1)
     inputs = SliceableTensors.of_inputs(tokens, LENGTH, 1)
-    probe = StageProbe(
-        module, module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
+    probe = SliceTimer(
+        module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
         labels=labels if last else None, is_last=last, loss_fn=gpt_loss,
     )  # fmt: skip
     for length in (2, 4, LENGTH):
@@ -236,11 +236,11 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
 def test_a_slice_of_a_quarter_twice_or_the_shortest_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def seconds(self: StageProbe, tokens: int) -> list[tuple[float, float]]:
+    def seconds(self: SliceTimer, tokens: int) -> list[tuple[float, float]]:
         asked.append(tokens)
         return [(1.0 * len(asked), 1.0)]
 
-    monkeypatch.setattr(StageProbe, "layer_seconds", seconds)
+    monkeypatch.setattr(SliceTimer, "layer_seconds", seconds)
     probe = probe_of([nn.Linear(16, 16)], False, False)
     assert layer_shares(probe, [2, 4, 8, LENGTH]) is not None and asked == [4, 4]
     asked.clear()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.cost_profile import LayerShare
+from terapipe_ds.costs.profile import LayerShare
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlanResult
 from terapipe_ds.planner.ranking.recut import MeasuredParts

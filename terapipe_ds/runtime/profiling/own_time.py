@@ -1,18 +1,21 @@
-"""Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
+"""What the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
 
-This time is the same for slices of any length, so it matters where slices are short. A probe runs layers and loss alone
+This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss alone
 and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a
-probe takes for the same layers is subtracted.
+timer takes for the same layers is subtracted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from terapipe_ds.attention import SliceStore
@@ -23,7 +26,7 @@ from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layout import Place
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
 from terapipe_ds.runtime.part_runner import PartRunner
-from terapipe_ds.runtime.probe import StageProbe, synchronize
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.runtime.rank_record import RankRecord
 from terapipe_ds.runtime.stall import Wait
 from terapipe_ds.runtime.trace import Tracer
@@ -36,7 +39,11 @@ _SPEC = MessageSpec((TensorSpec((1, 1, 8), torch.float32, True),), is_tuple=Fals
 
 
 def own_seconds(
-    engine: Any, is_last: bool, between: Callable[[], object], share: float, clock: Callable[[], float] | None = None
+    engine: PipelineEngine,
+    is_last: bool,
+    between: Callable[[], object],
+    share: float,
+    clock: Callable[[], float] | None = None,
 ) -> tuple[float, float]:
     """Return the engine's own seconds of an F and of a B. Call it inside `untouched(module)`.
 
@@ -47,42 +54,40 @@ def own_seconds(
         is_last: whether the part's slices have a loss, which the engine adds up.
         between: runs layers on a slice before each action, so that caches are as in a step.
         share: the slice's share of a sequence. Short slices run more often in a step, so they are measured more often.
-        clock: replaces the wall clock, as in `StageProbe`.
+        clock: replaces the wall clock, as in `SliceTimer`.
     """
     now_s = clock or time.perf_counter
     layers, device = _Idle(), torch.device(engine.device)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
-    probe = _idle_probe(layers, is_last, rounds, device)
-    runner, stand_ins = _runner(engine, is_last, rounds, device), _stand_ins(engine, layers)
-    probed_s: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
-    acted_s: dict[Kind, list[float]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    labels = SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
+    timer = _idle_timer(layers, labels if is_last else None, rounds, device)
+    runner, stand_ins = _runner(engine, is_last, labels, rounds, device), _stand_ins(engine, layers)
 
-    def settle() -> None:
+    def timed(call: Callable[[], object], swapped: Mapping[str, Any]) -> float:
         between()
         synchronize()  # or calls might wait for a device that is behind
+        with _swapped(engine, swapped):
+            begin_s = now_s()
+            call()
+            return now_s() - begin_s
 
-    def timed(call: Callable[[], object]) -> float:
-        settle()
-        begin_s = now_s()
-        call()
-        return now_s() - begin_s
-
+    taken_s: dict[Kind, list[tuple[float, float]]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
     for slice_id in range(rounds):
         live: list[Any] = []
-        calls: tuple[Callable[[], object], ...] = (
-            lambda start=slice_id, live=live: live.append(probe.issue_forward(1, start)),  # type: ignore[misc]
-            lambda live=live: probe.issue_backward(live.pop()),  # type: ignore[misc]
-        )
-        for kind, call in zip(probed_s, calls, strict=True):
-            probed_s[kind].append(timed(call))
-            settle()
-            with _swapped(engine, stand_ins):
-                begin_s = now_s()
-                _act(runner, kind, slice_id, is_last)
-                acted_s[kind].append(now_s() - begin_s)
+        for kind, taken in taken_s.items():
+            alone_s = timed(partial(_run_layers, timer, kind, slice_id, live), {})
+            taken.append((alone_s, timed(partial(_act, runner, kind, slice_id, is_last), stand_ins)))
     # the minimum of each: time that other programs took is not the engine's
-    forward_s, backward_s = (max(0.0, min(acted_s[kind]) - min(probed_s[kind])) for kind in probed_s)
+    alone, acted = ([min(pair[n] for pair in pairs) for pairs in taken_s.values()] for n in (0, 1))
+    forward_s, backward_s = (max(0.0, with_engine - without) for with_engine, without in zip(acted, alone, strict=True))
     return forward_s, backward_s
+
+
+def _run_layers(timer: SliceTimer, kind: Kind, slice_id: int, live: list[Any]) -> None:
+    if kind is Kind.FORWARD:
+        live.append(timer.issue_forward(1, slice_id))
+    else:
+        timer.issue_backward(live.pop())
 
 
 def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
@@ -110,35 +115,35 @@ class _Idle(nn.Module):
         """Return none: there is only the loss itself."""
 
 
-def _labels(rounds: int, device: torch.device) -> SliceableTensors:
-    return SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
+def _idle_timer(layers: _Idle, labels: SliceableTensors | None, rounds: int, device: torch.device) -> SliceTimer:
+    """Return the timer of the idle layers, whose times are subtracted."""
+    is_last = labels is not None
+    timer = SliceTimer(layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn)
+    timer.receive(1, _SPEC)
+    timer.output_spec(1)
+    return timer
 
 
-def _idle_probe(layers: _Idle, is_last: bool, rounds: int, device: torch.device) -> StageProbe:
-    """Return the probe of the idle layers, whose times are subtracted."""
-    labels = _labels(rounds, device) if is_last else None
-    probe = StageProbe(
-        layers, layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn
-    )
-    probe.receive(1, _SPEC)
-    probe.output_spec(1)
-    return probe
-
-
-def _stand_ins(engine: Any, layers: nn.Module) -> dict[str, Any]:
+def _stand_ins(engine: PipelineEngine, layers: nn.Module) -> dict[str, Any]:
     """Return attributes of the engine for a rehearsal, which must leave no trace.
 
     `layers` replace the module. There is no optimizer whose state a backward would change, no counter of operations and
     no search for numbers that are not finite. The loss of a batch, the timers and the timeline are separate ones."""
     return {
-        "module": layers, "optimizer": _NoOptimizer(), "_flops": None, "_finite": None, "loss": engine.loss,
-        "total_loss": None, "total_additional_losses": None, "fwd_outputs": [], "_compute_loss": True,
-        "eval_return_logits": False, "timers": type(engine.timers)(), "_tracer": Tracer(None, 0, 0, 1),
-    }  # fmt: skip
+        "module": layers,
+        "optimizer": SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None),
+        **dict.fromkeys(("_flops", "_finite", "total_loss", "total_additional_losses")),
+        "loss": engine.loss,
+        "fwd_outputs": [],
+        "_compute_loss": True,
+        "eval_return_logits": False,
+        "timers": type(engine.timers)(),
+        "_tracer": Tracer(None, 0, 0, 1),
+    }
 
 
 @contextmanager
-def _swapped(engine: Any, stand_ins: dict[str, Any]) -> Iterator[None]:
+def _swapped(engine: PipelineEngine, stand_ins: Mapping[str, Any]) -> Iterator[None]:
     """Replace attributes of `engine` by `stand_ins` for the block.
 
     The engine's dictionary is changed directly. `setattr` of a module would drop the plain attribute that DeepSpeed has
@@ -155,27 +160,8 @@ def _swapped(engine: Any, stand_ins: dict[str, Any]) -> Iterator[None]:
         own.update(kept)
 
 
-class _NoOptimizer:
-    """Ignore what DeepSpeed tells an optimizer before a backward."""
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Do nothing: gradients are not accumulated."""
-
-
-class _NoWatch:
-    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
-
-    def __init__(self) -> None:
-        self._record = RankRecord(0, 0)
-
-    @contextmanager
-    def waiting(self, what: Wait) -> Iterator[None]:
-        self._record.now_waits(what)
-        yield
-
-
 class _NoMessages:
-    """Replace the channels of a part in the middle: every message is there at once."""
+    """Replace the channels of a part in the middle: every message is there at once, and none goes anywhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -194,23 +180,34 @@ class _NoMessages:
     def receive_gradients(self, action: Action) -> Tensors:
         return self._gradients
 
-    def send_activation(self, action: Action, spec: MessageSpec, tensors: Tensors) -> None:
-        """Do nothing: the message counts as arrived."""
+    def send_activation(self, *message: object) -> None: ...
 
-    def send_gradients(self, action: Action, gradients: Tensors) -> None:
-        """Do nothing: the gradients count as arrived."""
+    def send_gradients(self, *message: object) -> None: ...
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         return True
 
 
-def _runner(engine: Any, is_last: bool, rounds: int, device: torch.device) -> PartRunner:
+class _NoWatch:
+    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
+
+    def __init__(self) -> None:
+        self._record = RankRecord(0, 0)
+
+    @contextmanager
+    def waiting(self, what: Wait) -> Iterator[None]:
+        self._record.now_waits(what)
+        yield
+
+
+def _runner(
+    engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
+) -> PartRunner:
     """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
     stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
     runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
-    micro_batch = MicroBatchInFlight(
-        SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=_labels(rounds, device), weights=(0.5,) * rounds
-    )  # fmt: skip
+    plan = SlicePlan((1,) * rounds)
+    micro_batch = MicroBatchInFlight(plan, MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds)
     schedule = build("terapipe", 1, 1, rounds)
     runner.open_batch(BatchInFlight(schedule, 0, True, [micro_batch]))
     return runner

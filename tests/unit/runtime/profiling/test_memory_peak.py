@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from terapipe_ds.runtime.tensor_peak import TensorPeak
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
 MIB = 2**20
 
 
 def test_the_peak_is_the_largest_total_and_not_the_sum() -> None:
-    with TensorPeak() as peak:
+    with MemoryPeak() as peak:
         first = torch.empty(MIB, dtype=torch.uint8)
         del first
         second = torch.empty(3 * MIB, dtype=torch.uint8)
@@ -26,30 +26,30 @@ def test_the_peak_is_the_largest_total_and_not_the_sum() -> None:
 def test_temporaries_inside_of_a_kernel_and_backwards_count() -> None:
     """x and its copy in fp64, kept by no one; the gradient of x stays."""
     x = torch.ones(MIB // 4, requires_grad=True)
-    with TensorPeak() as peak:
+    with MemoryPeak() as peak:
         (x.double() * 2).sum().backward()
     assert 4 * MIB <= peak.grown_bytes < 5 * MIB
     assert x.grad is not None and peak.left_bytes == pytest.approx(MIB, abs=64)
 
 
 def test_a_second_recorder_is_refused_and_the_first_one_goes_on() -> None:
-    with TensorPeak() as peak:
-        assert not TensorPeak.is_available()
-        with pytest.raises(RuntimeError, match="end the profiler that runs"), TensorPeak():
+    with MemoryPeak() as peak:
+        assert not MemoryPeak.is_available()
+        with pytest.raises(RuntimeError, match="end the profiler that runs"), MemoryPeak():
             pass
         tensor = torch.empty(MIB, dtype=torch.uint8)
-    assert TensorPeak.is_available() and peak.left_bytes == tensor.nbytes
+    assert MemoryPeak.is_available() and peak.left_bytes == tensor.nbytes
 
 
 def test_an_error_inside_ends_the_recording() -> None:
-    with pytest.raises(ZeroDivisionError), TensorPeak():
+    with pytest.raises(ZeroDivisionError), MemoryPeak():
         _ = 1 / 0
-    assert TensorPeak.is_available()
+    assert MemoryPeak.is_available()
 
 
 def test_a_linear_layer_by_hand() -> None:
     linear, x = nn.Linear(256, 256, bias=False), torch.ones(64, 256, requires_grad=True)
-    with TensorPeak() as peak:
+    with MemoryPeak() as peak:
         y = linear(x)
         y.sum().backward()
     assert peak.left_bytes == pytest.approx(y.nbytes + x.nbytes + linear.weight.nbytes, abs=64)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from terapipe_ds.cli import main
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers
-from terapipe_ds.runtime.offline import partition
+from terapipe_ds.runtime.profiling.one_device import partition
 from tests.distributed.harness import rank_pool
 
 MODEL = {
@@ -35,7 +35,7 @@ def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> No
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     arguments = [*_files(tmp_path), "--stages", "4", "--threads", "1", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "terapipe_ds", "profile", *arguments], env=environment, cwd=Path(__file__).parents[3],
+        [sys.executable, "-m", "terapipe_ds", "profile", *arguments], env=environment, cwd=Path(__file__).parents[4],
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,8 +1,8 @@
 """Named model sizes as plain numbers, for models and planner alike.
 
-Sources of the numbers: ``nano``, ``tiny`` and ``mini`` are ours, for work on a CPU. ``gpt3-*`` are the models
+Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models
 of Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al.
-(2020, arXiv 2005.14165). ``llama-*`` are those of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori
+(2020, arXiv 2005.14165). `llama-*` are those of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori
 et al. (2024, arXiv 2407.21783).
 """
 
@@ -53,7 +53,7 @@ class ModelSize:
             raise ModelSizeError(f"model size {self.name!r}: positions = {self.positions!r}; give 'rope' or 'learned'")
 
     def layer_parameters(self) -> int:
-        """Parameters of one Transformer layer: attention, MLP and its two norms."""
+        """Count the parameters of one Transformer layer: attention, MLP and its two norms."""
         query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         up_projections = 2 if self.gated_mlp else 1
         matrices = self.hidden_size * (2 * query + 2 * key_value + (up_projections + 1) * self.ffn_size)
@@ -61,16 +61,16 @@ class ModelSize:
         return matrices + (biases if self.bias else 0) + 2 * self._norm_parameters()
 
     def embedding_parameters(self) -> int:
-        """Parameters in front of the first layer: token embedding and, where learned, position embedding."""
+        """Count the parameters in front of the first layer: token embedding and, where learned, position embedding."""
         positions = self.max_sequence_length if self.positions == "learned" else 0
         return (self.vocab_size + positions) * self.hidden_size
 
     def head_parameters(self) -> int:
-        """Parameters after the last layer: final norm and, unless tied, the output matrix."""
+        """Count the parameters after the last layer: final norm and, unless tied, the output matrix."""
         return self._norm_parameters() + (0 if self.tied_embedding else self.vocab_size * self.hidden_size)
 
     def num_parameters(self) -> int:
-        """All parameters, a tied matrix counted once."""
+        """Count all parameters, a tied matrix once."""
         layers = self.num_layers * self.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
 
@@ -79,51 +79,29 @@ class ModelSize:
 
 
 def _gpt3(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelSize:
-    return ModelSize(
-        name, num_layers, hidden_size, num_heads, num_kv_heads=num_heads, head_dim=hidden_size // num_heads,
-        ffn_size=4 * hidden_size, vocab_size=50257, max_sequence_length=2048, gated_mlp=False, bias=True,
-        tied_embedding=True, positions="learned",
-    )  # fmt: skip
+    fields = (num_layers, hidden_size, num_heads, num_heads, hidden_size // num_heads, 4 * hidden_size, 50257, 2048)
+    return ModelSize(name, *fields, gated_mlp=False, bias=True, tied_embedding=True, positions="learned")
 
 
-def _llama(
-    name: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int, *,
-    vocab_size: int = 128256, max_sequence_length: int = 8192, rope_base: float = 500000.0,
-) -> ModelSize:  # fmt: skip
-    return ModelSize(
-        name, num_layers, hidden_size, num_heads, num_kv_heads, head_dim=hidden_size // num_heads,
-        ffn_size=ffn_size, vocab_size=vocab_size, max_sequence_length=max_sequence_length,
-        rope_base=rope_base,
-    )  # fmt: skip
-
-
-def _byte_level(
-    name: str, num_layers: int, hidden_size: int, num_heads: int, num_kv_heads: int, ffn_size: int
-) -> ModelSize:
-    return _llama(
-        name, num_layers, hidden_size, num_heads, num_kv_heads, ffn_size,
-        vocab_size=256, max_sequence_length=4096, rope_base=10000.0,
-    )  # fmt: skip
-
-
+# num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size, max_sequence_length
 _SIZES = (
-    _byte_level("nano", 2, 64, num_heads=2, num_kv_heads=2, ffn_size=192),
-    _byte_level("tiny", 4, 128, num_heads=4, num_kv_heads=2, ffn_size=384),
-    _byte_level("mini", 8, 512, num_heads=8, num_kv_heads=8, ffn_size=1408),
+    ModelSize("nano", 2, 64, 2, 2, 32, 192, 256, 4096),
+    ModelSize("tiny", 4, 128, 4, 2, 32, 384, 256, 4096),
+    ModelSize("mini", 8, 512, 8, 8, 64, 1408, 256, 4096),
     _gpt3("gpt3-1b", 24, 2048, num_heads=16),
     _gpt3("gpt3-13b", 40, 5120, num_heads=40),
     _gpt3("gpt3-44b", 96, 6144, num_heads=48),
     _gpt3("gpt3-175b", 96, 12288, num_heads=96),
-    _llama("llama-2-7b", 32, 4096, 32, 32, 11008, vocab_size=32000, max_sequence_length=4096, rope_base=10000.0),
-    _llama("llama-3-8b", 32, 4096, num_heads=32, num_kv_heads=8, ffn_size=14336),
-    _llama("llama-3-70b", 80, 8192, num_heads=64, num_kv_heads=8, ffn_size=28672),
+    ModelSize("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000, 4096),
+    ModelSize("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256, 8192, rope_base=500000.0),
+    ModelSize("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256, 8192, rope_base=500000.0),
 )
 
 MODEL_SIZES: dict[str, ModelSize] = {size.name: size for size in _SIZES}
 
 
 def model_size(name: str) -> ModelSize:
-    """The size called ``name``, whatever the case of its letters.
+    """Return the size called `name`, whatever the case of its letters.
 
     Raises:
         ModelSizeError: no size has that name; the message has the nearest one and all names.

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
-from terapipe_ds.devices import FILE, DeviceError, LinkCard, device_card, device_cards
+from terapipe_ds.costs.devices import FILE, DeviceError, device_card, device_cards, read_cards
 
 # Dense FLOP/s in TFLOP/s, GB/s and GB, from the data sheets named in the cards.
 SHEETS = {
@@ -35,7 +36,7 @@ def test_every_number_has_a_source() -> None:
         assert "assumption" in card.source  # efficiencies are no vendor's figures, and say so
     names = [n for c in device_cards().values() for n in (c.name, *c.aliases)]
     assert len(set(names)) == len(names)
-    assert json.loads(FILE.read_text())["format"] == "terapipe_ds.devices"
+    assert json.loads(FILE.read_text())["format"] == "terapipe_ds.costs.devices"
 
 
 def test_names() -> None:
@@ -61,14 +62,27 @@ def test_dtypes() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("kernel_floor_s", 0.0, "kernel_floor_s = 0.0; give a finite number > 0"),
-        ("memory_bandwidth_bytes_per_s", float("nan"), "memory_bandwidth_bytes_per_s = nan"),
-        ("matmul_efficiency", 1.5, "matmul_efficiency = 1.5; give a fraction"),
-        ("devices_per_node", -1, "devices_per_node = -1"),
+        ("kernel_floor_s", 0.0, "kernel_floor_s = 0.0: expected greater than 0"),
+        ("memory_bandwidth_bytes_per_s", float("nan"), "memory_bandwidth_bytes_per_s = nan: expected a finite number"),
+        ("matmul_efficiency", 1.5, "matmul_efficiency = 1.5: expected less than or equal to 1"),
+        ("devices_per_node", -1, "devices_per_node = -1: expected greater than or equal to 1"),
+        ("memory_bytes", 1.5, "memory_bytes = 1.5: expected a valid integer"),
+        ("node_link", {"bandwidth_bytes_per_s": 1e9, "latency_s": float("inf")}, "node_link.latency_s = inf: expected"),
+        ("network_link", {"latency_s": 1.0}, "network_link lacks bandwidth_bytes_per_s"),
+        ("peak_flops", {"fp64": 1e12}, "peak_flops = {'fp64': 1"),
+        ("peak_flops", {"tf32": 1e12}, "peak_flops = {'tf32': 1"),
+        ("peak_flops", {"fp32": 0}, "peak_flops.fp32 = 0: expected greater than 0"),
+        ("surprise", 1, "has unknown 'surprise'"),
     ],
 )
-def test_bad_cards(field: str, value: float, message: str) -> None:
-    with pytest.raises(DeviceError, match=message):
-        dataclasses.replace(device_card("h100"), **{field: value})
-    with pytest.raises(DeviceError, match="latency_s = inf"):
-        LinkCard(1e9, float("inf"))
+def test_bad_cards(field: str, value: Any, message: str) -> None:
+    document = json.loads(FILE.read_text())
+    document["devices"][1][field] = value
+    with pytest.raises(DeviceError, match=f"device cards: .*{message}.*; give what devices.json has") as caught:
+        read_cards(json.dumps(document))
+    assert "[1]" in str(caught.value)
+
+
+def test_a_card_of_ones_own_is_checked_as_well() -> None:
+    with pytest.raises(ValueError, match="kernel_floor_s"):
+        dataclasses.replace(device_card("h100"), kernel_floor_s=0.0)

@@ -13,8 +13,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.link import MessageSpec, TensorSpec
-from terapipe_ds.runtime.probe import SliceBytes, StageProbe
-from terapipe_ds.runtime.tensor_peak import TensorPeak
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.runtime.untouched import untouched
 
 LENGTH, ROWS = 24, 2
@@ -44,98 +43,85 @@ def _tokens(seed: int) -> Tensor:
     return torch.randint(31, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
-def _probe(layers: list[nn.Module], first: bool, last: bool) -> StageProbe:
+def timer_of(layers: list[nn.Module], first: bool, last: bool) -> SliceTimer:
     module = Watched(layers)
     labels = SliceableTensors.of_labels(_tokens(1), 1)
     inputs = SliceableTensors.of_inputs(_tokens(0), LENGTH, 1)
-    return StageProbe(
-        module, module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
+    return SliceTimer(
+        module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
         labels=labels if last else None, is_last=last, loss_fn=gpt_loss,
     )  # fmt: skip
 
 
 @pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)])
-def probe(request: pytest.FixtureRequest) -> Iterator[StageProbe]:
+def timer(request: pytest.FixtureRequest) -> Iterator[SliceTimer]:
     first, last = request.param
     layers = _layers()
-    probe = _probe(layers[None if first else 1 : None if last else -2], first, last)
+    timer = timer_of(layers[None if first else 1 : None if last else -2], first, last)
     if not first:
         for tokens in (4, 8, LENGTH):
             spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
-            probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
-    with untouched(probe.module):
-        yield probe
+            timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
+    with untouched(timer.module):
+        yield timer
 
 
-def test_a_clock_in_the_place_of_the_walls(probe: StageProbe) -> None:
+def test_a_clock_in_the_place_of_the_walls(timer: SliceTimer) -> None:
     """One that goes on by a second whenever it is looked at: what begins and ends takes one."""
-    probe.output_spec(8)
-    probe.clock = itertools.count().__next__
-    seconds, live = probe.forward(8, 8)
-    assert (seconds, probe.backward(live)) == (1, 1)
+    timer.output_spec(8)
+    timer.clock = itertools.count().__next__
+    seconds, live = timer.forward(8, 8)
+    assert (seconds, timer.backward(live)) == (1, 1)
 
 
-def test_any_slice_runs_in_any_order(probe: StageProbe) -> None:
+def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
     for tokens in (4, 8, LENGTH):
-        probe.output_spec(tokens)
-    module = probe.module
+        timer.output_spec(tokens)
+    module = timer.module
     assert isinstance(module, Watched)
     for tokens, prefix in [(8, 16), (4, 0), (LENGTH, 0), (4, 12), (4, 12)]:
-        seconds, live = probe.forward(tokens, prefix)
-        assert seconds > 0 and probe.backward(live) > 0
+        seconds, live = timer.forward(tokens, prefix)
+        assert seconds > 0 and timer.backward(live) > 0
         active = module.seen[-1]
         assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
         assert module.shapes[-1][:2] == (ROWS, tokens)
     assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
-def test_slices_may_be_live_together(probe: StageProbe) -> None:
+def test_slices_may_be_live_together(timer: SliceTimer) -> None:
     for tokens in (4, 8):
-        probe.output_spec(tokens)
-    live = [probe.forward(*point)[1] for point in [(8, 16), (8, 8), (4, 0), (8, 16)]]
+        timer.output_spec(tokens)
+    live = [timer.forward(*point)[1] for point in [(8, 16), (8, 8), (4, 0), (8, 16)]]
     for one in reversed(live):
-        assert probe.backward(one) > 0
-    assert probe.store.live_bytes() > 0
-    probe.store.reset()
-    assert probe.store.live_bytes() == 0
+        assert timer.backward(one) > 0
+    assert timer.store.live_bytes() > 0
+    timer.store.reset()
+    assert timer.store.live_bytes() == 0
 
 
 def test_the_outputs_that_are_announced_are_those_of_the_layers() -> None:
     layers = _layers()
-    spec = _probe(layers[:2], True, False).output_spec(8)
+    spec = timer_of(layers[:2], True, False).output_spec(8)
     assert spec == MessageSpec((TensorSpec((ROWS, 8, 16), torch.float32, True),), is_tuple=False)
-
-
-def test_saved_bytes_grow_with_the_slice_and_leave_out_what_is_shared() -> None:
-    probe = _probe([nn.Linear(16, 16, bias=False)], False, False)
-    for tokens in (4, 8):
-        spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
-        probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
-        probe.output_spec(tokens)
-    # the input, saved for the weight's gradient, and the output, which the next stage's gradient starts from
-    assert probe.saved_bytes(4, 0) == 2 * ROWS * 4 * 16 * 4
-    assert probe.saved_bytes(8, 8) == 2 * ROWS * 8 * 16 * 4
 
 
 def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
     """Kept: the leaf that came, its clone (saved for the weight's gradient) and the output. Beside it in backward: the
     gradients of the input and of the weight."""
-    probe = _probe([nn.Linear(16, 16, bias=False)], False, False)
+    timer = timer_of([nn.Linear(16, 16, bias=False)], False, False)
     for tokens in (4, 8):
         spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
-        probe.receive(tokens, MessageSpec((spec,), is_tuple=False))
-        probe.output_spec(tokens)
-    with untouched(probe.module):
+        timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
+        timer.output_spec(tokens)
+    with untouched(timer.module):
         for tokens in (4, 8):
             message = ROWS * tokens * 16 * 4
-            assert probe.slice_bytes(tokens, 0).kept == 3 * message
-            assert 16 * 16 * 4 <= probe.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4
-            with TensorPeak():  # nobody else can tell then, and what is saved is counted
-                assert probe.slice_bytes(tokens, 0) == SliceBytes(probe.saved_bytes(tokens, 0) + message, 0)
+            assert timer.slice_bytes(tokens, 0).kept == 3 * message
+            assert 16 * 16 * 4 <= timer.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4
 
 
 def test_store_bytes_are_those_of_the_whole_sequence() -> None:
-    probe = _probe(_layers(), True, True)
-    probe.output_spec(8)
+    timer = timer_of(_layers(), True, True)
+    timer.output_spec(8)
     keys = 2 * ROWS * LENGTH * 16 * 4 * 2  # keys and values, two layers, fp32
-    assert probe.store_bytes() == (keys, keys)
+    assert timer.store_bytes() == (keys, keys)

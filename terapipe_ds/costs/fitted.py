@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from terapipe_ds.cost_profile import CostSample, LinkSample, Profile
+from terapipe_ds.costs.profile import CostSample, LinkSample, Profile
 
 Array = npt.NDArray[np.float64]
 
@@ -33,47 +33,45 @@ class CostModelError(ValueError):
 
 @dataclass(frozen=True)
 class FitErrors:
-    """Relative errors of one fitted function. ``held_out``: of points predicted by a fit without them.
+    """Relative errors of one fitted function, by point.
 
-    ``in_sample`` has one entry per sample with a prefix (samples without one are met exactly), ``held_out`` the same
-    and ``held_out_base`` one per sample without prefix that has neighbours on both sides.
+    `in_sample` has one entry per sample with a prefix (samples without one are met exactly). `held_out` has the errors
+    of fits without that sample. `held_out_base` has them for samples without prefix between two others.
     """
 
     in_sample: tuple[float, ...]
     held_out: tuple[float, ...]
     held_out_base: tuple[float, ...]
 
-    def __str__(self) -> str:
-        named = {
-            "fitted": self.in_sample,
-            "left out of the fit": self.held_out,
-            "without prefix, left out": self.held_out_base,
-        }
-        return "; ".join(f"{name} {_max_and_median(errors)}" for name, errors in named.items())
+    @classmethod
+    def of(cls, tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
+        """Fit all samples, and all but one for each that can be left out."""
 
+        def error(n: int, points: npt.NDArray[np.bool_]) -> float:
+            curve = Curve.fit(tokens[points], prefix[points], seconds[points])
+            return float(abs(curve(tokens[n : n + 1], prefix[n : n + 1])[0] / seconds[n] - 1))
 
-@dataclass(frozen=True)
-class FitReport:
-    """How well a :class:`CostModel` meets its samples. ``max_held_out`` is None with too few samples to leave one
-    out."""
-
-    forward: FitErrors
-    backward: FitErrors
-    part_id: int = 0
-
-    @property
-    def max_held_out(self) -> float | None:
-        """The largest relative error on any point that was kept out of the fit, forward or backward."""
-        both = (self.forward, self.backward)
-        return max((error for each in both for error in (*each.held_out, *each.held_out_base)), default=None)
+        everything = np.arange(len(tokens))
+        with_prefix, plain = np.flatnonzero(prefix > 0).tolist(), np.flatnonzero(prefix == 0)
+        interior = plain[np.argsort(tokens[plain])][1:-1].tolist()
+        return cls(
+            tuple(error(n, everything >= 0) for n in with_prefix),
+            tuple(error(n, everything != n) for n in with_prefix if len(with_prefix) > 1),
+            tuple(error(n, everything != n) for n in interior),
+        )
 
     def __str__(self) -> str:
-        return f"part {self.part_id}, forward: {self.forward}\npart {self.part_id}, backward: {self.backward}"
+        named = (
+            ("fitted", self.in_sample),
+            ("left out of the fit", self.held_out),
+            ("without prefix, left out", self.held_out_base),
+        )
+        return "; ".join(f"{name} {_max_and_median(errors)}" for name, errors in named)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One fitted function of (tokens, prefix). ``base_tokens`` ascending; ``terms``: a0 to a3, None without samples
+    """One fitted function of (tokens, prefix). `base_tokens` ascending; `terms`: a0 to a3, None without samples
     that have a prefix."""
 
     base_tokens: Array
@@ -82,7 +80,7 @@ class Curve:
 
     @classmethod
     def fit(cls, tokens: Array, prefix: Array, seconds: Array) -> Curve:
-        """Interpolate the points without prefix, least squares of relative errors on the others."""
+        """Interpolate the points without prefix; fit the others by least squares of relative errors."""
         plain = prefix == 0
         order = np.argsort(tokens[plain])
         base = cls(tokens[plain][order], seconds[plain][order], None)
@@ -97,7 +95,7 @@ class Curve:
 
     @functools.cached_property
     def bend(self) -> float:
-        """Seconds per token squared by which the base curves upwards between its points.
+        """Return the seconds per token squared by which the base curves upwards between its points.
 
         Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. At most as
         much as lets the base rise wherever its points rise.
@@ -108,7 +106,7 @@ class Curve:
         return float(max(0.0, min(self.terms[3] / 2, *(np.diff(self.base_s) / steps))))
 
     def __call__(self, tokens: Array, prefix: Array) -> Array:
-        """Seconds, never below those without prefix: more to attend to never takes less."""
+        """Return seconds, never below those without prefix: more to attend to never takes less."""
         bend = self.bend
         straight_s = _interpolate(tokens, self.base_tokens, self.base_s - bend * self.base_tokens**2)
         seconds: Array = straight_s + bend * np.maximum(tokens, self.base_tokens[0]) ** 2
@@ -124,14 +122,20 @@ class CostModel:
 
     Below the smallest measured slice time is constant: launches, and reading the weights, take what they take however
     few the tokens are. Between measured points it is linear but for attention, which grows with the square. Beyond
-    them: an error, or with ``allow_extrapolation`` a continuation of the last segment (one point alone: in proportion
+    them: an error, or with `allow_extrapolation` a continuation of the last segment (one point alone: in proportion
     to the tokens) and of t_ctx, which is zero where no sample had a prefix.
 
-    ``tokens`` and ``prefix`` are ints (the result is a float) or arrays (elementwise, with broadcasting).
-    ``send_s``, ``step_s`` and ``weight_s`` exist only where they were measured (``hasattr``).
+    `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
+    `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
+
+    Raises:
+        CostModelError: samples that nothing can be fitted to.
     """
 
     vectorized = True
+    weight_s: Callable[[Any, Any], Any]  # of the backward, the seconds of W
+    send_s: Callable[[Any], Any]  # of a message of so many tokens to the next part
+    step_s: Callable[[], float]  # of gradient reduction and optimizer
 
     def __init__(
         self,
@@ -143,42 +147,42 @@ class CostModel:
         allow_extrapolation: bool = False,
     ) -> None:
         self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
-        self._step_s = step_s
         self._check_samples()
         tokens = np.array([s.tokens for s in self.samples], float)
         prefix = np.array([s.prefix for s in self.samples], float)
         forward, backward = (np.array([getattr(s, n) for s in self.samples]) for n in ("forward_s", "backward_s"))
         self.forward_curve = Curve.fit(tokens, prefix, forward)
         self.backward_curve = Curve.fit(tokens, prefix, backward)
-        known = [s.weight_s for s in self.samples if s.weight_s is not None]
-        complete = len(known) == len(self.samples)
-        self._weight_curve = Curve.fit(tokens, prefix, np.array(known)) if complete else None
         self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
-        self._link = _link_points(links)
-        self.report = FitReport(_errors(tokens, prefix, forward), _errors(tokens, prefix, backward), part_id)
-
-    @classmethod
-    def fit(cls, samples: Iterable[CostSample], **options: Any) -> CostModel:
-        """The same as the constructor, under the name that says what happens."""
-        return cls(samples, **options)
+        self.forward_errors = FitErrors.of(tokens, prefix, forward)
+        self.backward_errors = FitErrors.of(tokens, prefix, backward)
+        weight = [s.weight_s for s in self.samples if s.weight_s is not None]
+        if len(weight) == len(self.samples):
+            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, np.array(weight)))
+        ordered = sorted(links, key=lambda link: link.tokens)
+        if ordered:
+            self.send_s = functools.partial(self._interpolate_link, *_link_points(ordered))
+        if step_s is not None:
+            self.step_s = functools.partial(float, step_s)
 
     @classmethod
     def from_profile(cls, profile: Profile, *, allow_extrapolation: bool = False) -> list[CostModel]:
-        """One model per part of the profile, in the order of ``part_id``."""
+        """Fit one model per part of the profile, in the order of `part_id`."""
+        options: dict[str, Any] = {"allow_extrapolation": allow_extrapolation}
         return [
-            cls(
-                part.samples,
-                links=_links_of(profile.links, part.part_id),
-                step_s=part.step_s,
-                part_id=part.part_id,
-                allow_extrapolation=allow_extrapolation,
-            )
-            for part in profile.parts
+            cls(p.samples, links=_links_of(profile.links, p.part_id), step_s=p.step_s, part_id=p.part_id, **options)
+            for p in profile.parts
         ]
 
+    @property
+    def report(self) -> str:
+        """Two lines that say how well the fit meets its samples."""
+        errors = {"forward": self.forward_errors, "backward": self.backward_errors}
+        return "\n".join(f"part {self.part_id}, {name}: {found}" for name, found in errors.items())
+
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the forward of ``tokens`` tokens after ``prefix`` tokens.
+        """Return the seconds of the forward of `tokens` tokens after `prefix` tokens.
 
         Raises:
             CostModelError: beyond what was measured, unless extrapolation is allowed; no tokens; a negative prefix.
@@ -186,35 +190,10 @@ class CostModel:
         return self._evaluate(self.forward_curve, tokens, prefix)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the backward; as :meth:`forward_s`."""
+        """Return the seconds of the backward; as `forward_s`."""
         return self._evaluate(self.backward_curve, tokens, prefix)
 
-    @property
-    def weight_s(self) -> Callable[[Any, Any], Any]:
-        """Of the backward, the seconds of W. Where not every sample has it: AttributeError."""
-        curve = self._weight_curve
-        if curve is None:
-            raise AttributeError("weight_s was not measured")
-        return lambda tokens, prefix: self._evaluate(curve, tokens, prefix)
-
-    @property
-    def send_s(self) -> Callable[[Any], Any]:
-        """Seconds of a message of so many tokens to the next part. Where no link was measured: AttributeError."""
-        if self._link is None:
-            raise AttributeError("send_s was not measured")
-        return self._send_s
-
-    @property
-    def step_s(self) -> Callable[[], float]:
-        """Seconds of reduction and optimizer. Where not measured: AttributeError."""
-        step_s = self._step_s
-        if step_s is None:
-            raise AttributeError("step_s was not measured")
-        return lambda: step_s
-
-    def _send_s(self, tokens: Any) -> Any:
-        assert self._link is not None
-        measured, seconds = self._link
+    def _interpolate_link(self, measured: Array, seconds: Array, tokens: Any) -> Any:
         wanted = np.asarray(tokens, float)
         self._refuse((wanted < 1) | np.isnan(wanted), wanted, "tokens", "give at least 1 token")
         if not self.allow_extrapolation:
@@ -239,25 +218,24 @@ class CostModel:
 
     def _check_samples(self) -> None:
         pairs = [(s.tokens, s.prefix) for s in self.samples]
-        if len(set(pairs)) < len(pairs):
-            twice = next(pair for pair in pairs if pairs.count(pair) > 1)
-            raise CostModelError(f"part {self.part_id}: (tokens, prefix) = {twice} stands twice; give each pair once")
-        if not any(prefix == 0 for _, prefix in pairs):
-            raise CostModelError(
-                f"part {self.part_id}: none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
-            )
-        longest = max(tokens for tokens, prefix in pairs if prefix == 0)
+        longest = max((tokens for tokens, prefix in pairs if prefix == 0), default=None)
+        if longest is None:
+            problem = f"none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
+            raise CostModelError(f"part {self.part_id}: {problem}")
         for tokens, prefix in pairs:
+            place = f"part {self.part_id}: the sample (tokens, prefix) = {(tokens, prefix)}"
+            if pairs.count((tokens, prefix)) > 1:
+                raise CostModelError(f"{place} occurs twice; give each pair once")
             if tokens > longest:
-                raise CostModelError(
-                    f"part {self.part_id}: the sample (tokens, prefix) = {(tokens, prefix)} is longer than the longest "
-                    f"without a prefix, {longest} tokens; measure ({tokens}, 0) too"
-                )
+                problem = f"is longer than the longest without a prefix, {longest} tokens; measure ({tokens}, 0) too"
+                raise CostModelError(f"{place} {problem}")
 
 
 def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
-    """a0 to a3 by least squares of relative errors; terms that the points cannot tell apart from earlier ones in
-    ``_TERM_ORDER`` are left out (zero)."""
+    """Fit a0 to a3 by least squares of relative errors.
+
+    Terms that the points cannot tell apart from earlier ones in `_TERM_ORDER` are left out (zero).
+    """
     columns = np.stack([np.ones_like(i), i, j, i * j], axis=1) / seconds[:, None]
     scale = np.linalg.norm(columns, axis=0)
     columns = columns / scale
@@ -273,33 +251,10 @@ def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[fl
 
 
 def _interpolate(wanted: Array, at: Array, values: Array) -> Array:
-    """Piecewise linear, constant below the first point, the last slope (never falling) beyond the last."""
+    """Interpolate linearly: constant below the first point, the last slope (never falling) beyond the last."""
     last = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(at) > 1 else values[-1] / at[-1]
     beyond = np.maximum(wanted - at[-1], 0.0) * max(last, 0.0)
     return np.asarray(np.interp(wanted, at, values) + beyond)
-
-
-def _errors(tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
-    whole = Curve.fit(tokens, prefix, seconds)
-    with_prefix, plain = np.flatnonzero(prefix > 0), np.flatnonzero(prefix == 0)
-    fitted = [_error(whole, tokens, prefix, seconds, n) for n in with_prefix.tolist()]
-    left_out = _left_out(with_prefix, tokens, prefix, seconds) if len(with_prefix) > 1 else []
-    interior = plain[np.argsort(tokens[plain])][1:-1]
-    return FitErrors(tuple(fitted), tuple(left_out), tuple(_left_out(interior, tokens, prefix, seconds)))
-
-
-def _left_out(points: npt.NDArray[np.intp], tokens: Array, prefix: Array, seconds: Array) -> list[float]:
-    errors = []
-    for n in points.tolist():
-        others = np.arange(len(tokens)) != n
-        without = Curve.fit(tokens[others], prefix[others], seconds[others])
-        errors.append(_error(without, tokens, prefix, seconds, n))
-    return errors
-
-
-def _error(curve: Curve, tokens: Array, prefix: Array, seconds: Array, n: int) -> float:
-    predicted = curve(tokens[n : n + 1], prefix[n : n + 1])[0]
-    return float(abs(predicted / seconds[n] - 1))
 
 
 def _max_and_median(errors: Sequence[float]) -> str:
@@ -308,23 +263,19 @@ def _max_and_median(errors: Sequence[float]) -> str:
     return f"max {max(errors):.2%}, median {statistics.median(errors):.2%} of {len(errors)}"
 
 
-def _links_of(links: Iterable[LinkSample], part_id: int) -> list[LinkSample]:
-    """Those of this part's own link; where it has none, those that stand for all links."""
-    links = list(links)
+def _links_of(links: Sequence[LinkSample], part_id: int) -> list[LinkSample]:
+    """Return the samples of this part's own link, or else those that serve for all links."""
     own = [link for link in links if link.part_id == part_id]
     return own or [link for link in links if link.part_id is None]
 
 
-def _link_points(links: Iterable[LinkSample]) -> tuple[Array, Array] | None:
-    ordered = sorted(links, key=lambda link: link.tokens)
-    if not ordered:
-        return None
-    tokens = [link.tokens for link in ordered]
+def _link_points(links: Sequence[LinkSample]) -> tuple[Array, Array]:
+    tokens = [link.tokens for link in links]
     if len(set(tokens)) < len(tokens):
         raise CostModelError(f"links: tokens {tokens} has one size twice; give the samples of one link")
-    return np.array(tokens, float), np.array([link.send_s for link in ordered])
+    return np.array(tokens, float), np.array([link.send_s for link in links])
 
 
 def _like(tokens: Any, prefix: Any, seconds: Array) -> Any:
-    """A float where all arguments were plain numbers, else the array."""
+    """Return a float where all arguments were plain numbers, else the array."""
     return float(seconds) if np.ndim(tokens) == 0 and np.ndim(prefix) == 0 else seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.runtime.measuring import _line
+from terapipe_ds.runtime.profiling.all_parts import _line
 
 BYTES = st.integers(0, 10**9)
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from terapipe_ds.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError, model_size
+from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError, model_size
 
 # Published or counted from the released checkpoints.
 LLAMA = {"llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496}

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_profile import CostSample
-from terapipe_ds.runtime import profiler
-from terapipe_ds.runtime.profiler import Taken, grid, groups_of, measure, noise_warning, spread, undisturbed
+from terapipe_ds.costs.profile import CostSample
+from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling.rounds import (
+    Peers,
+    Taken,
+    grid,
+    groups_of,
+    measure,
+    noise_warning,
+    spread,
+    undisturbed,
+)
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
@@ -61,27 +70,34 @@ class FakeStage:
         return seconds
 
 
+def measured(
+    stage: FakeStage, points: Any, length: int, stages: int = 1, micro_batches: int = 1, **options: Any
+) -> rounds.Rounds:
+    steps = rounds.LIMIT_STEPS * (micro_batches + stages - 1)
+    return measure(stage, points, length, steps, **options)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(profiler.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: now[0])
     return now
 
 
 def test_samples_are_medians_of_each_point(clock: list[float]) -> None:
     stage = FakeStage(clock)
-    result = measure(stage, grid(1024, 64), 1024, num_stages=2)
+    result = measured(stage, grid(1024, 64), 1024, stages=2)
     assert {(s.tokens, s.prefix) for s in result.samples()} == set(grid(1024, 64))
     for sample in result.samples():
         assert sample.forward_s == sample.tokens + sample.prefix / 4
         assert sample.backward_s == 2 * sample.forward_s
-        assert sample.forward_spread == 0.0 and sample.repeats >= profiler.MIN_ROUNDS
+        assert sample.forward_spread == 0.0 and sample.repeats >= rounds.MIN_ROUNDS
     assert stage.live == 0 and stage.most_live == 1024  # all forwards of a group before its backwards, no more live
 
 
 def test_backwards_come_in_reverse(clock: list[float]) -> None:
     stage = FakeStage(clock)
-    measure(stage, [(512, 0), (512, 512)], 1024)
+    measured(stage, [(512, 0), (512, 512)], 1024)
     assert stage.order[4:8] == ["F512.512", "F512.0", "B512.0", "B512.512"]
 
 
@@ -91,13 +107,13 @@ def test_it_takes_at_most_twenty_unsliced_steps(
     clock: list[float], stages: int, micro_batches: int, length: int
 ) -> None:
     step_s = (micro_batches + stages - 1) * 3 * length  # unsliced: forward 1, backward 2 seconds a token
-    result = measure(FakeStage(clock), grid(length, 64), length, num_stages=stages, num_micro_batches=micro_batches)
-    assert result.seconds == clock[0] <= 20 * step_s
-    assert profiler.MIN_ROUNDS <= result.rounds <= profiler.MAX_ROUNDS
+    result = measured(FakeStage(clock), grid(length, 64), length, stages, micro_batches)
+    assert clock[0] <= 20 * step_s
+    assert rounds.MIN_ROUNDS <= result.count <= rounds.MAX_ROUNDS
 
 
 def test_all_ranks_measure_as_often_as_the_slowest_can_afford(clock: list[float]) -> None:
-    class Slowest:
+    class Slowest(Peers):
         """Peers that are a hundred times as slow, but for what a whole sequence takes."""
 
         barriers = 0
@@ -108,16 +124,16 @@ def test_all_ranks_measure_as_often_as_the_slowest_can_afford(clock: list[float]
         def largest(self, value: float) -> float:
             return value if value == 3 * 1024 else 100 * value
 
-    alone = measure(FakeStage(clock), grid(1024, 64), 1024, num_stages=4)
+    alone = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4)
     peers = Slowest()
-    together = measure(FakeStage(clock), grid(1024, 64), 1024, num_stages=4, peers=peers)
-    assert together.rounds == profiler.MIN_ROUNDS < alone.rounds
-    assert peers.barriers == 2 * (2 + together.rounds * sum(map(len, groups_of(grid(1024, 64), 1024))))
+    together = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4, peers=peers)
+    assert together.count == rounds.MIN_ROUNDS < alone.count
+    assert peers.barriers == 2 * (2 + together.count * sum(map(len, groups_of(grid(1024, 64), 1024))))
 
 
 def test_progress_grows_to_one(clock: list[float]) -> None:
     shares: list[float] = []
-    measure(FakeStage(clock), grid(512, 64), 512, num_stages=2, progress=shares.append)
+    measured(FakeStage(clock), grid(512, 64), 512, stages=2, progress=shares.append)
     assert shares[-1] == 1.0 and all(0 < share <= 1 for share in shares)
 
 
@@ -170,6 +186,6 @@ def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[flo
             return 3 * seconds if self.runs % 4 < 2 else seconds
 
     stage = Disturbed(clock)
-    (sample,) = measure(stage, [(1024, 0)], 1024, num_stages=4, processor_s=lambda: stage.processor_s).samples()
+    (sample,) = measured(stage, [(1024, 0)], 1024, stages=4, processor_s=lambda: stage.processor_s).samples()
     assert (sample.forward_s, sample.backward_s) == (1024, 2048)
-    assert sample.forward_spread > profiler.WIDE_SPREAD
+    assert sample.forward_spread > rounds.WIDE_SPREAD

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.plan import show_value
 
 MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class JsonError(ValueError):
@@ -30,6 +35,37 @@ def parse_json(text: str | bytes) -> Any:
         raise JsonError(str(error)) from None
     _check(document)
     return document
+
+
+def parse_as(model: type[_Model], text: str | bytes) -> _Model:
+    """Return what a JSON text holds as a value of ``model``, read strictly: no value is converted to another type.
+
+    Raises:
+        JsonError: the text is no JSON, or a value does not fit; the message names the first such value and its place.
+    """
+    try:
+        parse_json(text)
+    except JsonError as error:
+        raise JsonError(f"the text is no JSON: {error}") from None
+    try:
+        return model.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise JsonError(_first_problem(error)) from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    loc = [key for key in first["loc"] if not str(key).startswith("<")]  # "<...>" tags a member of a union
+    keys = [f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in loc]
+    place = "".join(keys).removeprefix(".")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    reason = first.get("ctx", {}).get("error", first["msg"])  # an error that our own check raised, in its own words
+    return f"{place} = {show_value(first['input'], 40)}: {reason}" if place else str(reason)
+
+
+def _show_key(key: str) -> str:
+    return key if key.isprintable() and len(key) <= 40 else show_value(key, 40)
 
 
 def is_writable(text: str) -> bool:

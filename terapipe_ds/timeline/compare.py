@@ -179,12 +179,12 @@ def _rows_of(
     rows = []
     for name, event in predicted.items():
         values: dict[str, list[float]] = {"duration_s": [], "start_s": [], "wait_s": []}
-        for which, one in enumerate((event, measured[name])):
-            values["duration_s"].append(one.end_s - one.start_s)
-            values["start_s"].append(one.start_s - zeros_s[which])
-            values["wait_s"].append(max(one.start_s - ends_s[which], 0.0))
-            ends_s[which] = max(ends_s[which], one.end_s)
-        rows += [Row(what, *pair, stage_id, name, event.kind) for what, pair in values.items()]
+        for which, ran in enumerate((event, measured[name])):
+            values["duration_s"].append(ran.end_s - ran.start_s)
+            values["start_s"].append(ran.start_s - zeros_s[which])
+            values["wait_s"].append(max(ran.start_s - ends_s[which], 0.0))
+            ends_s[which] = max(ends_s[which], ran.end_s)
+        rows += [Row(what, one, other, stage_id, name, event.kind) for what, (one, other) in values.items()]
     return rows
 
 

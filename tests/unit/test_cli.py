@@ -126,7 +126,7 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("show", *SEQ1F1B, "--chunks-per-stage", "2"), "chunks_per_stage is 2: schedule 'seq1f1b' has one part"),
         (("show", "--from-csv", "x.csv", "--stages", "2"), "--stages does not go with --from-csv"),
         (("show", "--from-csv", "x.csv", "--forward-only"), "--forward-only does not go with --from-csv"),
-        (("timeline", "no/such", "--out", "x.png"), "no/such: no such file or directory"),
+        (("timeline", "no/such", "--out", "x.png"), "no/such: No such file or directory; give a path that exists"),
         (("timeline", "x"), "--out is missing: give --out FILE for a picture, or --against PREDICTED for a table"),
         (("timeline", "x", "--out", "x.png", "--json"), "--json goes with --against only"),
         (("timeline", "no/such.json", "--against", "x"), "no/such.json: No such file"),

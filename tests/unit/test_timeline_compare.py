@@ -122,7 +122,7 @@ def test_durations_of_zero_have_no_ratio() -> None:
     assert result.median_ratio() == 1.0
     assert json.dumps(result.to_dict(), allow_nan=False)
     assert not math.isnan(result.median_drift_s())
-    assert result.render().splitlines()[-7].split() == ["stage", "0", "F0.0", "0", "1", "-"]
+    assert ["stage", "0", "F0.0", "0", "1", "-"] in [line.split() for line in result.render().splitlines()]
 
 
 def cut(timeline_: Timeline, *names: str) -> Timeline:

@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    PlainValidator,
-    Tag,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
 from terapipe_ds.json_text import JsonError, parse_as
 from terapipe_ds.timeline import Timeline
@@ -38,10 +29,6 @@ def _read_timeline(value: object) -> Timeline | None:
     return Timeline.from_json(value if isinstance(value, str) else json.dumps(value))
 
 
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -54,7 +41,7 @@ class _Row(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     system: Literal["deepspeed", "terapipe", "torch"]
-    schedule: Annotated[str, AfterValidator(_printable)]
+    schedule: str
     accumulation: _Count
     stages: _Count
     planned: bool = False

@@ -12,15 +12,21 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from terapipe_ds.bench.report import text
+from terapipe_ds.bench.report import plots, text
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, Group, ReportError, Result, Run, read_result
 from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json
+from terapipe_ds.timeline.picture import build_figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+SETTINGS: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "text.parse_math": False,
+    "hatch.linewidth": 0.6,
+}
+"""How matplotlib draws for the page: text stays text, a `$` is a dollar."""
 
 _MOST_BOXES = 1500  # of a timeline as SVG, about 400 bytes each; one with more becomes a PNG
 
@@ -53,32 +59,25 @@ def render_page(data: object) -> str:
     """Return the whole page of a result as text."""
     result = read_result(data)
     try:
+        import matplotlib
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-        from terapipe_ds.bench.report.plots import drawing
-
-        with drawing():
-            figures, timelines = _figures(result), list(_timelines(result))
     except ImportError as error:
         raise ReportError(f"the report needs matplotlib and jinja2 ({error}): pip install matplotlib jinja2") from error
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {
-        "digits": text.digits, "seconds": text.seconds, "percent": text.percent, "slices": text.slices_text,
-    }  # fmt: skip
+    folder = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= {each.__name__: each for each in (text.digits, text.seconds, text.percent, text.slices_text)}
+    with matplotlib.rc_context(SETTINGS):
+        figures, timelines = _figures(result), list(_timelines(result))
     assert isinstance(data, dict)
     slim = data | {"runs": [{k: v for k, v in run.items() if k != "timeline"} for run in data["runs"]]}
-    facts = {"preset": result.preset, **(result.model_extra or {}), **result.machine}
-    return environment.get_template("page.html").render(
+    return page.get_template("page.html").render(
         result=result,
         systems=SYSTEMS,
         text=text,
         figures=figures,
         timelines=timelines,
-        activations=[(group, runs) for group in result.groups if (runs := activations(group))],
-        facts=list(_flat(facts)),
+        activations=[(group, shares) for group in result.groups if (shares := activations(group))],
+        facts=list(_flat({"preset": result.preset, **(result.model_extra or {}), **result.machine})),
         packed=base64.b64encode(gzip.compress(json.dumps(data).encode(), mtime=0)).decode(),
         slim=json.dumps(slim, indent=1),
     )
@@ -117,9 +116,7 @@ def timeline_pair(group: Group) -> list[Run]:
 
 def _figures(result: Result) -> dict[str, str]:
     """Return the pictures that the result has figures for, by their names in the template."""
-    from terapipe_ds.bench.report import plots
-
-    drawn: dict[str, tuple[Figure | None, str]] = {
+    drawn = {
         "steps": (plots.step_times(result), "Step times of all runs"),
         "slices": (plots.slice_counts(result), "Step time against the number of slices"),
         "predicted": (plots.predictions(result), "Predicted against measured step times"),
@@ -131,19 +128,16 @@ def _figures(result: Result) -> dict[str, str]:
 
 def _timelines(result: Result) -> Iterator[tuple[str, str]]:
     """Yield a title and a picture per group; the group that gains most comes first."""
-    from terapipe_ds.bench.report.plots import inline_png, inline_svg
-    from terapipe_ds.timeline.picture import build_figure
-
     pairs = [(group, pair) for group in result.groups if (pair := timeline_pair(group))]
     pairs.sort(key=lambda each: -(each[0].ratio(each[1][-1]) or 0.0))
     for index, (group, runs) in enumerate(pairs):
         titled = [(run.label, run.timeline) for run in runs if run.timeline is not None]
         title = f"{group.title.capitalize()}: {' and '.join(label for label, _ in titled)}"
-        figure = build_figure(titled)
-        if sum(len(timeline.events) for _, timeline in titled) > _MOST_BOXES:
-            yield title, inline_png(figure, f"Timelines, {title}")
+        figure, boxes = build_figure(titled), sum(len(timeline.events) for _, timeline in titled)
+        if boxes > _MOST_BOXES:
+            yield title, plots.inline_png(figure, f"Timelines, {title}")
         else:
-            yield title, inline_svg(figure, f"timeline{index}", f"Timelines, {title}")
+            yield title, plots.inline_svg(figure, f"timeline{index}", f"Timelines, {title}")
 
 
 def _flat(facts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,16 +35,6 @@ _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
 
 Rows = list[tuple[Group, list[Run]]]
 """A panel per group, and in it a row per run, the first on top."""
-
-
-@contextmanager
-def drawing() -> Iterator[None]:
-    """Set matplotlib for drawing and for `inline_svg`: text stays text, a `$` is a dollar."""
-    import matplotlib
-
-    settings: dict[str, Any] = {"svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
-    with matplotlib.rc_context(settings | {"text.parse_math": False, "hatch.linewidth": 0.6}):
-        yield
 
 
 def inline_svg(figure: Figure, key: str, description: str) -> str:
@@ -97,7 +86,7 @@ def step_times(result: Result) -> Figure | None:
         if any(run.bound_s is not None for run in runs):
             ax.plot([], [], "|", color=INK, markersize=9, markeredgewidth=1.3, label="bound")
         if stock := group.stock():
-            style = {"linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 0, "label": "stock median"}
+            style: dict[str, Any] = {"linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 0, "label": "stock median"}
             ax.axvline(stock.step_s * scale, color=COLOURS["deepspeed"], **style)
         ends = [value for run in runs for value in (*run.step_s_all, run.step_s, run.bound_s or 0.0)]
         ax.set_xlim(0, 1.03 * max(ends) * scale)
@@ -264,10 +253,11 @@ def _stack(
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with the panels below each other, and their axes."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     counts = [len(runs) for _, runs in rows]
-    figure = Figure(figsize=(width, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.1)  # inches above and below each panel
+    layout = ConstrainedLayoutEngine(h_pad=0.1)  # inches above and below each panel
+    figure = Figure(figsize=(width, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
     panels = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
     for ax, (group, runs), title in zip(panels, rows, titles, strict=True):
         _quiet(ax, "x")
@@ -284,7 +274,7 @@ def _beside(ax: Axes, head: str, texts: Sequence[str], bold_row: int | None = No
     """Write a column of figures right of the rows, with a head."""
     ax.text(1.01, 1, head, transform=ax.transAxes, va="bottom", **_SMALL)
     for row, text in enumerate(texts):
-        place = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 8.5}
+        place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 8.5}
         ax.text(1.01, row, text, color=INK, fontweight="bold" if row == bold_row else "normal", **place)
 
 

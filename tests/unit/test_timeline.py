@@ -27,6 +27,7 @@ from terapipe_ds.timeline import (
 )
 from terapipe_ds.timeline.export import to_chrome_trace, to_csv
 from terapipe_ds.timeline.picture import build_figure, draw_timelines
+from tests.unit.drawn_texts import overlaps, texts_of
 
 
 def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: int = 0) -> TimelineEvent:
@@ -355,37 +356,8 @@ def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
-def texts_of(figure: Any) -> list[str]:
-    from matplotlib.text import Text
-
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
-
-
-def overlaps(figure: Any) -> list[tuple[str, str]]:
-    """The pairs of texts that run into one another."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    texts = list(figure.legends[0].get_texts())
-    for axes in figure.axes:
-        left, right = axes.get_xlim()
-        ticks = [tick.label1 for tick in axes.xaxis.get_major_ticks() if left <= tick.get_loc() <= right]
-        texts += [*axes.texts, *axes.get_yticklabels(), *ticks, axes.xaxis.label]
-    drawn = [text for text in texts if text.get_text() and text.get_visible()]
-    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in drawn]
-    width, height = canvas.get_width_height()
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, f"{text} leaves the picture"
-    ordered = sorted(boxes, key=lambda pair: pair[1].x0)
-    found = []
-    for index, (text, box) in enumerate(ordered):
-        for other_text, other in ordered[index + 1 :]:
-            if other.x0 >= box.x1:
-                break
-            if other.y0 < box.y1 and box.y0 < other.y1:
-                found.append((text, other_text))
-    return found
+def words_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in texts_of(figure)]
 
 
 @pytest.mark.parametrize(
@@ -405,7 +377,7 @@ def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, 
 
 def test_what_the_picture_says() -> None:
     figure = build_figure([("stock", two_stages()), ("sliced", large(2, 4))])
-    texts = texts_of(figure)
+    texts = words_of(figure)
     for expected in (
         "stock",
         "makespan 6 s, bubble 41.7 %",
@@ -425,7 +397,7 @@ def test_what_the_picture_says() -> None:
 
 
 def test_every_box_that_has_room_has_its_label() -> None:
-    texts = texts_of(build_figure([("", large(2, 16))]))
+    texts = words_of(build_figure([("", large(2, 16))]))
     for unit in range(16):
         assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
 
@@ -439,7 +411,7 @@ def test_eight_stages_of_64_units_are_legible() -> None:
     uneven = SlicePlan((20, 18, 17, 16, 15, 15, 14, 13))
     timeline = simulate(build("seq1f1b", 8, 8, 8), uneven, UnitCosts(128, 0.1))
     figure = build_figure([("seq1f1b", timeline)])
-    labels = [text for text in texts_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
+    labels = [text for text in words_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
     assert len(labels) >= 0.9 * 8 * 128
     assert not overlaps(figure)
     assert all(text.get_fontsize() >= 5 for axes in figure.axes for text in axes.texts)

@@ -119,7 +119,6 @@ def _figures(result: Result) -> dict[str, str]:
     drawn = {
         "steps": (plots.step_times(result), "Step times of all runs"),
         "slices": (plots.slice_counts(result), "Step time against the number of slices"),
-        "predicted": (plots.predictions(result), "Predicted against measured step times"),
         "errors": (plots.prediction_errors(result), "Errors of the predictions, run by run"),
         "memory": (plots.memory(result), "Peak memory per stage"),
     }

@@ -160,42 +160,13 @@ def _draw_slices(ax: Axes, group: Group, runs: list[Run], names: list[str]) -> N
     ax.set_ylabel(f"step time, {unit}", **_SMALL)
 
 
-def predictions(result: Result) -> Figure | None:
-    """Draw predicted against measured on equal log axes, with the 5 % band round the diagonal."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
-
-    pairs = [(run, run.predicted_s) for run in result.measured if run.predicted_s is not None]
-    if not pairs:
-        return None
-    figure = Figure(figsize=(4.4, 4.55), layout="constrained")
-    ax = figure.subplots()
-    _quiet(ax, "both")
-    values = [value for run, predicted_s in pairs for value in (run.step_s, predicted_s)]
-    unit, scale = time_unit(values)
-    ends = min(values) * scale / 1.12, max(values) * scale * 1.12
-    low, high = ([end * (1 + off) for end in ends] for off in (-WITHIN, WITHIN))
-    ax.fill_between(ends, low, high, color=BAND, linewidth=0, zorder=0, label="within 5 %")
-    ax.plot(ends, ends, color=MUTED, linewidth=0.8, zorder=1)
-    for run, predicted_s in pairs:
-        ax.plot(run.step_s * scale, predicted_s * scale, **_marker(run))
-    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends, box_aspect=1)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if ends[1] > 5 * ends[0] else MaxNLocator(5))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter("{x:g}")
-    ax.set_xlabel(f"measured, {unit}", **_SMALL)
-    ax.set_ylabel(f"predicted, {unit}", **_SMALL)
-    return _with_legend(figure)
-
-
 def prediction_errors(result: Result) -> Figure | None:
     """Draw how far each prediction is from the median, and (as a line) from the single steps."""
     rows: Rows = [(group, [run for run in group.runs if run.predicted_s is not None]) for group in result.groups]
     rows = [(group, runs) for group, runs in rows if runs]
     if not rows:
         return None
-    figure, panels = _stack(rows, ["prediction error"] * len(rows), width=6.4)
+    figure, panels = _stack(rows, ["prediction error"] * len(rows))
     limit = max(0.08, 1.15 * max(abs(run.prediction_error or 0.0) for _, runs in rows for run in runs))
     for ax, (_, runs) in zip(panels, rows, strict=True):
         ax.axvspan(-100 * WITHIN, 100 * WITHIN, color=BAND, linewidth=0, zorder=0, label="within 5 %")
@@ -203,7 +174,9 @@ def prediction_errors(result: Result) -> Figure | None:
         for row, run in enumerate(runs):
             singles = [100 * ((run.predicted_s or 0.0) / step_s - 1) for step_s in run.step_s_all]
             ax.hlines(row, min(singles), max(singles), color=COLOURS[run.system], linewidth=1.2, alpha=0.6)
-            ax.plot(100 * (run.prediction_error or 0.0), row, **_marker(run))
+            face = "none" if run.replayed else COLOURS[run.system]
+            style: dict[str, Any] = {"color": COLOURS[run.system], "markerfacecolor": face, "linestyle": "none"}
+            ax.plot(100 * (run.prediction_error or 0.0), row, marker=MARKERS[run.system], label=run.system, **style)
         _beside(ax, "", [percent(run.prediction_error, "+.1f") for run in runs])
         ax.set_xlim(-100 * limit, 100 * limit)
     panels[-1].set_xlabel("predicted / measured − 1, percent", **_SMALL)
@@ -236,28 +209,19 @@ def _draw_peaks(ax: Axes, row: int, run: Run, scale: float) -> None:
     ax.barh(middles, peaks, 0.78 * thick, label=run.system, **style)
     for middle, expected in zip(middles, run.predicted_peak_bytes or (), strict=False):
         if expected is not None:
-            ends = middle - 0.48 * thick, middle + 0.48 * thick
-            ax.vlines(expected * scale, *ends, color=INK, linewidth=1.5, label="predicted")
+            ax.vlines(expected * scale, middle - 0.48 * thick, middle + 0.48 * thick, color=INK, linewidth=1.5)
+            ax.plot([], [], "|", color=INK, markersize=9, markeredgewidth=1.5, label="predicted")
     ax.axhline(row + 0.5, color=LINE, linewidth=0.5, alpha=0.6, zorder=0)
 
 
-def _marker(run: Run) -> dict[str, Any]:
-    """Return how a run is drawn as a point: hollow if it was replayed."""
-    colour = COLOURS[run.system]
-    face = {"markerfacecolor": "none" if run.replayed else colour, "markeredgecolor": colour, "markeredgewidth": 0.8}
-    return {"marker": MARKERS[run.system], "markersize": 6.5, "linestyle": "none", "label": run.system, **face}
-
-
-def _stack(
-    rows: Rows, titles: Sequence[str], *, width: float = 9.2, row_height: float = 0.29
-) -> tuple[Figure, list[Axes]]:
+def _stack(rows: Rows, titles: Sequence[str], row_height: float = 0.29) -> tuple[Figure, list[Axes]]:
     """Return a figure with the panels below each other, and their axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     counts = [len(runs) for _, runs in rows]
     layout = ConstrainedLayoutEngine(h_pad=0.1)  # inches above and below each panel
-    figure = Figure(figsize=(width, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
+    figure = Figure(figsize=(9.2, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
     panels = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
     for ax, (group, runs), title in zip(panels, rows, titles, strict=True):
         _quiet(ax, "x")

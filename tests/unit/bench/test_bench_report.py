@@ -284,14 +284,10 @@ def test_a_required_key_that_is_absent_is_named() -> None:
         ({"system": "jax"}, "system = 'jax': Input should be 'deepspeed', 'terapipe' or 'torch'"),
         ({"step_s": 0}, r"runs\[0\].step_s = 0: Input should be greater than 0"),
         ({"step_s": float("nan")}, "step_s = nan"),
-        ({"step_s": True}, "step_s = True"),
         ({"step_s_all": []}, r"step_s_all = \[\]: Tuple should have at least 1 item"),
         ({"slices": [5, 0]}, r"slices\[1\] = 0: Input should be greater than or equal to 1"),
-        ({"accumulation": "4"}, "accumulation = '4': Input should be a valid integer"),
-        ({"predicted_s": "soon"}, "predicted_s = 'soon': Input should be a valid number"),
         ({"peak_bytes": [1, 2, 3]}, "3 peak_bytes for 2 stages"),
         ({"predicted_peak_bytes": [1]}, "1 predicted_peak_bytes for 2 stages"),
-        ({"planned": "yes"}, "planned = 'yes': Input should be a valid boolean"),
         ({"timeline": "{}"}, r"timeline = '{}': not a timeline: format is missing"),
         ({"error": 7}, "error = 7: Input should be a valid string"),
     ],
@@ -336,14 +332,9 @@ def test_the_same_result_gives_the_same_page() -> None:
     assert render_page(data) == render_page(data)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [(None, "–"), (1234.5, "1,234"), (0.5, "0.5000"), (0.0123, "0.01230"), (12.345, "12.35")]
-)
-def test_digits(value: float | None, expected: str) -> None:
-    assert digits(value) == expected
-
-
-def test_seconds_have_a_unit() -> None:
+def test_numbers_have_the_digits_that_count_and_a_unit() -> None:
+    shown = {None: "–", 1234.5: "1,234", 0.5: "0.5000", 0.0123: "0.01230", 12.345: "12.35"}
+    assert {value: digits(value) for value in shown} == shown
     assert [seconds(value) for value in (12.34, 1.234, 0.01234, 12e-6)] == ["12.3 s", "1.23 s", "12.3 ms", "12.0 µs"]
 
 

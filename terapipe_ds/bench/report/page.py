@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.report import plots, text
+import terapipe_ds.bench.report.plots as plots
+import terapipe_ds.bench.report.text as text
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, Group, ReportError, Result, Run, read_result
 from terapipe_ds.files import write_text
 from terapipe_ds.json_text import JsonError, parse_json

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from terapipe_ds.messages import show_value
 
@@ -15,6 +15,9 @@ MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much dee
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How the records of files are validated: no other types, no unknown keys, finite numbers."""
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 class JsonError(ValueError):
@@ -55,6 +58,35 @@ def describe_error(error: ValidationError, whole: str) -> str:
         return f"{_dotted(place) or whole}: {complaint['msg'].removeprefix('Value error, ')}"
     expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
     return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"
+def parse_as(model: type[_Model], text: str | bytes) -> _Model:
+    """Return what a JSON text holds as a value of ``model``, read strictly: no value is converted to another type.
+
+    Raises:
+        JsonError: the text is no JSON, or a value does not fit; the message names the first such value and its place.
+    """
+    try:
+        parse_json(text)
+    except JsonError as error:
+        raise JsonError(f"the text is no JSON: {error}") from None
+    try:
+        return model.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise JsonError(_first_problem(error)) from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    loc = [key for key in first["loc"] if not str(key).startswith("<")]  # "<...>" tags a member of a union
+    keys = [f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in loc]
+    place = "".join(keys).removeprefix(".")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    reason = first.get("ctx", {}).get("error", first["msg"])  # an error that our own check raised, in its own words
+    return f"{place} = {show_value(first['input'], 40)}: {reason}" if place else str(reason)
+
+
+def _show_key(key: str) -> str:
+    return key if key.isprintable() and len(key) <= 40 else show_value(key, 40)
 
 
 def is_writable(text: str) -> bool:

@@ -19,8 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "terapipe_ds"
 # The longest prefix counts. The command line and the package itself have a rule of their own: LAZY.
 RINGS = {
     "config": 0, "config_conflicts": 0, "plan": 0, "costs": 0, "compat": 0, "hooks": 0,
-    "simulator": 0, "timeline": 0, "files": 0, "json_text": 0, "timeline_picture": 0,
-    "timeline_compare": 0, "timeline_export": 0,
+    "simulator": 0, "timeline": 0, "files": 0, "json_text": 0,
     "cost_parametric": 0, "simulator_costs": 0, "simulator_memory": 0,
     "schedule": 0, "planner": 0, "messages": 0,
     "attention": 1,
@@ -35,9 +34,9 @@ THIRD_PARTIES = {
     "numpy": 0, "pydantic": 0, "matplotlib": 0,
     "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
     "torch.distributed": 2, "deepspeed": 2,
-    "megatron": 3,
+    "megatron": 3, "jinja2": 3,
 }  # fmt: skip
-DEFERRED_ONLY = ("matplotlib", "flash_attn", "transformer_engine", "megatron", "apex")
+DEFERRED_ONLY = ("matplotlib", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex")
 EXTRAS = {"models.megatron": "megatron"}  # packages that are there for one optional third party: they import it freely
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings

@@ -19,6 +19,7 @@ from pathlib import Path
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Schedule, build
 from terapipe_ds.simulator import Replay, UnitCosts, simulate
+from terapipe_ds.timeline.picture import draw_timelines
 
 COLUMNS = tuple(name for name in SCHEDULE_NAMES if name not in ("terapipe", "dapple"))
 """``dapple`` is ``1f1b``, and ``terapipe`` has the memory of ``gpipe`` and, in slices, the time of ``seq1f1b``."""
@@ -86,7 +87,8 @@ def draw(directory: str | Path) -> list[Path]:
         schedule = build("dapple", *PICTURED, policy="B") if name == "dapple" else _built(name, *PICTURED)
         costs = UnitCosts(_TOKENS, share=schedule.part_share)
         paths.append(Path(directory) / f"schedule-{name}.svg")
-        simulate(schedule, SlicePlan.equal(_TOKENS, PICTURED[2]), costs).draw(paths[-1])
+        timeline = simulate(schedule, SlicePlan.equal(_TOKENS, PICTURED[2]), costs)
+        draw_timelines([(timeline.name, timeline)], paths[-1])
     return paths
 
 

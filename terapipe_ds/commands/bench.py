@@ -36,6 +36,7 @@ EXAMPLES = """\
   terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
   terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
+  terapipe bench --from bench.json --html bench.html          the report of a result that was kept
 
 Schedules of each system:
   deepspeed: 1f1b, dualpipev
@@ -94,6 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
     output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
     output.add_argument(
+        "--from", dest="result", metavar="RESULT",
+        help="write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
+    )  # fmt: skip
+    output.add_argument(
         "--check-replay", action="store_true",
         help="fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
     )  # fmt: skip
@@ -101,6 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write."""
+    if arguments.result is not None:
+        _report_of(arguments)
+        return
     if arguments.preset not in PRESETS:
         raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
     for option in ("json", "html"):
@@ -130,6 +138,25 @@ def run(arguments: argparse.Namespace) -> None:
     _check_success(result)
     if arguments.check_replay:
         _check_replay(result)
+
+
+def _report_of(arguments: argparse.Namespace) -> None:
+    """Write the report of a result that was kept. Other options are refused: they are those of a run."""
+    from terapipe_ds.bench.report import load_result, write_report
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    usual = {name: value for name, value in vars(parser.parse_args([])).items() if name not in ("result", "html")}
+    given = [name for name, value in usual.items() if getattr(arguments, name) != value]
+    if given or arguments.html is None:
+        named = ", ".join(name if name == "preset" else f"--{name.replace('_', '-')}" for name in given)
+        problem = f"runs nothing and does not use {named}" if given else "needs --html"
+        raise CommandError(f"--from {problem}: give --from RESULT --html FILE alone")
+    check_output(arguments.html, "--html")
+    if Path(arguments.html).resolve() == Path(arguments.result).resolve():
+        raise CommandError(f"--html {arguments.html} is the result itself: give another name")
+    write_report(load_result(arguments.result), arguments.html)
+    print(f"{arguments.html}: {Path(arguments.html).stat().st_size / 1024:.0f} KiB")
 
 
 def _check_gpu_options(arguments: argparse.Namespace) -> None:

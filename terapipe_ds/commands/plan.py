@@ -156,6 +156,7 @@ def _report(
 def _draw(result: PlanResult, setup: PlanSetup, path: str, options: dict[str, Any]) -> None:
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
+    from terapipe_ds.timeline.picture import draw_timelines
 
     count = result.plan.num_slices
     schedule = build(
@@ -163,7 +164,7 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str, options: dict[str, An
         **options,
     )  # fmt: skip
     title = f"{result.schedule}, {count} slices, simulated"
-    simulate(schedule, result.plan, setup.costs_of(schedule.num_parts)).draw(path, title=title)
+    draw_timelines([(title, simulate(schedule, result.plan, setup.costs_of(schedule.num_parts)))], path)
 
 
 def _progress(what: str, done: int, of: int) -> None:

@@ -29,7 +29,7 @@ EXAMPLES = """\
 
 With --model it shows the peak of each stage's memory as well: parameters, gradients, Adam's states in the dtype's usual
 mixed precision, live slices, keys and values; without ZeRO or activation checkpointing (`terapipe plan` knows both).
---trace opens in ui.perfetto.dev; --timeline is what `terapipe compare` reads.
+--trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
 """
 
 _MAX_FORWARDS = 1_000_000
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (opens in ui.perfetto.dev)")
     parser.add_argument("--picture", metavar="FILE", help="draw to a .png, .svg or .pdf file")
     parser.add_argument("--csv", metavar="FILE", help="write the events as CSV")
-    parser.add_argument("--timeline", metavar="FILE", help="write the timeline, for `terapipe compare`")
+    parser.add_argument("--timeline", metavar="FILE", help="write the timeline, for `terapipe timeline --against`")
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
@@ -258,14 +258,12 @@ def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
     from terapipe_ds.files import write_text
+    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+    from terapipe_ds.timeline.picture import draw_timelines
 
     if arguments.picture:
-        timeline.draw(arguments.picture)
-    texts = (
-        (arguments.trace, timeline.to_chrome_trace),
-        (arguments.csv, timeline.to_csv),
-        (arguments.timeline, timeline.to_json),
-    )
+        draw_timelines([(timeline.name, timeline)], arguments.picture)
+    texts = ((arguments.trace, to_chrome_trace), (arguments.csv, to_csv), (arguments.timeline, type(timeline).to_json))
     for path, make in texts:
         if path:
-            write_text(path, make())
+            write_text(path, make(timeline))

@@ -204,7 +204,7 @@ class AutoPlanner:
         return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
 
     def _write_prediction(self, result: PlanResult, costs: Any) -> None:
-        """Write the simulated step beside the traces of measured ones, for `terapipe compare`."""
+        """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
         if self._config.trace_dir is None:
             return
         schedule = build(

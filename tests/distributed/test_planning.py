@@ -560,7 +560,7 @@ def test_the_predicted_step_lies_beside_the_measured_ones(
 ) -> None:
     on_ranks(2, _traced, folder=str(tmp_path))
     predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
-    assert main(["compare", str(predicted), str(tmp_path)]) == 0
+    assert main(["timeline", str(tmp_path), "--against", str(predicted)]) == 0
     text = capsys.readouterr().out
     assert "stage" in text and "F0.0" in text
 

@@ -144,7 +144,7 @@ def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
     stages = {rank: {event.stage_id for event in Timeline.load(file).events} for rank, file in files.items()}
     assert stages == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
     predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
-    assert main(["compare", str(predicted), str(tmp_path)]) == 0
+    assert main(["timeline", str(tmp_path), "--against", str(predicted)]) == 0
     said = capsys.readouterr()
     assert "F0.0" in said.out and "note: ranks 0, 2; others hold the same stages" in said.err
     picture = tmp_path / "step.svg"

@@ -16,16 +16,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds import timeline_picture
 from terapipe_ds.timeline import (
     CriticalStep,
     Timeline,
     TimelineError,
     TimelineEvent,
     parse_file_name,
+    picture,
     timeline_file_name,
 )
-from terapipe_ds.timeline_picture import draw_many
+from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+from terapipe_ds.timeline.picture import build_figure, draw_timelines
+from tests.unit.drawn_texts import overlaps, texts_of
 
 
 def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: int = 0) -> TimelineEvent:
@@ -81,6 +83,7 @@ def test_makespan_and_bubble_count_computation_only() -> None:
     assert timeline.makespan_s == 6.0
     assert timeline.busy_s() == (4.0, 3.0)
     assert timeline.bubble_fraction == pytest.approx(5 / 12)
+    assert timeline.bubbles() == pytest.approx((1 / 3, 1 / 2))
 
 
 def test_overlapping_computations_are_busy_once() -> None:
@@ -92,7 +95,7 @@ def test_overlapping_computations_are_busy_once() -> None:
 @pytest.mark.parametrize("events", [(), (event(0, "ST", 1, 2),), (event(0, "F0.0", 1, 1),)])
 def test_a_timeline_without_computation(events: tuple[TimelineEvent, ...]) -> None:
     timeline = Timeline(3, events)
-    assert (timeline.makespan_s, timeline.bubble_fraction) == (0.0, 0.0)
+    assert (timeline.makespan_s, timeline.bubble_fraction, timeline.bubbles()) == (0.0, 0.0, (0.0, 0.0, 0.0))
 
 
 @given(timelines)
@@ -141,26 +144,20 @@ def without(key: str) -> str:
     ("text", "reason"),
     [
         ("", "the text is no JSON"),
-        ("[]", "not a timeline"),
         ("{}", "not a timeline"),
         ("[" * 100_000, "the text is no JSON"),
         (changed("format", "other"), "not a timeline"),
-        (changed("version", 2), "the timeline has version 2, this program reads 1"),
-        (changed("extra", 1), "the timeline has an unknown field 'extra'"),
-        (without("num_stages"), "the timeline has no field 'num_stages'"),
-        (changed("num_stages", 2.0), "num_stages = 2.0, which is of the wrong type"),
-        (changed("num_stages", True), "num_stages = True"),
+        (changed("version", 2), "version = 2: Input should be 1; give a file"),
+        (changed("extra", 1), "extra = 1: Extra inputs are not permitted"),
+        (without("num_stages"), "num_stages is missing; give a file of"),
+        (changed("num_stages", 2.0), "num_stages = 2.0: Input should be a valid integer"),
         (changed("num_stages", 1), "is on stage 1 of 1 stages"),
-        (changed("events", {}), "events = {}"),
-        (changed("events", [3]), "event 0 is 3: it must be an object"),
-        (changed("peak_bytes", [1, None]), "peak_bytes is .* one whole number per stage"),
+        (changed("events", [3]), r"events\[0\] = 3: Input should be an object"),
         (changed("peak_bytes", [1]), "peak_bytes has 1 entries"),
-        (changed_event(start_s="0"), "event 1 has start_s = '0'"),
+        (changed_event(start_s="0"), r"events\[1\].start_s = '0': Input should be a valid number"),
         (changed_event(start_s=1e9), "runs from 1000000000.0 s to 12.0 s"),
         (changed_event(end_s=math.nan), "finite times"),
-        (changed_event(rank=0), "event 1 has an unknown field 'rank'"),
-        (changed_event(stage_id=None), "event 1 has stage_id = None"),
-        (changed_event(start_s=10**400), "event 1 has start_s = .* wrong type or size"),
+        (changed_event(start_s=10**400), "finite times"),
     ],
 )
 def test_other_json_is_refused(text: str, reason: str) -> None:
@@ -185,7 +182,7 @@ def test_any_value_in_any_field_raises_nothing_but_its_own_error(key: str, value
 
 
 def test_chrome_trace() -> None:
-    rows = json.loads(two_stages().to_chrome_trace())["traceEvents"]
+    rows = json.loads(to_chrome_trace(two_stages()))["traceEvents"]
     names = [row["args"]["name"] for row in rows if row["ph"] == "M"]
     assert names == ["stage 0", "stage 1"]
     forward = next(row for row in rows if row["name"] == "F0.0" and row["tid"] == 0)
@@ -208,7 +205,7 @@ def test_links_and_bytes_in_a_chrome_trace() -> None:
         TimelineEvent(1, "SG0.0c1>0", 0, 0, "SG", 9, 9.5, chunk_id=1),
     )  # fmt: skip
     timeline = Timeline(2, events, bytes_over_time=(((0.0, 10), (2.0, 30)), ((0.0, 20),)))
-    rows = json.loads(timeline.to_chrome_trace())["traceEvents"]
+    rows = json.loads(to_chrome_trace(timeline))["traceEvents"]
     threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert threads == {
         (0, 0): "stage 0", (0, 1): "stage 1",
@@ -227,7 +224,7 @@ def test_links_and_bytes_in_a_chrome_trace() -> None:
 
 @given(timelines)
 def test_csv_has_every_event(timeline: Timeline) -> None:
-    head, *rows = csv.reader(io.StringIO(timeline.to_csv()))
+    head, *rows = csv.reader(io.StringIO(to_csv(timeline)))
     assert head == ["stage_id", "action", "micro_batch_id", "slice_id", "kind", "start_s", "end_s", "chunk_id"]
     types = (int, str, int, int, str, float, float, int)
     read = [TimelineEvent(*(kind(cell) for kind, cell in zip(types, row, strict=True))) for row in rows]
@@ -240,11 +237,6 @@ def test_live_slices_over_time() -> None:
     assert chunks.live_slices() == (((1, 1), (2, 2), (3, 1)),)
     back_to_back = Timeline(1, (event(0, "B0.0", 2, 3), event(0, "F0.0", 0, 2), event(0, "F0.1", 2, 3)))
     assert back_to_back.live_slices() == (((2, 1), (3, 1)),)
-
-
-def test_bubbles_per_stage() -> None:
-    assert two_stages().bubbles() == pytest.approx((1 / 3, 1 / 2))
-    assert Timeline(2, ()).bubbles() == (0.0, 0.0)
 
 
 def simulated() -> Timeline:
@@ -265,16 +257,11 @@ def test_what_a_simulation_adds_comes_back_and_a_measured_file_does_not_have_it(
     ("key", "value", "reason"),
     [
         ("bytes_over_time", [[[0, 1]], [[0, 1]]], "bytes_over_time has 2 entries for 1 stages"),
-        ("bytes_over_time", [3], "a list of .seconds, bytes. per stage"),
-        ("bytes_over_time", [[[0.0]]], "a list of .seconds, bytes. per stage"),
-        ("bytes_over_time", [[[0.0, 1.5]]], "is no step"),
-        ("bytes_over_time", [[[math.nan, 1]]], "is no step"),
-        ("bytes_over_time", {}, "which is of the wrong type"),
-        ("critical_path", [[2, "stage"]], "critical_path has .* give .number of an event"),
-        ("critical_path", [[-1, "stage"]], "critical_path has"),
-        ("critical_path", [["0", "stage"]], "critical_path has"),
-        ("critical_path", [[0, 1]], "critical_path has"),
-        ("critical_path", [0], "critical_path has"),
+        ("bytes_over_time", [[[0.0]]], r"bytes_over_time\[0\]\[0\]\[1\] is missing"),
+        ("bytes_over_time", [[[math.nan, 1]]], r"bytes_over_time\[0\]\[0\]\[0\] = nan: "),
+        ("critical_path", [[2, "stage"]], "critical_path has event 2: give numbers below 2"),
+        ("critical_path", [[-1, "stage"]], r"critical_path\[0\]\[0\] = -1"),
+        ("critical_path", [0], r"critical_path\[0\] = 0"),
     ],
 )
 def test_other_json_of_a_simulation_is_refused(key: str, value: Any, reason: str) -> None:
@@ -327,83 +314,50 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
 )
-def test_pictures_are_written_whole(tmp_path: Path, suffix: str, magic: bytes) -> None:
+def test_pictures_are_written_whole_and_the_same_each_time(tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"step{suffix}"
-    two_stages().draw(path, title="measured")
-    assert path.read_bytes().startswith(magic)
+    draw_timelines([("measured", two_stages())], path)
+    first = path.read_bytes()
+    draw_timelines([("measured", two_stages())], path)
+    assert path.read_bytes() == first and first.startswith(magic)
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_same_timeline_gives_the_same_picture(tmp_path: Path) -> None:
-    paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
-    for path in paths:
-        two_stages().draw(path, title="measured")
-    assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
 def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TimelineError, match=r"end the name in .png, .svg or .pdf"):
-        two_stages().draw(tmp_path / "step.jpg")
+        draw_timelines([("", two_stages())], tmp_path / "step.jpg")
     with pytest.raises(TimelineError, match="nothing to draw"):
-        Timeline(2, (event(0, "ST", 0, 1),)).draw(tmp_path / "step.png")
+        draw_timelines([("", Timeline(2, (event(0, "ST", 0, 1),)))], tmp_path / "step.png")
     with pytest.raises(TimelineError, match="nothing to draw"):
-        draw_many([], tmp_path / "step.png")
+        draw_timelines([], tmp_path / "step.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(TimelineError, match="pip install matplotlib"):
-        two_stages().draw(tmp_path / "step.png")
+        draw_timelines([("", two_stages())], tmp_path / "step.png")
     assert not list(tmp_path.iterdir())
 
 
-def texts_of(figure: Any) -> list[str]:
-    from matplotlib.text import Text
-
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
-
-
-def overlaps(figure: Any) -> list[tuple[str, str]]:
-    """The pairs of texts that run into one another."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    texts = list(figure.legends[0].get_texts())
-    for axes in figure.axes:
-        left, right = axes.get_xlim()
-        ticks = [tick.label1 for tick in axes.xaxis.get_major_ticks() if left <= tick.get_loc() <= right]
-        texts += [*axes.texts, *axes.get_yticklabels(), *ticks, axes.xaxis.label]
-    drawn = [text for text in texts if text.get_text() and text.get_visible()]
-    boxes = [(text.get_text(), text.get_window_extent(canvas.get_renderer())) for text in drawn]
-    width, height = canvas.get_width_height()
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, (
-            f"{text} leaves the picture"
-        )
-    ordered = sorted(boxes, key=lambda pair: pair[1].x0)
-    found = []
-    for index, (text, box) in enumerate(ordered):
-        for other_text, other in ordered[index + 1 :]:
-            if other.x0 >= box.x1:
-                break
-            if other.y0 < box.y1 and box.y0 < other.y1:
-                found.append((text, other_text))
-    return found
+def words_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in texts_of(figure)]
 
 
 @pytest.mark.parametrize(
     "shape",
     [
-        (1, 1, 1), (2, 16, 4), (8, 64, 4),
-        pytest.param((16, 200, 2), marks=pytest.mark.full), pytest.param((8, 64, 16), marks=pytest.mark.full),
+        (1, 1, 1),
+        (2, 16, 4),
+        (8, 64, 4),
+        pytest.param((16, 200, 2), marks=pytest.mark.full),
+        pytest.param((8, 64, 16), marks=pytest.mark.full),
     ],
 )
 def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, int]) -> None:
-    figure = timeline_picture._figure([("stock", large(*shape)), ("sliced", large(*shape))])
+    figure = build_figure([("stock", large(*shape)), ("sliced", large(*shape))])
     assert not overlaps(figure)
 
 
 def test_what_the_picture_says() -> None:
-    figure = timeline_picture._figure([("stock", two_stages()), ("sliced", large(2, 4))])
-    texts = texts_of(figure)
+    figure = build_figure([("stock", two_stages()), ("sliced", large(2, 4))])
+    texts = words_of(figure)
     for expected in (
         "stock",
         "makespan 6 s, bubble 41.7 %",
@@ -423,7 +377,7 @@ def test_what_the_picture_says() -> None:
 
 
 def test_every_box_that_has_room_has_its_label() -> None:
-    texts = texts_of(timeline_picture._figure([("", large(2, 16))]))
+    texts = words_of(build_figure([("", large(2, 16))]))
     for unit in range(16):
         assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
 
@@ -436,22 +390,20 @@ def test_eight_stages_of_64_units_are_legible() -> None:
 
     uneven = SlicePlan((20, 18, 17, 16, 15, 15, 14, 13))
     timeline = simulate(build("seq1f1b", 8, 8, 8), uneven, UnitCosts(128, 0.1))
-    figure = timeline_picture._figure([("seq1f1b", timeline)])
-    labels = [text for text in texts_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
+    figure = build_figure([("seq1f1b", timeline)])
+    labels = [text for text in words_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
     assert len(labels) >= 0.9 * 8 * 128
     assert not overlaps(figure)
     assert all(text.get_fontsize() >= 5 for axes in figure.axes for text in axes.texts)
 
 
 def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
-    figure = timeline_picture._figure([("", two_stages())])
+    figure = build_figure([("", two_stages())])
     boxes = {}
     for collection in figure.axes[0].collections:
         for path, colour in zip(collection.get_paths(), collection.get_facecolor(), strict=False):
             extent = path.get_extents()
-            boxes[round(extent.x0, 6), round(extent.x1, 6), round((extent.y0 + extent.y1) / 2)] = tuple(
-                colour[:3]
-            )
+            boxes[round(extent.x0, 6), round(extent.x1, 6), round((extent.y0 + extent.y1) / 2)] = tuple(colour[:3])
     assert {(0, 6, 0), (0, 6, 1)} <= set(boxes), "the ground that shows where a stage waits"
     forward, backward, weight = boxes[0, 2, 0], boxes[4, 6, 0], boxes[4, 5, 1]
     assert (2, 3, 1) in boxes
@@ -461,12 +413,10 @@ def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
 
 
 def test_colours_tell_micro_batches_apart() -> None:
-    shades = [timeline_picture._shade(m, kind) for m in range(10) for kind in ("F", "B", "W")]
+    shades = [picture._shade(m, kind) for m in range(10) for kind in ("F", "B", "W")]
     distances = [math.dist(a, b) for index, a in enumerate(shades) for b in shades[index + 1 :]]
     assert min(distances) > 0.05
-    neighbours = [
-        math.dist(timeline_picture._shade(m, "B"), timeline_picture._shade(m + 1, "B")) for m in range(20)
-    ]
+    neighbours = [math.dist(picture._shade(m, "B"), picture._shade(m + 1, "B")) for m in range(20)]
     assert min(neighbours) > 0.3
 
 

@@ -3,17 +3,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pytest import approx
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import UnitCosts, simulate
 from terapipe_ds.timeline import Timeline, TimelineEvent
-from terapipe_ds.timeline_compare import CompareError, Pair, compare, render
+from terapipe_ds.timeline.compare import CompareError, Row, compare
 
 
 def timeline(*rows: tuple[int, str, float, float]) -> Timeline:
@@ -36,52 +39,55 @@ def measured() -> Timeline:
     )  # fmt: skip
 
 
+def values(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[float, float]]:
+    """(what, stage, action or kind) -> predicted and measured."""
+    return {(row.what, row.stage_id, row.action or row.kind): (row.predicted, row.measured) for row in rows}
+
+
 def test_by_hand() -> None:
     result = compare(predicted(), measured())
-    assert result.makespan_s == Pair(9, 11)
-    assert result.bubble_fraction.predicted == pytest.approx(6 / 18)
-    assert result.bubble_fraction.measured == pytest.approx(9 / 22)
-    first, second = result.stages
-    assert first.busy_s == {"F": Pair(2, 4), "B": Pair(4, 4)}
-    assert second.busy_s == {"F": Pair(2, 2), "B": Pair(4, 3)}
-    assert (first.wait_s, second.wait_s) == (Pair(3, 3), Pair(1, 3))
-    assert second.bubble_fraction == Pair(pytest.approx(1 - 6 / 9), pytest.approx(1 - 5 / 11))
-    worst = [(a.stage_id, a.action, a.duration_s.ratio) for a in result.worst(2)]
-    assert worst == [(0, "F0.1", 3.0), (1, "B0.0", 0.5)]
-    assert result.median_ratio() == 1.0
-    assert (result.median_ratio("F"), result.median_ratio("B")) == (1.0, 1.0)
-    assert [(a.stage_id, a.action, a.wait_s) for a in result.longest_waits()] == [(1, "F0.1", Pair(0, 2))]
-    drifts = {(a.stage_id, a.action): a.start_s.measured - a.start_s.predicted for a in result.actions}
-    assert set(drifts.values()) == {0, 2}
+    assert values(result.summary) == {
+        ("makespan_s", None, None): (9, 11), ("bubble_fraction", None, None): approx((6 / 18, 9 / 22)),
+        ("busy_s", 0, "F"): (2, 4), ("busy_s", 0, "B"): (4, 4), ("wait_s", 0, None): (3, 3),
+        ("bubble_fraction", 0, None): approx((1 - 6 / 9, 1 - 8 / 11)),
+        ("busy_s", 1, "F"): (2, 2), ("busy_s", 1, "B"): (4, 3), ("wait_s", 1, None): (1, 3),
+        ("bubble_fraction", 1, None): approx((1 - 6 / 9, 1 - 5 / 11)),
+    }  # fmt: skip
+    sections = result.sections()
+    worst = sections["durations that differ most"]
+    assert [(row.stage_id, row.action, row.ratio) for row in worst[:2]] == [(0, "F0.1", 3.0), (1, "B0.0", 0.5)]
+    assert values(sections["waits longer than predicted"]) == {("wait_s", 1, "F0.1"): (0, 2)}
+    assert values(sections["start that differs most"]) == {("start_s", 1, "F0.1"): (2, 4)}
+    assert [result.median_ratio(kind) for kind in (None, "F", "B")] == [1.0, 1.0, 1.0]
+    assert {row.difference for row in result.of_actions("start_s")} == {0, 2}
     assert result.median_drift_s() == 2
-    assert result.largest_drift().start_s == Pair(2, 4)
 
 
 def test_what_is_printed_names_the_places() -> None:
-    text = render(compare(predicted(), measured()))
-    lines = [line.split() for line in text.splitlines()]
-    assert ["makespan", "s", "9", "11", "1.222"] in lines
-    assert ["bubble", "%", "33.3", "40.9"] in lines
-    assert ["stage", "0", "F", "s", "2", "4", "2.000"] in lines
-    assert ["stage", "1", "waits", "s", "1", "3", "3.000"] in lines
-    assert ["stage", "0", "F0.1", "1", "3", "3.000"] in lines
-    assert "at most +2 s" in text
-    data = compare(predicted(), measured()).to_dict()
+    result = compare(predicted(), measured())
+    lines = [line.split() for line in result.render().splitlines()]
+    for expected in (
+        "makespan s 9 11 1.222", "bubble % 33.3 40.9", "stage 0 F s 2 4 2.000", "stage 1 wait s 1 3 3.000",
+        "stage 1 bubble % 33.3 54.5", "stage 0 F0.1 1 3 3.000", "median ratio of durations: 1.000 (F 1.000, B 1.000)",
+        "median difference of starts: +2 s",
+    ):  # fmt: skip
+        assert expected.split() in lines
+    data = result.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["makespan_s"]["ratio"] == pytest.approx(11 / 9)
-    assert data["durations"]["worst"][0] == {
-        "stage_id": 0, "action": "F0.1", "predicted": 1, "measured": 3, "ratio": 3.0,
+    assert data["rows"][0] == {
+        "what": "makespan_s", "predicted": 9, "measured": 11, "stage_id": None, "action": None, "kind": None,
+        "ratio": 11 / 9,
     }  # fmt: skip
-    assert data["start_drift_s"]["median"] == 2
+    assert (data["median_ratio"], data["median_start_drift_s"]) == ({"all": 1.0, "F": 1.0, "B": 1.0}, 2)
 
 
 def test_the_worst_are_ten() -> None:
     costs = UnitCosts(64)
     both = [simulate(build("gpipe", 2, 1, n), SlicePlan((1,) * n), costs) for n in (64, 64)]
     result = compare(*both)
-    assert len(result.worst()) == 10
-    assert result.longest_waits() == []
-    assert "waits longer" not in render(result)
+    assert len(result.sections()["durations that differ most"]) == 10
+    assert result.sections()["waits longer than predicted"] == []
+    assert "waits longer" not in result.render()
 
 
 @given(st.floats(0.25, 4), st.floats(-1e3, 1e3))
@@ -96,11 +102,11 @@ def test_a_slower_machine_and_another_clock(factor: float, zero_s: float) -> Non
     one, other = simulate(schedule, plan, costs), simulate(schedule, plan, slower)
     shifted = [dataclasses.replace(e, start_s=e.start_s + zero_s, end_s=e.end_s + zero_s) for e in other.events]
     result = compare(one, Timeline(3, tuple(shifted)))
-    assert result.makespan_s.ratio == pytest.approx(factor, rel=1e-9)
-    assert [a.duration_s.ratio for a in result.actions] == pytest.approx([factor] * len(result.actions), rel=1e-9)
-    assert result.bubble_fraction.measured == pytest.approx(result.bubble_fraction.predicted, abs=1e-9)
-    for stage in result.stages:
-        assert stage.wait_s.measured == pytest.approx(factor * stage.wait_s.predicted, rel=1e-9, abs=1e-9)
+    ratios = [row.ratio for row in result.of_actions("duration_s")]
+    assert ratios == approx([factor] * 36, rel=1e-9)
+    for row in result.summary:
+        expected = row.predicted * (1.0 if row.what == "bubble_fraction" else factor)
+        assert row.measured == approx(expected, rel=1e-9, abs=1e-9), row
 
 
 def test_links_and_other_events_do_not_count() -> None:
@@ -112,11 +118,11 @@ def test_links_and_other_events_do_not_count() -> None:
 def test_durations_of_zero_have_no_ratio() -> None:
     one = timeline((0, "F0.0", 0, 0), (0, "F0.1", 0, 1))
     result = compare(one, timeline((0, "F0.0", 0, 1), (0, "F0.1", 1, 2)))
-    assert [a.duration_s.ratio for a in result.worst()] == [None, 1.0]
+    assert [row.ratio for row in result.sections()["durations that differ most"]] == [None, 1.0]
     assert result.median_ratio() == 1.0
     assert json.dumps(result.to_dict(), allow_nan=False)
     assert not math.isnan(result.median_drift_s())
-    assert "-" in render(result)
+    assert ["stage", "0", "F0.0", "0", "1", "-"] in [line.split() for line in result.render().splitlines()]
 
 
 def cut(timeline_: Timeline, *names: str) -> Timeline:

@@ -21,7 +21,7 @@ RINGS = {
     "config": 0, "config_conflicts": 0, "plan": 0, "cost_model": 0, "model_sizes": 0, "compat": 0, "hooks": 0,
     "simulator": 0, "timeline": 0, "files": 0, "json_text": 0, "timeline_picture": 0,
     "timeline_compare": 0, "timeline_export": 0,
-    "cost_profile": 0, "cost_profile_checks": 0, "cost_analytic": 0, "cost_parametric": 0, "devices": 0,
+    "cost_profile": 0, "cost_profile_checks": 0, "cost_analytic": 0, "devices": 0,
     "simulator_costs": 0, "simulator_memory": 0,
     "schedule": 0, "planner": 0,
     "attention": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from terapipe_ds.bench import ranks
-from terapipe_ds.bench.ranks import spawn_ranks
+from terapipe_ds.bench.ranks import Workload, spawn_ranks
 
 
 def end_with(rank: int, rendezvous: str, codes: list[int]) -> None:
@@ -27,9 +28,7 @@ def test_a_rank_that_fails_is_an_error_whoever_ends_first(codes: list[int]) -> N
 
 
 @pytest.mark.parametrize(("code", "said"), [(0, None), (3, "rank 1 ended with exit code 3")])
-def test_the_last_rank_may_end_while_nobody_looks(
-    monkeypatch: pytest.MonkeyPatch, code: int, said: str | None
-) -> None:
+def test_the_last_rank_may_end_while_nobody_looks(monkeypatch: pytest.MonkeyPatch, code: int, said: str | None) -> None:
     """Both ranks have ended by the time the first of them is noticed; a wait for nobody would never end."""
 
     def wait_for_all(sentinels: list[int], timeout: float | None = None) -> list[int]:
@@ -45,6 +44,31 @@ def test_the_last_rank_may_end_while_nobody_looks(
     else:
         with pytest.raises(RuntimeError, match=said):
             spawn_ranks(end_with, 2, [0, code])
+
+
+def test_options_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulation", type=int, default=7)
+    Workload.add_arguments(parser, hidden=256)
+    work = Workload.of(parser.parse_args(["--layers", "3"]), accumulation=2)
+    assert (work.hidden, work.layers, work.accumulation, work.stages) == (256, 3, 2, 2)
+    monkeypatch.setattr(os, "environ", {})
+    ranks.keep_memory()
+    assert os.environ["MALLOC_MMAP_MAX_"] == "0"
+
+
+def _fail_on_rank_1(rank: int, rendezvous: str, folder: str) -> None:
+    Path(folder, f"rank{rank}").write_text(rendezvous)
+    if rank == 1:
+        raise SystemExit(3)
+    while True:  # waits for what never comes
+        pass
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3"):
+        spawn_ranks(_fail_on_rank_1, 2, str(tmp_path))
+    assert (tmp_path / "rank1").exists()
 
 
 def fail_with_a_thread(rank: int, rendezvous: str) -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_parametric import ParametricCostError, ParametricCosts, StepTotal
+from studies.parametric_costs import ParametricCostError, ParametricCosts, StepTotal
 from terapipe_ds.plan import SlicePlan
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "terapipe_published.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "terapipe_published.json"
 STAGES, MICRO_BATCHES, LENGTH = 96, 2, 2048  # setting 9
 # Attention without a fused kernel on a V100, forward and backward: 24 heads of 128 per rank, 4 FLOPs each at 55 % of
 # 125 TFLOP/s and 16 bytes at 75 % of 900 GB/s.

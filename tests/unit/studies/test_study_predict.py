@@ -1,16 +1,12 @@
-"""The benchmark of predictions: its cases, its arithmetic, and ranks that fail."""
+"""The study of predictions: its cases and its arithmetic."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 
 import pytest
 
-from terapipe_ds.bench import ranks
-from terapipe_ds.bench.predict import Case, Row, cases, print_table, uneven
-from terapipe_ds.bench.ranks import Workload, spawn_ranks
+from studies.predict import Case, Row, cases, print_table, uneven
 
 
 @pytest.mark.parametrize(("length", "granularity", "num_slices", "shrink"), [(2048, 64, 8, 0.9), (1000, 8, 5, 0.7)])
@@ -42,28 +38,3 @@ def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "worst -5.0% (seq1f1b, 1 equal)" in text and "10.0 unsliced steps" in text
     assert "auto over the best equal plan (1 equal) 0.600" in text  # the median of 1.2/2, 1.2/2.1, 1.25/1.9
-
-
-def test_options_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--accumulation", type=int, default=7)
-    Workload.add_arguments(parser, hidden=256)
-    work = Workload.of(parser.parse_args(["--layers", "3"]), accumulation=2)
-    assert (work.hidden, work.layers, work.accumulation, work.stages) == (256, 3, 2, 2)
-    monkeypatch.setattr(os, "environ", {})
-    ranks.keep_memory()
-    assert os.environ["MALLOC_MMAP_MAX_"] == "0"
-
-
-def _fail_on_rank_1(rank: int, rendezvous: str, folder: str) -> None:
-    Path(folder, f"rank{rank}").write_text(rendezvous)
-    if rank == 1:
-        raise SystemExit(3)
-    while True:  # waits for what never comes
-        pass
-
-
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3"):
-        spawn_ranks(_fail_on_rank_1, 2, str(tmp_path))
-    assert (tmp_path / "rank1").exists()

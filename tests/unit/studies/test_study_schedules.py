@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from terapipe_ds.bench import schedules
-from terapipe_ds.bench.schedules import COLUMNS, Cell, markdown
+from studies import schedules
+from studies.schedules import COLUMNS, Cell, markdown
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")

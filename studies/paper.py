@@ -1,7 +1,7 @@
-"""The paper's step times, published against simulated: ``python -m terapipe_ds.bench.paper``.
+"""The paper's step times, published against simulated: `python -m studies.paper`.
 
 Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988) give step times of whole pipelines, not of single slices, so the
-costs behind them are fitted (``cost_parametric``) to some of these times and others are predicted; every row says
+costs behind them are fitted (`parametric_costs`) to some of these times and others are predicted; every row says
 which. "our plan" is what the planner chooses under the fitted costs, simulated, beside the time published for the
 paper's own plan. For the longer sequences the paper's plans are not known, and this is the only prediction there is.
 """
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.cost_parametric import ParametricCosts, StepTotal
+from studies.parametric_costs import ParametricCosts, StepTotal
 from terapipe_ds.devices import device_card
 from terapipe_ds.files import write_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.slice_dp import solve
 
-FILE = Path(__file__).parents[1] / "data" / "terapipe_published.json"
+FILE = Path(__file__).with_name("published.json")
 GRANULARITY_TOKENS = 8  # all published plans are multiples of it
 NOTES = {
     9: "Five parameters fitted to the seven totals of equal slices (figure 6b); no point of the dynamic program is in "
@@ -39,7 +39,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One published time and ours. ``kind``: "fitted" where the costs saw this time of this plan, "predicted" where
+    """One published time and ours. `kind`: "fitted" where the costs saw this time of this plan, "predicted" where
     not, "planned" where the plan is ours."""
 
     setting: int
@@ -73,7 +73,7 @@ class Setting:
 
 
 def parse_scheme(text: str) -> tuple[SlicePlan, int]:
-    """The authors' notation ``[(rows, [lengths] * n + ...)] * m``: the plan of one micro-batch, and how many there are.
+    """The authors' notation `[(rows, [lengths] * n + ...)] * m`: the plan of one micro-batch, and how many there are.
 
     Raises:
         ValueError: rows other than 1, or another notation.
@@ -89,7 +89,7 @@ def parse_scheme(text: str) -> tuple[SlicePlan, int]:
 
 
 def read_setting(setting: int, document: dict[str, Any] | None = None) -> Setting:
-    """What ``data/terapipe_published.json`` has about a setting of the paper."""
+    """What `published.json` has about a setting of the paper."""
     document = document or json.loads(FILE.read_text(encoding="utf-8"))
     (shape,) = (row for row in document["table1_settings"] if row["setting"] == setting)
     (main,) = (row for row in document["main_results"] if row["setting"] == setting)
@@ -149,8 +149,15 @@ def _row(given: Setting, costs: ParametricCosts, total: StepTotal, kind: str, na
     count = f"{plan.num_slices} slices" if plan.num_slices > 1 else "unsliced"
     name = name or ("published plan" if total is given.scheme else "equal" if plan.num_slices > 1 else "")
     simulated_s = costs.total_s(plan, total.num_stages, total.num_micro_batches)
-    return Row(given.setting, plan.sequence_length, f"{name}, {count}".removeprefix(", "), total.latency_s, simulated_s,
-               kind, plan.lengths)  # fmt: skip
+    return Row(
+        given.setting,
+        plan.sequence_length,
+        f"{name}, {count}".removeprefix(", "),
+        total.latency_s,
+        simulated_s,
+        kind,
+        plan.lengths,
+    )
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -164,7 +171,7 @@ def table(rows: Iterable[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m terapipe_ds.bench.paper", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m studies.paper", description=__doc__.split("\n")[0])
     parser.add_argument("--setting", type=int, choices=sorted(NOTES), help="one setting of table 1; default: all")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with the lengths of every plan")
     options = parser.parse_args(arguments)

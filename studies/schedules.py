@@ -1,8 +1,8 @@
 """Every schedule next to the others, simulated: the table and the pictures of docs/schedules.md.
 
-    python -m terapipe_ds.bench.schedules                             # the table, as Markdown
-    python -m terapipe_ds.bench.schedules --stages 4 --json
-    python -m terapipe_ds.bench.schedules --pictures docs/pictures    # a timeline of each, as SVG
+    python -m studies.schedules                             # the table, as Markdown
+    python -m studies.schedules --stages 4 --json
+    python -m studies.schedules --pictures docs/pictures    # a timeline of each, as SVG
 
 A stage takes 1 s for the forward of a micro-batch and 2 s for its backward, half of it for the weight gradients; a
 slice and a chunk take their share, and links cost nothing. No torch, no measurement: what the orders alone decide.
@@ -21,7 +21,7 @@ from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Schedule, bu
 from terapipe_ds.simulator import Replay, UnitCosts, simulate
 
 COLUMNS = tuple(name for name in SCHEDULE_NAMES if name not in ("terapipe", "dapple"))
-"""``dapple`` is ``1f1b``, and ``terapipe`` has the memory of ``gpipe`` and, in slices, the time of ``seq1f1b``."""
+"""`dapple` is `1f1b`, and `terapipe` has the memory of `gpipe` and, in slices, the time of `seq1f1b`."""
 STAGES = (4, 8, 16)
 COUNTS = (1, 2, 4, 8, 16)  # of micro-batches, and of slices
 PICTURED = (4, 4, 2)  # stages, micro-batches, slices
@@ -30,7 +30,7 @@ _TOKENS = 240  # of a sequence: a multiple of every number of slices
 
 @dataclass(frozen=True)
 class Cell:
-    """One schedule of one shape; ``live`` counts whole micro-batches of a whole stage, whatever its parts are."""
+    """One schedule of one shape; `live` counts whole micro-batches of a whole stage, whatever its parts are."""
 
     schedule: str
     num_stages: int
@@ -50,9 +50,7 @@ class Cell:
         makespan_s = Replay(schedule).makespan(SlicePlan.equal(_TOKENS, num_slices), costs)
         peak = max(schedule.peak_live_slices())
         bubble = max(1.0 - 3.0 * num_micro_batches / makespan_s, 0.0)
-        return cls(
-            name, num_stages, num_micro_batches, num_slices, makespan_s, bubble, peak, peak * share / num_slices
-        )
+        return cls(name, num_stages, num_micro_batches, num_slices, makespan_s, bubble, peak, peak * share / num_slices)
 
     def __str__(self) -> str:
         return f"{self.makespan_s:.2f} / {100 * self.bubble_fraction:.0f} % / {self.live:.3g}"
@@ -79,7 +77,7 @@ def markdown(table: Sequence[Sequence[Cell]]) -> str:
 
 
 def draw(directory: str | Path) -> list[Path]:
-    """A timeline of every schedule, ``schedule-NAME.svg``; that of ``dapple`` with its policy B."""
+    """A timeline of every schedule, `schedule-NAME.svg`; that of `dapple` with its policy B."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     paths = []
     for name in SCHEDULE_NAMES:
@@ -97,9 +95,7 @@ def _built(name: str, num_stages: int, num_micro_batches: int, num_slices: int) 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, or draw."""
-    parser = argparse.ArgumentParser(
-        prog="python -m terapipe_ds.bench.schedules", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m studies.schedules", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES, metavar="K", help="even numbers (4 8 16)")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument("--pictures", metavar="DIR", help="draw a timeline of each schedule there instead")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from terapipe_ds.bench import paper
+from studies import paper
 from terapipe_ds.plan import SlicePlan
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "terapipe_published.json"
+GOLDEN = Path(__file__).parents[2] / "golden" / "terapipe_published.json"
 
 
 def test_the_shipped_numbers_are_the_published_ones() -> None:

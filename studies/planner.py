@@ -1,6 +1,6 @@
 """How long the slice program takes, scalar cost calls included, and whether its plan is proven to be the best.
 
-    python -m terapipe_ds.bench.planner
+    python -m studies.planner
 
 Costs have a launch floor, grow with the tokens of a slice and, by attention, with its prefix. Their shapes: "b = 2f",
 "b ~ 2f" (2f with 0.1% of noise), "b = 1.5f + c", and "measured" (2% of noise on f and b each: nothing is smooth).
@@ -69,9 +69,7 @@ def measure(granules: int, granularity_tokens: int, num_stages: int, shape: str,
     costs = Noisy(length, shape)
     calls_s, _ = _timed(lambda: _call_all(costs, length, granularity_tokens), repeats)
     seconds, found = _timed(lambda: solve(costs, length, num_stages, 1, granularity_tokens), repeats)
-    return Row(
-        granules, num_stages, shape, calls_s, seconds, found.optimal, found.num_programs, found.plan.num_slices
-    )
+    return Row(granules, num_stages, shape, calls_s, seconds, found.optimal, found.num_programs, found.plan.num_slices)
 
 
 def _call_all(costs: Noisy, length: int, granularity_tokens: int) -> None:
@@ -109,7 +107,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m terapipe_ds.bench.planner", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m studies.planner", description=__doc__.split("\n")[0])
     parser.add_argument("--granules", type=int, nargs="+", default=[granules for granules, *_ in CASES])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=1)

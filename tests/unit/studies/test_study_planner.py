@@ -6,25 +6,25 @@ import json
 
 import pytest
 
-from terapipe_ds.bench import planner as bench
+from studies import planner as study
 from terapipe_ds.planner.slice_dp import solve
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--granules", "64", "--shapes", "b = 2f", "measured", "--json"])
+    study.main(["--granules", "64", "--shapes", "b = 2f", "measured", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["granules"], row["num_stages"], row["shape"]) for row in rows] == [
         (64, 8, "b = 2f"),
         (64, 8, "measured"),
     ]
     for row in rows:
-        found = solve(bench.Noisy(2048, row["shape"]), 2048, 8, 1, 32)
+        found = solve(study.Noisy(2048, row["shape"]), 2048, 8, 1, 32)
         assert row["optimal"] is True and row["num_slices"] == found.plan.num_slices
         assert row["seconds"] > 0 and row["calls_s"] > 0 and row["num_programs"] == found.num_programs
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    bench.main(["--granules", "16", "--shapes", "b ~ 2f", "b = 1.5f + c"])
+    study.main(["--granules", "16", "--shapes", "b ~ 2f", "b = 1.5f + c"])
     lines = capsys.readouterr().out.splitlines()
     assert "numpy" in lines[0] and "optimal" in lines[1]
     assert [line.split()[:2] for line in lines[2:]] == [["16", k] for k in ("8", "8", "48", "48", "96", "96")]
@@ -32,8 +32,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_shapes_are_what_they_say() -> None:
     forward, backward = ([], [])
-    for shape in bench.SHAPES:
-        costs = bench.Noisy(1000, shape)
+    for shape in study.SHAPES:
+        costs = study.Noisy(1000, shape)
         pairs = [(tokens, prefix) for prefix in range(0, 1000, 50) for tokens in range(50, 1001 - prefix, 50)]
         forward.append([costs.forward_s(*pair) for pair in pairs])
         backward.append([costs.backward_s(*pair) for pair in pairs])

@@ -1,10 +1,10 @@
 """Predicted against measured step times: does the planner's arithmetic hold on this machine?
 
-``python -m terapipe_ds.bench.predict`` starts one process per stage, each pinned to its own core, lets the engine
-measure its slices as ``"slices": "auto"`` does, and then trains with equal plans, the automatic plan and uneven ones,
+`python -m studies.predict` starts one process per stage, each pinned to its own core, lets the engine
+measure its slices as `"slices": "auto"` does, and then trains with equal plans, the automatic plan and uneven ones,
 under several schedules and accumulations, in turns. Predicted is the simulated makespan of the schedule that the engine
 runs, from the measured costs, plus the measured seconds of reduce and optimizer. The processes keep the memory that
-they free (``ranks.keep_memory``).
+they free (`ranks.keep_memory`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from terapipe_ds.bench.ranks import (
 from terapipe_ds.files import write_text
 
 EXAMPLES = """examples:
-  python -m terapipe_ds.bench.predict
-  python -m terapipe_ds.bench.predict --schedules seq1f1b --accumulation 1 --turns 7
-  python -m terapipe_ds.bench.predict --hidden 512 --json predict.json
+  python -m studies.predict
+  python -m studies.predict --schedules seq1f1b --accumulation 1 --turns 7
+  python -m studies.predict --hidden 512 --json predict.json
 """
 
 
@@ -75,7 +75,7 @@ class Row:
 
 
 def uneven(length: int, granularity: int, num_slices: int, shrink: float) -> tuple[int, ...]:
-    """Slices that shrink by about ``shrink`` from one to the next, cut at multiples of ``granularity``."""
+    """Slices that shrink by about `shrink` from one to the next, cut at multiples of `granularity`."""
     weights = [shrink**i for i in range(num_slices)]
     cuts, done = [0], 0.0
     for weight in weights[:-1]:
@@ -85,7 +85,7 @@ def uneven(length: int, granularity: int, num_slices: int, shrink: float) -> tup
 
 
 def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, ...]]) -> list[Case]:
-    """What is measured; ``auto``: the planner's plans by schedule and accumulation."""
+    """What is measured; `auto`: the planner's plans by schedule and accumulation."""
     from terapipe_ds.plan import SlicePlan
 
     length, granularity = arguments.sequence_length, arguments.granularity
@@ -106,9 +106,12 @@ def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, 
 def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.Namespace, out: str) -> None:
     prepare_rank(rank, work.stages, rendezvous)
     section = {
-        "enabled": True, "schedule": "seq1f1b", "slices": "auto", "granularity_tokens": arguments.granularity,
+        "enabled": True,
+        "schedule": "seq1f1b",
+        "slices": "auto",
+        "granularity_tokens": arguments.granularity,
         "planner": {"cache_dir": str(Path(out).parent)},
-    }  # fmt: skip
+    }
     engine = build_engine(section, work)
     data = batches(work)
     begin_s = time.perf_counter()
@@ -216,16 +219,20 @@ def print_table(rows: list[Row], measuring_s: float) -> None:
         auto = next(row for row in group if row.case.name == "auto")
         best = min((row for row in group if row.case.name.endswith("equal")), key=lambda row: row.measured_s)
         ratio = statistics.median(a / b for a, b in zip(auto.steps_s, best.steps_s, strict=True))
-        print(f"{key[0]}, m = {key[1]}: auto over the best equal plan ({best.case.name}) {ratio:.3f}, "
-              f"auto is {list(auto.case.lengths)}")  # fmt: skip
+        print(
+            f"{key[0]}, m = {key[1]}: auto over the best equal plan ({best.case.name}) {ratio:.3f}, "
+            f"auto is {list(auto.case.lengths)}"
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's text."""
     parser = argparse.ArgumentParser(
-        prog="python -m terapipe_ds.bench.predict", description=__doc__, epilog=EXAMPLES,
+        prog="python -m studies.predict",
+        description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--schedules", type=list_of(str), default=["terapipe", "seq1f1b"], metavar="NAME[,NAME...]")
     parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")
     parser.add_argument("--slices", type=list_of(int), default=[1, 2, 4, 8, 16], metavar="N[,N...]")

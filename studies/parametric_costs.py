@@ -39,7 +39,7 @@ class ParametricCostError(ValueError):
 
 @dataclass(frozen=True)
 class StepTotal:
-    """One whole step of a fill-drain pipeline of equal stages, every micro-batch cut by ``plan``."""
+    """One whole step of a fill-drain pipeline of equal stages, every micro-batch cut by `plan`."""
 
     plan: SlicePlan
     num_stages: int
@@ -53,7 +53,7 @@ class StepTotal:
 
 @dataclass(frozen=True)
 class ParametricCosts:
-    """See the module. ``tokens`` and ``prefix`` are ints or arrays. ``backward_ratio``: backward over forward, which
+    """See the module. `tokens` and `prefix` are ints or arrays. `backward_ratio`: backward over forward, which
     totals cannot tell; they do not depend on it."""
 
     floor_s: float
@@ -97,7 +97,7 @@ class ParametricCosts:
         derivatives times the parameters (Euler) and a Gauss-Newton step is a linear, nonnegative least-squares problem.
 
         Raises:
-            ParametricCostError: no totals, or a negative ``per_pair_s``.
+            ParametricCostError: no totals, or a negative `per_pair_s`.
         """
         if not totals or not 0 <= per_pair_s < np.inf:
             raise ParametricCostError(
@@ -122,9 +122,7 @@ class ParametricCosts:
         return best
 
     def _parameters(self) -> Array:
-        return np.array(
-            [self.floor_s, self.constant_s, self.per_token_s, self.per_pair_s, self.per_prefix_token_s]
-        )  # fmt: skip
+        return np.array([self.floor_s, self.constant_s, self.per_token_s, self.per_pair_s, self.per_prefix_token_s])
 
 
 def _terms(i: Array, j: Array) -> Array:

@@ -1,9 +1,9 @@
 """Predicted against measured peaks of memory: does the planner's memory model hold?
 
-``python -m terapipe_ds.bench.memory`` trains on pipeline ranks with several schedules, plans and accumulations, and
-records in each rank the largest total of tensor bytes within a step, exactly (``runtime.tensor_peak``). Beside it stand
+`python -m studies.memory` trains on pipeline ranks with several schedules, plans and accumulations, and
+records in each rank the largest total of tensor bytes within a step, exactly (`runtime.tensor_peak`). Beside it stand
 the peaks of the simulator's replay of the same schedule with two memory models: the one counted from model sizes, and
-the one that the engine measures in place for ``"slices": "auto"``. Every table has the error of the whole peak, and
+the one that the engine measures in place for `"slices": "auto"`. Every table has the error of the whole peak, and
 that of the part above parameters, gradients and optimizer states, where it cannot hide behind them.
 
 Cases in which every stage runs the same order (all schedules with one micro-batch) are measured once.
@@ -35,15 +35,15 @@ from terapipe_ds.bench.ranks import (
 from terapipe_ds.files import write_text
 
 EXAMPLES = """examples:
-  python -m terapipe_ds.bench.memory
-  python -m terapipe_ds.bench.memory --schedules seq1f1b --accumulation 4 --slices 2,16
-  python -m terapipe_ds.bench.memory --hidden 512 --sequence-length 1024 --json memory.json
+  python -m studies.memory
+  python -m studies.memory --schedules seq1f1b --accumulation 4 --slices 2,16
+  python -m studies.memory --hidden 512 --sequence-length 1024 --json memory.json
 """
 
 
 @dataclass(frozen=True)
 class Case:
-    """One schedule with equal slices and a number of micro-batches per step; ``also``: schedules with its order."""
+    """One schedule with equal slices and a number of micro-batches per step; `also`: schedules with its order."""
 
     schedule: str
     slices: int
@@ -91,9 +91,12 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
     import torch.distributed as torch_dist
 
     section = {
-        "enabled": True, "schedule": "seq1f1b", "slices": "auto", "granularity_tokens": arguments.granularity,
+        "enabled": True,
+        "schedule": "seq1f1b",
+        "slices": "auto",
+        "granularity_tokens": arguments.granularity,
         "planner": {"cache_dir": str(Path(out).parent)},
-    }  # fmt: skip
+    }
     engine, data = build_engine(section, work), batches(work)
     engine.train_batch(data)  # measures, for which it has to be the only one that records
     torch_dist.barrier()  # rank 0 has written what was measured
@@ -125,17 +128,28 @@ def counted_model(engine: Any, work: Workload) -> Any:
     torch_dist.all_gather_object(layers, len(mine))
     head_dim = mine[0].attention.head_dim
     size = ModelSize(
-        "benchmark", work.layers, work.hidden, work.heads, mine[0].attention.num_kv_heads, head_dim,
-        mine[0].feed_forward.down.in_features, 256, work.sequence_length,
-    )  # fmt: skip
+        "benchmark",
+        work.layers,
+        work.hidden,
+        work.heads,
+        mine[0].attention.num_kv_heads,
+        head_dim,
+        mine[0].feed_forward.down.in_features,
+        256,
+        work.sequence_length,
+    )
     return MemoryModel.of_model(
-        size, num_stages=work.stages, dtype="float32", micro_batch=work.micro_batch, fused_norm=False,
+        size,
+        num_stages=work.stages,
+        dtype="float32",
+        micro_batch=work.micro_batch,
+        fused_norm=False,
         layers_per_part=layers,
-    )  # fmt: skip
+    )
 
 
 def in_place_model(folder: Path) -> Any:
-    """The memory model in the cache of profiles that the engine has written to ``folder``."""
+    """The memory model in the cache of profiles that the engine has written to `folder`."""
     from terapipe_ds.planner.memory import MemoryModel, PartMemory
 
     (path,) = folder.glob("*.memory.json")
@@ -225,16 +239,20 @@ def print_table(rows: list[Row]) -> None:
     for name in ("counted", "in_place"):
         for above_static, what in ((False, "whole peak"), (True, "above static")):
             errors_of = [row.error(getattr(row, name), above_static) for row in rows]
-            print(f"{name.replace('_', ' ')}, {what}: error {min(errors_of):+.1%} to {max(errors_of):+.1%}, "
-                  f"median {statistics.median(errors_of):+.1%}")  # fmt: skip
+            print(
+                f"{name.replace('_', ' ')}, {what}: error {min(errors_of):+.1%} to {max(errors_of):+.1%}, "
+                f"median {statistics.median(errors_of):+.1%}"
+            )
 
 
 def main(argv: list[str] | None = None) -> None:
     """Command line; see the module's text."""
     parser = argparse.ArgumentParser(
-        prog="python -m terapipe_ds.bench.memory", description=__doc__, epilog=EXAMPLES,
+        prog="python -m studies.memory",
+        description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     names = ["terapipe", "seq1f1b", "1f1b"]
     parser.add_argument("--schedules", type=list_of(str), default=names, metavar="NAME[,NAME...]")
     parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")

@@ -101,7 +101,6 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--config": FILES, "--model": [*FILES, *NAMES], "--sequence-length": NUMBERS, "--slices": COUNTS, " ": NUMBERS,
         "--threads": NUMBERS,
     },
-    "index": {"": FILES, " ": FILES, "--out": OUTPUTS, "--tokenizer": NAMES, "--json-key": NAMES, "--force": None},
 }  # fmt: skip
 USUAL = {
     "show": "--schedule seq1f1b --stages 2 --slices 4", "compare": "timeline.json timeline.json",
@@ -109,9 +108,9 @@ USUAL = {
     "report": "bench.json --out o.html",
     "plan": "--model tiny --device h100 --stages 2 --sequence-length 64 --granularity 16", "bench": "cpu-2stage",
     "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --out o.txt",
-    "index": "text.txt --out made --force", "verify": "--config ds.json --model nano",
+    "verify": "--config ds.json --model nano",
 }  # fmt: skip
-SLOW = {"report", "index"}  # drawing, and imports of seconds
+SLOW = {"report"}  # draws
 
 
 @st.composite

@@ -21,8 +21,8 @@ from tests.distributed.tuple_models import HIDDEN_SIZE, Head, decoder, weight
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-from index_text import write_index  # noqa: E402
-from megatron_data import build_datasets, build_tokenizer, micro_batches  # noqa: E402
+from index_text import write_index
+from megatron_data import build_datasets, build_tokenizer, micro_batches
 
 LENGTH = 16
 EOD = 30

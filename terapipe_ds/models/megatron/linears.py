@@ -1,6 +1,6 @@
 """megatron-core's linear layers, whose weight gradients wait for W where the schedule splits backwards.
 
-In every other backward ``ColumnParallelLinear`` and ``RowParallelLinear`` do what megatron-core wrote. Where a slice
+In every other backward `ColumnParallelLinear` and `RowParallelLinear` do what megatron-core wrote. Where a slice
 has a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before wait for, with
 megatron-core's collectives: the gradients of the inputs, for column-parallel layers summed over the tensor-parallel
 ranks, or under sequence parallelism summed and cut; and those of biases. The gradient of the weight is left to W.
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 
 class SplitBackwards(Protocol):
-    """What an engine hands to ``defer_weight_gradients``: it runs W."""
+    """What an engine hands to `defer_weight_gradients`: it runs W."""
 
     def splits_now(self) -> bool:
         """Whether the slice that runs now has a W of its own."""
@@ -38,11 +38,11 @@ class SplitBackwards(Protocol):
     def keep(
         self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Leave ``rows^T inputs`` to W, or ``rows^T gather(inputs)``."""
+        """Leave `rows^T inputs` to W, or `rows^T gather(inputs)`."""
 
 
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
-    """Let the linear layers in ``module``, itself included, leave their weight gradients to ``gradients``.
+    """Let the linear layers in `module`, itself included, leave their weight gradients to `gradients`.
 
     Layers whose class or owner computes the product in a way of its own are left alone.
     """
@@ -62,7 +62,7 @@ def _is_megatron_s(layer: Any) -> bool:
 
 
 def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
-    """The product of ``layer`` with a weight that may be another layer's: what its ``_forward_impl`` is."""
+    """The product of `layer` with a weight that may be another layer's: what its `_forward_impl` is."""
     plain = functools.partial(type(layer)._forward_impl, layer)
 
     def forward(

@@ -62,7 +62,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = No
     """Cross entropy per token, in fp32, or fp64 where the logits are.
 
     Args:
-        logits: [..., V / tp], this rank's share of the vocabulary, in the order of the ranks of ``group``.
+        logits: [..., V / tp], this rank's share of the vocabulary, in the order of the ranks of `group`.
         labels: [...] int64 in [0, V).
         group: the tensor-parallel group; None for one rank.
     """
@@ -79,11 +79,11 @@ def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
 
 
 class VocabParallelLoss:
-    """The loss function of a ``MegatronGPT``: the mean over the tokens that count, as Megatron-LM's GPT has it.
+    """The loss function of a `MegatronGPT`: the mean over the tokens that count, as Megatron-LM's GPT has it.
 
-    Labels are [B, T] int64 with ``IGNORE_INDEX`` for tokens that do not count, or (labels, loss_mask) with a float
+    Labels are [B, T] int64 with `IGNORE_INDEX` for tokens that do not count, or (labels, loss_mask) with a float
     mask [B, T] that weighs each token. The loss is sum(mask * cross entropy) / sum(mask) over a micro-batch;
-    ``slice_weight`` tells the engine the share of a slice in it.
+    `slice_weight` tells the engine the share of a slice in it.
 
     Args:
         cross_entropy: "exact": computed in the dtype of fp64 logits, in fp32 otherwise. "megatron": megatron-core's

@@ -21,12 +21,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from studies.options import add_workload_options, batches, list_of, workload_of
 from terapipe_ds.bench.ranks import (
     Workload,
-    batches,
     build_engine,
     finish_rank,
-    list_of,
     machine,
     prepare_rank,
     progress_bar,
@@ -258,10 +257,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--accumulation", type=list_of(int), default=[1, 4], metavar="M[,M...]")
     parser.add_argument("--slices", type=list_of(int), default=[1, 4, 8], metavar="N[,N...]")
     parser.add_argument("--granularity", type=int, default=256, help="tokens, to measure at (default: %(default)s)")
-    Workload.add_arguments(parser, hidden=256, heads=4)
+    add_workload_options(parser, ("accumulation",), hidden=256, heads=4)
     parser.add_argument("--json", metavar="FILE", help="write machine, workload and all bytes here")
     arguments = parser.parse_args(argv)
-    work, this = Workload.of(arguments, accumulation=1), machine()
+    work, this = workload_of(arguments, accumulation=1), machine()
     rows = run(work, arguments)
     print_table(rows)
     if arguments.json:

@@ -14,17 +14,16 @@ import json
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from studies.options import add_workload_options, batches, list_of, workload_of
 from terapipe_ds.bench.ranks import (
     Workload,
-    batches,
     build_engine,
     finish_rank,
     keep_memory,
-    list_of,
     machine,
     prepare_rank,
     progress_bar,
@@ -238,10 +237,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--slices", type=list_of(int), default=[1, 2, 4, 8, 16], metavar="N[,N...]")
     parser.add_argument("--turns", type=int, default=5, help="measured turns (default: %(default)s)")
     parser.add_argument("--granularity", type=int, default=64, help="tokens (default: %(default)s)")
-    Workload.add_arguments(parser, hidden=256, heads=4)
+    add_workload_options(parser, ("accumulation",), hidden=256, heads=4)
     parser.add_argument("--json", metavar="FILE", help="write machine, workload and all times here")
     arguments = parser.parse_args(argv)
-    work, this = replace(Workload.of(arguments), accumulation=1), machine()
+    work, this = workload_of(arguments, accumulation=1), machine()
     rows, measuring_s = run(work, arguments)
     print_table(rows, measuring_s)
     if arguments.json:

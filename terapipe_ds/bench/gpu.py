@@ -24,7 +24,7 @@ REPEATS = 7
 
 
 def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
-    """The result of a preset, in the form of all benchmarks: a row per measurement, ``bound_s`` is the unsliced call.
+    """The result of a preset, in the form of all benchmarks: a row per measurement, `bound_s` is the unsliced call.
 
     Raises:
         BenchError: no CUDA device.
@@ -43,9 +43,14 @@ def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
     else:
         hidden, length = max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH
     work = {  # the largest of the rows, whose own sizes stand in their labels
-        "stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length, "pairs": REPEATS,
+        "stages": 1,
+        "layers": 1,
+        "hidden": hidden,
+        "micro_batch": 1,
+        "sequence_length": length,
+        "pairs": REPEATS,
         "device": "cuda",
-    }  # fmt: skip
+    }
     return {"machine": before, "preset": preset, "workload": work, "attention": attention, "runs": rows}
 
 
@@ -79,12 +84,12 @@ def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
 
 
 def layer_profile(name: str) -> Any:
-    """The measured profile of one layer of ``LAYERS`` in bf16."""
+    """The measured profile of one layer of `LAYERS` in bf16."""
     return measured_layer(LAYERS[name], LAYER_LENGTH, "cuda")
 
 
 def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, device: str) -> Any:
-    """The profile of a layer with sizes as in ``LAYERS``, on sequences of ``length`` tokens in bf16."""
+    """The profile of a layer with sizes as in `LAYERS`, on sequences of `length` tokens in bf16."""
     import torch
     from deepspeed.pipe import LayerSpec
 
@@ -93,9 +98,16 @@ def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, dev
 
     hidden, heads, kv_heads, head_dim, ffn, gated = sizes
     config = GPTConfig(
-        hidden_size=hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=ffn,
-        gated_mlp=gated, max_sequence_length=length, dtype="bfloat16",
-    )  # fmt: skip
+        hidden_size=hidden,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn,
+        gated_mlp=gated,
+        max_sequence_length=length,
+        dtype="bfloat16",
+    )
     inputs = torch.randn((1, length, hidden), dtype=torch.bfloat16, device=device)
     layers = [LayerSpec(_start(), hidden), LayerSpec(DecoderLayer, config, 0)]
     job = OfflineJob(layers, _mean_square, inputs, torch.zeros(1, length), 1)
@@ -125,12 +137,27 @@ def _mean_square(outputs: Any, labels: Any) -> Any:
 
 def _row(
     label: str, schedule: str, lengths: Sequence[int], step_s: float, unsliced_s: float, store_bytes: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A measurement in the form of a run; there is no pipeline, so nothing is predicted, idle or sent."""
     return {
-        "system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths), "accumulation": 1,
-        "stages": 1, "planned": False, "replayed": False, "step_s": step_s, "step_s_all": [step_s],
-        "spread_s": [step_s, step_s], "tokens_per_s": sum(lengths) / step_s, "bound_s": unsliced_s,
-        "predicted_s": None, "ratio_to_stock": unsliced_s / step_s, "ratio_to_bound": unsliced_s / step_s,
-        "bubble": 0.0, "peak_bytes": [store_bytes], "exposed_comm_s": 0.0, "loss": None,
-    }  # fmt: skip
+        "system": "terapipe",
+        "schedule": schedule,
+        "label": label,
+        "slices": list(lengths),
+        "accumulation": 1,
+        "stages": 1,
+        "planned": False,
+        "replayed": False,
+        "step_s": step_s,
+        "step_s_all": [step_s],
+        "spread_s": [step_s, step_s],
+        "tokens_per_s": sum(lengths) / step_s,
+        "bound_s": unsliced_s,
+        "predicted_s": None,
+        "ratio_to_stock": unsliced_s / step_s,
+        "ratio_to_bound": unsliced_s / step_s,
+        "bubble": 0.0,
+        "peak_bytes": [store_bytes],
+        "exposed_comm_s": 0.0,
+        "loss": None,
+    }

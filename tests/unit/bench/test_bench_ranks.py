@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import threading
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from terapipe_ds.bench import ranks
-from terapipe_ds.bench.ranks import Workload, spawn_ranks
+from terapipe_ds.bench.ranks import spawn_ranks
 
 
 def end_with(rank: int, rendezvous: str, codes: list[int]) -> None:
@@ -44,17 +43,6 @@ def test_the_last_rank_may_end_while_nobody_looks(monkeypatch: pytest.MonkeyPatc
     else:
         with pytest.raises(RuntimeError, match=said):
             spawn_ranks(end_with, 2, [0, code])
-
-
-def test_options_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--accumulation", type=int, default=7)
-    Workload.add_arguments(parser, hidden=256)
-    work = Workload.of(parser.parse_args(["--layers", "3"]), accumulation=2)
-    assert (work.hidden, work.layers, work.accumulation, work.stages) == (256, 3, 2, 2)
-    monkeypatch.setattr(os, "environ", {})
-    ranks.keep_memory()
-    assert os.environ["MALLOC_MMAP_MAX_"] == "0"
 
 
 def _fail_on_rank_1(rank: int, rendezvous: str, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""``torch.distributed.pipelining`` on the very layers that DeepSpeed's ``PipelineModule`` gets."""
+"""`torch.distributed.pipelining` on the very layers that DeepSpeed's `PipelineModule` gets."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
-from terapipe_ds.bench.drivers import Driver, MicroBatches
-from terapipe_ds.bench.orders import looped_placement, of_torch, v_placement
+from terapipe_ds.bench.drivers.base import Driver, MicroBatches
+from terapipe_ds.bench.drivers.orders import looped_placement, of_torch, v_placement
+from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
-from terapipe_ds.bench.recorder import Recorder
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.offline import partition
 from terapipe_ds.schedule import Schedule, build
 
-_CLASSES = {
-    "gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved1f1b": "ScheduleInterleaved1F1B",
-    "zbv": "ScheduleZBVZeroBubble",
-}  # fmt: skip
+_CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
 def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``torch.optim.AdamW`` that do what a DeepSpeed config asks for.
+    """Return the arguments of `torch.optim.AdamW` that do what a DeepSpeed config asks for.
 
     Raises:
         BenchError: it asks for what a plain optimizer in the precision of the weights does not do.
@@ -42,7 +39,8 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     if sums_dtype(ds_config) not in (torch.float32, torch.bfloat16 if _is_bf16(ds_config) else torch.float32):
         raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
     # BF16_Optimizer under ZeRO 1 has its fp32 weights whole where there is one replica, as here
-    if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(_sums_apart(ds_config)):
+    sums_apart = _is_bf16(ds_config) and sums_dtype(ds_config) == torch.float32
+    if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(sums_apart):
         raise BenchError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
         raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
@@ -54,12 +52,8 @@ def _is_bf16(ds_config: dict[str, Any]) -> bool:
     return bool((ds_config.get("bf16") or {}).get("enabled", False))
 
 
-def _sums_apart(ds_config: dict[str, Any]) -> bool:
-    return _is_bf16(ds_config) and sums_dtype(ds_config) == torch.float32
-
-
 def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
-    """What DeepSpeed sums the gradients of micro-batches in: that of the weights unless the config says otherwise."""
+    """Return what DeepSpeed sums the gradients of micro-batches in: usually the dtype of the weights."""
     from deepspeed.runtime.config import DtypeEnum
 
     given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
@@ -70,7 +64,7 @@ def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
 
 
 class Masters:
-    """What DeepSpeed does with bf16 weights, for a plain optimizer: weights in fp32 beside them, which it steps.
+    """Weights in fp32 beside bf16 ones, which a plain optimizer steps, as DeepSpeed's BF16_Optimizer does.
 
     AdamW on the bf16 weights themselves would hold half the bytes and lose what is below their last bit.
     """
@@ -81,8 +75,10 @@ class Masters:
         self.weights: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._parameters]
 
     def take_gradients(self) -> None:
-        """Add in fp32 what the backwards have given since; torch's own gradients are gone then. After each backward
-        where the sums are fp32, else before the step."""
+        """Add in fp32 what the backwards have given since, and drop torch's own gradients.
+
+        To be called after each backward where the sums are fp32, otherwise before the step.
+        """
         for parameter, weight in zip(self._parameters, self.weights, strict=True):
             if parameter.grad is not None:
                 new, parameter.grad = parameter.grad, None
@@ -90,25 +86,25 @@ class Masters:
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """After a step of the optimizer: round to the model's weights."""
+        """Round to the model's weights, after a step of the optimizer."""
         torch._foreach_copy_(self._parameters, self.weights)
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """The model's weights, exactly."""
+        """Copy the model's weights, exactly."""
         torch._foreach_copy_(self.weights, self._parameters)
 
 
 class TorchDriver(Driver):
-    """A schedule of torch with AdamW. The loss of a micro-batch is divided by their number before its backward.
+    """A schedule of torch with AdamW, and with `Masters` where the config says bf16.
 
-    With bf16 in the config there are fp32 masters, as DeepSpeed's BF16_Optimizer has them: see ``Masters``.
+    The loss of a micro-batch is divided by the number of micro-batches before its backward.
     """
 
     def __init__(self, case: Case, job: Job) -> None:
         from torch.distributed import pipelining
 
-        self._kind = getattr(pipelining, _CLASSES[case.schedule])
+        self._kind = getattr(pipelining, f"Schedule{_CLASSES[case.schedule]}")
         self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
         self._device = torch.device(job.device_of(self._rank))
         self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
@@ -118,12 +114,12 @@ class TorchDriver(Driver):
         self.fewest = 1 if case.schedule == "gpipe" else stages
         layers = gpt_layers(self._config)
         bounds = partition(layers, self._num_parts, "parameters")
-        self._modules = {}
-        for chunk_id in range(chunks):
-            part_id = self._placement[self._rank, chunk_id]
-            specs = layers[bounds[part_id] : bounds[part_id + 1]]
-            with self._device:
-                self._modules[part_id] = nn.Sequential(*(spec.build() for spec in specs))
+        parts = [self._placement[self._rank, chunk_id] for chunk_id in range(chunks)]
+        with self._device:
+            self._modules = {
+                part: nn.Sequential(*(spec.build() for spec in layers[bounds[part] : bounds[part + 1]]))
+                for part in parts
+            }
         self.recorder = Recorder()
         ds_config = job.ds_config or USUAL_SETTINGS
         self._masters = Masters(self.parameters(), sums_dtype(ds_config)) if _is_bf16(ds_config) else None
@@ -149,14 +145,17 @@ class TorchDriver(Driver):
         from torch.distributed.pipelining import PipelineStage
 
         rows, length = self._work.micro_batch, self._work.sequence_length
-        hidden = partial(torch.empty, rows, length, self._config.hidden_size, dtype=self._config.torch_dtype)
-        first, last = part_id == 0, part_id == self._num_parts - 1
-        inputs = torch.empty(rows, length, dtype=torch.int64, device="meta") if first else _leaf(hidden)
-        outputs = _leaf(partial(hidden.func, rows, length, self._config.vocab_size, **hidden.keywords))
+        options = {"dtype": self._config.torch_dtype, "device": "meta", "requires_grad": True}
+        leaf, is_last = partial(torch.empty, rows, length, **options), part_id == self._num_parts - 1
+        tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
         stage = PipelineStage(
-            self._modules[part_id], part_id, self._num_parts, self._device, input_args=inputs,
-            output_args=outputs if last else _leaf(hidden),
-        )  # fmt: skip
+            self._modules[part_id],
+            part_id,
+            self._num_parts,
+            self._device,
+            input_args=tokens if part_id == 0 else leaf(self._config.hidden_size),
+            output_args=leaf(self._config.vocab_size if is_last else self._config.hidden_size),
+        )
         for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
             setattr(stage, name, self._recorded(kind, chunk_id, getattr(stage, name)))
         return stage
@@ -203,7 +202,3 @@ class TorchDriver(Driver):
     def copies(self) -> list[Tensor]:
         weights = [] if self._masters is None else self._masters.weights
         return [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
-
-
-def _leaf(make: Callable[..., Tensor]) -> Tensor:
-    return make(device="meta", requires_grad=True)

@@ -19,22 +19,26 @@ from terapipe_ds.cost_model import CostModel
 from terapipe_ds.cost_profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import best_schedule, plan_slices
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
 
 
 @dataclass
-class Planned:
-    """What was measured before the first turn, by the cut of the layers. With fewer cores than stages the seconds of
-    slices are processor time, as those of the replayed steps are; messages are timed by the clock all the same."""
+class PlannedCases:
+    """What was measured before the first turn, by the cut of the layers, and the plans from it.
+
+    With fewer cores than stages the seconds of slices are processor time, as those of the replayed steps are; messages
+    are timed by the clock all the same.
+    """
 
     job: Job
     costs: dict[str, list[CostModel]] = field(default_factory=dict)
-    profiles: dict[str, str] = field(default_factory=dict)
-    memory: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    memory: dict[str, MemoryModel] = field(default_factory=dict)
 
     @classmethod
-    def measure(cls, job: Job, cases: Sequence[Case], folder: Path, position: Position) -> Planned:
-        """Let an engine measure its slices as ``"slices": "auto"`` does: one with whole stages, and one with
-        another cut where a plan is asked for. A collective.
+    def measure(cls, job: Job, cases: Sequence[Case], folder: Path, position: Position) -> PlannedCases:
+        """Let engines measure their slices as `"slices": "auto"` does. A collective.
+
+        One has whole stages, and one each other cut for which a plan is asked.
 
         Args:
             cases: of the job, those that can be built.
@@ -52,9 +56,13 @@ class Planned:
     def _measure(self, cut: str, case: Case, folder: Path) -> None:
         job = self.job
         section = {
-            "enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage,
-            "slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)},
-        }  # fmt: skip
+            "enabled": True,
+            "schedule": case.schedule,
+            "chunks_per_stage": case.chunks_per_stage,
+            "slices": "auto",
+            "granularity_tokens": job.granularity,
+            "planner": {"cache_dir": str(folder)},
+        }
         work = dataclasses.replace(job.work, accumulation=1)
         engine = build_engine(section, work, ds_config=job.ds_config, gpt=job.gpt)
         engine.slice_clock = time.process_time if job.replayed else None
@@ -64,12 +72,11 @@ class Planned:
         torch_dist.barrier()  # rank 0 has written the profile
         memory_path = next(folder.glob("profile-*.memory.json"))
         (path,) = [file for file in folder.glob("profile-*.json") if file != memory_path]
-        self.memory[cut] = json.loads(memory_path.read_text())
-        self.profiles[cut] = path.read_text()
-        self.costs[cut] = CostModel.from_profile(Profile.from_json(self.profiles[cut]))
+        self.memory[cut] = MemoryModel.measured(PartMemory(**part) for part in json.loads(memory_path.read_text()))
+        self.costs[cut] = CostModel.from_profile(Profile.load(path))
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
-        """The planner's plan, the same on all ranks. A collective.
+        """Return the planner's plan, the same on all ranks. A collective.
 
         Raises:
             ValueError: on all ranks: there is none.
@@ -78,10 +85,16 @@ class Planned:
         if torch_dist.get_rank() == 0:
             try:
                 found[0] = plan_slices(
-                    self.costs[case.cut], self.job.work.sequence_length, self.job.work.stages, accumulation,
-                    self.job.granularity, case.schedule, case.max_slices, chunks_per_stage=case.chunks_per_stage,
+                    self.costs[case.cut],
+                    self.job.work.sequence_length,
+                    self.job.work.stages,
+                    accumulation,
+                    self.job.granularity,
+                    case.schedule,
+                    case.max_slices,
+                    chunks_per_stage=case.chunks_per_stage,
                     schedule_options=case.schedule_options,
-                ).plan  # fmt: skip
+                ).plan
             except ValueError as error:
                 found[1] = str(error)
         torch_dist.broadcast_object_list(found, src=0)
@@ -92,11 +105,7 @@ class Planned:
         return plan
 
     def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:
-        """The case's own one; of "auto", the best with ``plan`` of those that have one part per stage."""
+        """Return the case's own schedule; for "auto" the best with `plan` of those that have one part per stage."""
         if case.schedule != AUTO:
             return case.schedule
         return best_schedule(self.costs[case.cut], plan, self.job.work.stages, accumulation).schedule
-
-    def found(self) -> dict[str, Any]:
-        """For the record of a rank."""
-        return {"profiles": self.profiles, "memory": self.memory}

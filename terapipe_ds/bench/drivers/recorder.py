@@ -1,4 +1,4 @@
-"""What a rank did when: computations, reduces and the optimizer step, with wall clock and CPU time."""
+"""Record what a rank did when: computations, reduces and the optimizer step, with wall clock and CPU time."""
 
 from __future__ import annotations
 
@@ -6,28 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.runtime.pipe import schedule as ds_schedule
 
+from terapipe_ds.bench.metrics import Recorded
 from terapipe_ds.runtime.trace import wait_for_computation
 from terapipe_ds.schedule.action import Action, Kind
-
-
-class Recorded(NamedTuple):
-    """One computation or closing action of a rank; times of a clock that all processes of a machine share.
-
-    ``cpu_s`` is the CPU time of the process meanwhile: it does not grow while another process has the core.
-    """
-
-    kind: str
-    micro_batch_id: int
-    slice_id: int
-    chunk_id: int
-    start_s: float
-    end_s: float
-    cpu_s: float
-
 
 _CLOSING = {Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP}
 _RECORDED = {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT} | _CLOSING
@@ -42,7 +27,7 @@ class Recorder:
         self._start_s = self._start_cpu_s = 0.0
 
     def clear(self) -> None:
-        """Before a step."""
+        """Drop the events of the last step."""
         self.events = []
 
     @contextmanager
@@ -58,13 +43,13 @@ class Recorder:
         self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
 
     def restart(self) -> None:
-        """The computation of the open span begins now."""
+        """Let the open span begin now."""
         wait_for_computation()
         self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     @contextmanager
     def last_goes_on(self) -> Iterator[None]:
-        """What runs inside belongs to the event that ended last (a loss, to the forward before it)."""
+        """Count what runs inside to the event that ended last (a loss, to the forward before it)."""
         start_cpu_s = time.process_time()
         yield
         if self.on and self.events:
@@ -75,10 +60,10 @@ class Recorder:
 
 
 class EngineRecorder(Recorder):
-    """Stands in for the ``Tracer`` of our engine, which knows where a wait ends and the computation begins."""
+    """Takes the place of our engine's `Tracer`, which knows where a wait ends and the computation begins."""
 
     def begin(self, step: int | None) -> None:
-        """The driver clears before each step."""
+        """Do nothing: the driver clears before each step."""
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
@@ -90,18 +75,21 @@ class EngineRecorder(Recorder):
             yield
 
     def input_is_here(self) -> None:
-        """The wait for a message is over."""
+        """Let the computation begin: the wait for a message is over."""
         if self.on:
             self.restart()
 
     def write(self, step: int) -> None:
-        """Nothing goes to a file within a timed step."""
+        """Do nothing: no file is written within a timed step."""
 
 
 _INSTRUCTIONS = {
-    ds_schedule.ForwardPass: "F", ds_schedule.BackwardPass: "B", ds_schedule.ReduceTiedGrads: "RT",
-    ds_schedule.ReduceGrads: "RD", ds_schedule.OptimizerStep: "ST",
-}  # fmt: skip
+    ds_schedule.ForwardPass: "F",
+    ds_schedule.BackwardPass: "B",
+    ds_schedule.ReduceTiedGrads: "RT",
+    ds_schedule.ReduceGrads: "RD",
+    ds_schedule.OptimizerStep: "ST",
+}
 
 
 class InstructionRecorder(Recorder):

@@ -1,7 +1,7 @@
-"""In each rank: every system trains the same data from the same weights, in turns (A B C A B C ...).
+"""Train every system on the same data from the same weights, in turns (A B C A B C ...); this runs in each rank.
 
 All systems live in the same processes, one per stage. So they share the cores, the allocator (which keeps what is
-freed, see ``ranks.keep_memory``) and whatever else the machine does; processes of their own would each have an
+freed, see `ranks.keep_memory`) and whatever else the machine does; processes of their own would each have an
 allocator with a past of its own, and the idle ones would still take memory and, at each turn, a wake-up.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import Case, Job
-from terapipe_ds.bench.drivers import Driver, build_driver
-from terapipe_ds.bench.orders import to_json
+from terapipe_ds.bench.drivers.base import Driver, MicroBatches
+from terapipe_ds.bench.drivers.deepspeed import StockDriver, TeraPipeDriver
+from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
+from terapipe_ds.bench.metrics import SliceMeasurements
+from terapipe_ds.bench.planned_cases import PlannedCases
 from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.machine import device_name
@@ -28,15 +32,18 @@ from terapipe_ds.runtime.probe import synchronize
 from terapipe_ds.runtime.staging import host_buffer, needs_staging, to_host
 
 _PINGS = 5
+_DRIVERS: dict[str, Callable[[Case, Job], Driver]] = {
+    "deepspeed": StockDriver,
+    "terapipe": TeraPipeDriver,
+    "torch": TorchDriver,
+}
 
 
-def compete(job: Job, folder: Path, position: Position) -> tuple[dict[str, Any], list[Driver]]:
-    """What this rank has measured: ``{"runs": [...], "measured": {...}}``, and the drivers, to be closed. A collective.
+def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[str, Any], list[Driver]]:
+    """Return what this rank has measured, in the form of its record, and the drivers, to be closed. A collective.
 
-    Each run has ``case`` (its index), ``accumulation``, and either ``error`` or times, losses, events and bytes.
+    Each of `runs` has `case` (its index), `accumulation`, and either `error` or times, losses, events and bytes.
     """
-    from terapipe_ds.bench.planned import Planned
-
     drivers, errors = _build_all(job, Agreement(folder), position)
     going = [job.cases[index] for index in drivers]
     data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
@@ -47,7 +54,7 @@ def compete(job: Job, folder: Path, position: Position) -> tuple[dict[str, Any],
         driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
         driver.step(data[: driver.fewest])
         bar.update()
-    planned = Planned.measure(job, going, folder, position)  # beside what is there while steps run
+    planned = PlannedCases.measure(job, going, folder, position)  # beside what is there while steps run
     runs: list[dict[str, Any]] = []
     lengths: set[int] = set()
     for accumulation in job.accumulations:
@@ -57,7 +64,8 @@ def compete(job: Job, folder: Path, position: Position) -> tuple[dict[str, Any],
         lengths |= {n for run in here for n in run.get("slices", ())}
     bar.close()
     position.at_none()
-    found = {"runs": runs, "links": measure_links(job, sorted(lengths)), **planned.found()}
+    measured = SliceMeasurements(planned.costs, planned.memory, measure_links(job, sorted(lengths)))
+    found: dict[str, Any] = {"runs": runs, "measured": measured}
     if job.device != "cpu":
         found["device"] = device_name(torch.device(job.device))
     return found, list(drivers.values())
@@ -68,7 +76,7 @@ def _vocabulary(job: Job) -> int:
 
 
 def _build_all(job: Job, agreement: Agreement, position: Position) -> tuple[dict[int, Driver], dict[int, str]]:
-    """The drivers by the index of their case, and what those said that no rank can build."""
+    """Return the drivers by the index of their case, and the errors of those that some rank cannot build."""
     drivers: dict[int, Driver] = {}
     errors: dict[int, str] = {}
     for index, case in enumerate(job.cases):
@@ -78,7 +86,8 @@ def _build_all(job: Job, agreement: Agreement, position: Position) -> tuple[dict
         position.at_case(index)
         problem = None
         try:
-            drivers[index] = build_driver(case, job)
+            drivers[index] = _DRIVERS[case.system](case, job)
+            drivers[index].remember_start()
         except Exception as error:  # a case that cannot be had is a row that says why
             problem = str(error).split("\n")[0] or type(error).__name__
         problem = agreement.problem(problem, case.label)
@@ -89,9 +98,14 @@ def _build_all(job: Job, agreement: Agreement, position: Position) -> tuple[dict
 
 
 def _open_runs(
-    job: Job, accumulation: int, drivers: dict[int, Driver], errors: dict[int, str], planned: Any, position: Position
+    job: Job,
+    accumulation: int,
+    drivers: dict[int, Driver],
+    errors: dict[int, str],
+    planned: PlannedCases,
+    position: Position,
 ) -> list[dict[str, Any]]:
-    """A record per case of this accumulation; those that will run get ready."""
+    """Return a record per case of this accumulation, and get those ready that will run."""
     runs: list[dict[str, Any]] = []
     for index, case in enumerate(job.cases):
         if not case.runs_at(accumulation):
@@ -111,8 +125,8 @@ def _open_runs(
     return runs
 
 
-def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SlicePlan | None, str | None]:
-    """The slices of a case, or why there are none."""
+def _plan(job: Job, case: Case, accumulation: int, planned: PlannedCases) -> tuple[SlicePlan | None, str | None]:
+    """Return the slices of a case, or why there are none."""
     length = job.work.sequence_length
     try:
         if case.planned:
@@ -129,10 +143,15 @@ def _plan(job: Job, case: Case, accumulation: int, planned: Any) -> tuple[SliceP
 
 
 def _measure_runs(
-    job: Job, accumulation: int, runs: list[dict[str, Any]], drivers: dict[int, Driver], data: Any, bar: Any,
+    job: Job,
+    accumulation: int,
+    runs: list[dict[str, Any]],
+    drivers: dict[int, Driver],
+    data: MicroBatches,
+    bar: Any,
     position: Position,
 ) -> None:
-    """First a step of each, in which its memory is counted, then the timed ones in turns."""
+    """Make a step of each, in which its memory is counted, then the timed ones in turns."""
     going = [(run, drivers[run["case"]]) for run in runs if "error" not in run]
     batch = data[:accumulation]
     for turn in range(1 + job.pairs):
@@ -142,15 +161,15 @@ def _measure_runs(
             if turn == 0:
                 plan = SlicePlan(tuple(run["slices"]))
                 driver.prepare(accumulation, plan)
-                run["schedule"] = to_json(driver.schedule(accumulation, plan))
+                run["schedule"] = driver.schedule(accumulation, plan)
                 _memory_step(run, driver, batch)
             else:
                 _timed_step(run, driver, batch)
             bar.update()
 
 
-def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
-    """The exact peak of tensor bytes of this system alone: what it holds before, and what the step adds at most."""
+def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
+    """Count the peak of tensor bytes of this system alone: what it holds before, and what the step adds at most."""
     from terapipe_ds.runtime.tensor_peak import AcceleratorPeak, TensorPeak
 
     driver.forget()
@@ -165,9 +184,12 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
     run["static_bytes"] = held + parameters  # with the gradients, which are there for a part of the step
 
 
-def _timed_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
-    """A step by the wall clock, and its events. To record, an accelerator is waited for at every action, which is
-    another step than the one that users have: there the timed step goes unrecorded, and one more is recorded."""
+def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
+    """Make a step by the wall clock, and record its events.
+
+    To record, an accelerator is waited for at every action, which is another step than the one that users have. There
+    the timed step is not recorded, and one more is.
+    """
     recorder, apart = driver.recorder, _on_accelerator()
     recorder.clear()
     recorder.on = not apart
@@ -186,7 +208,7 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: Any) -> None:
 
 
 def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
-    """Seconds that a message of so many tokens is on a link: half the median round trip between stages 0 and 1."""
+    """Return the seconds of a message by its tokens: half the median round trip between stages 0 and 1."""
     if job.work.stages == 1:
         return {}
     config = gpt_config(job.work, job.gpt)
@@ -203,7 +225,7 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
 
 
 def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
-    """``staged``: by way of the host, as the engine's messages are then."""
+    """Time a message to the other rank and back; `staged`: by way of the host, as the engine's messages are then."""
     synchronize()
     begin_s = time.perf_counter()
     for sends in (True, False) if rank == 0 else (False, True):
@@ -220,7 +242,7 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
 
 
 def _on_accelerator() -> bool:
-    """Whether work is queued on a device that runs beside this process."""
+    """Return whether work is queued on a device that runs beside this process."""
     return not get_accelerator().is_synchronized_device()
 
 

@@ -44,128 +44,107 @@ def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[st
 
     Each of `runs` has `case` (its index), `accumulation`, and either `error` or times, losses, events and bytes.
     """
-    drivers, errors = _build_all(job, Agreement(folder), position)
-    going = [job.cases[index] for index in drivers]
-    data = micro_batches(job.work, max([*job.accumulations, *(d.fewest for d in drivers.values())]), _vocabulary(job))
-    bar = _bar(job, drivers)
-    for index, driver in drivers.items():  # what is made at the first step, in whatever it allocates and compiles
-        _say(bar, job.cases[index], "warm-up")
-        position.at_case(index)
-        driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
-        driver.step(data[: driver.fewest])
-        bar.update()
-    planned = PlannedCases.measure(job, going, folder, position)  # beside what is there while steps run
-    runs: list[dict[str, Any]] = []
-    lengths: set[int] = set()
-    for accumulation in job.accumulations:
-        here = _open_runs(job, accumulation, drivers, errors, planned, position)
-        _measure_runs(job, accumulation, here, drivers, data, bar, position)
-        runs += here
-        lengths |= {n for run in here for n in run.get("slices", ())}
-    bar.close()
+    turns = _Turns(job, folder, position)
+    runs = [run for accumulation in job.accumulations for run in turns.measure(accumulation)]
+    turns.bar.close()
     position.at_none()
-    measured = SliceMeasurements(planned.costs, planned.memory, measure_links(job, sorted(lengths)))
-    found: dict[str, Any] = {"runs": runs, "measured": measured}
+    lengths = sorted({n for run in runs for n in run.get("slices", ())})
+    measured = SliceMeasurements(turns.planned.costs, turns.planned.memory, measure_links(job, lengths))
+    record: dict[str, Any] = {"runs": runs, "measured": measured}
     if job.device != "cpu":
-        found["device"] = device_name(torch.device(job.device))
-    return found, list(drivers.values())
+        record["device"] = device_name(torch.device(job.device))
+    return record, list(turns.drivers.values())
 
 
-def _vocabulary(job: Job) -> int:
-    return int(gpt_config(job.work, job.gpt).vocab_size)
+class _Turns:
+    """The systems of a job on this rank: built, warmed up, and with their plans ready."""
 
+    def __init__(self, job: Job, folder: Path, position: Position) -> None:
+        self.job, self.position = job, position
+        self.drivers: dict[int, Driver] = {}  # by the index of their case
+        self.errors: dict[int, str] = {}  # of the cases that some rank cannot build
+        self._build_all(Agreement(folder))
+        self.bar = self._bar()
+        most = max([*job.accumulations, *(driver.fewest for driver in self.drivers.values())])
+        self.data = micro_batches(job.work, most, int(gpt_config(job.work, job.gpt).vocab_size))
+        for index, driver in self.drivers.items():  # what the first step makes, in whatever it allocates and compiles
+            self._begin(index, "warm-up")
+            driver.prepare(driver.fewest, SlicePlan((job.work.sequence_length,)))
+            driver.step(self.data[: driver.fewest])
+            self.bar.update()
+        # beside what is there while steps run
+        self.planned = PlannedCases.measure(job, [job.cases[index] for index in self.drivers], folder, position)
 
-def _build_all(job: Job, agreement: Agreement, position: Position) -> tuple[dict[int, Driver], dict[int, str]]:
-    """Return the drivers by the index of their case, and the errors of those that some rank cannot build."""
-    drivers: dict[int, Driver] = {}
-    errors: dict[int, str] = {}
-    for index, case in enumerate(job.cases):
-        problems = [job.problem(index, m) for m in job.accumulations if case.runs_at(m)]
-        if problems and all(problems):
-            continue
-        position.at_case(index)
-        problem = None
+    def _build_all(self, agreement: Agreement) -> None:
+        for index, case in enumerate(self.job.cases):
+            problems = [self.job.problem(index, m) for m in self.job.accumulations if case.runs_at(m)]
+            if problems and all(problems):
+                continue
+            self.position.at_case(index)
+            problem = None
+            try:
+                self.drivers[index] = _DRIVERS[case.system](case, self.job)
+                self.drivers[index].remember_start()
+            except Exception as error:  # a case that cannot be had is a row that says why
+                problem = str(error).split("\n")[0] or type(error).__name__
+            problem = agreement.problem(problem, case.label)
+            if problem:
+                self.drivers.pop(index, None)
+                self.errors[index] = problem
+
+    def _bar(self) -> Any:
+        pairs = [(i, m) for i in self.drivers for m in self.job.accumulations if self.job.cases[i].runs_at(m)]
+        runs = sum(not self.job.problem(i, m) for i, m in pairs)
+        return progress_bar(torch_dist.get_rank(), len(self.drivers) + runs * (1 + self.job.pairs), "bench")
+
+    def _begin(self, index: int, what: str, accumulation: int | None = None) -> None:
+        self.bar.set_description(f"{self.job.cases[index].label}, {what}")
+        self.position.at_case(index, accumulation)
+
+    def measure(self, accumulation: int) -> list[dict[str, Any]]:
+        """Return a record per case: first a step of each, in which its memory is counted, then timed ones in turns."""
+        runs = [self._open(i, accumulation) for i, case in enumerate(self.job.cases) if case.runs_at(accumulation)]
+        going = [(run, self.drivers[run["case"]]) for run in runs if "error" not in run]
+        batch = self.data[:accumulation]
+        for turn in range(1 + self.job.pairs):
+            for run, driver in going:
+                what = "memory" if turn == 0 else f"turn {turn}"
+                self._begin(run["case"], f"m={accumulation}, {what}", accumulation)
+                if turn == 0:
+                    plan = SlicePlan(run["slices"])
+                    driver.prepare(accumulation, plan)
+                    run["schedule"] = driver.schedule(accumulation, plan)
+                    _memory_step(run, driver, batch)
+                else:
+                    _timed_step(run, driver, batch)
+                self.bar.update()
+        return runs
+
+    def _open(self, index: int, accumulation: int) -> dict[str, Any]:
+        """Return the record of a case, which is ready to run, or has an error."""
+        case, run = self.job.cases[index], {"case": index, "accumulation": accumulation}
+        problem = self.job.problem(index, accumulation) or self.errors.get(index)
+        if problem is not None:
+            return {**run, "error": problem}
+        self.position.at_case(index, accumulation)
         try:
-            drivers[index] = _DRIVERS[case.system](case, job)
-            drivers[index].remember_start()
-        except Exception as error:  # a case that cannot be had is a row that says why
-            problem = str(error).split("\n")[0] or type(error).__name__
-        problem = agreement.problem(problem, case.label)
-        if problem:
-            drivers.pop(index, None)
-            errors[index] = problem
-    return drivers, errors
+            plan = self._plan(case, accumulation)
+        except (ValueError, ZeroDivisionError) as error:
+            what = "no plan" if case.planned else f"{case.slices} slices of {self.job.work.sequence_length} tokens"
+            return {**run, "error": f"{what}: {error}"}
+        self.drivers[index].use_schedule(self.planned.schedule(case, accumulation, plan))
+        self.drivers[index].restart()
+        return {**run, "slices": plan.lengths, "seconds": [], "losses": [], "events": []}
 
-
-def _open_runs(
-    job: Job,
-    accumulation: int,
-    drivers: dict[int, Driver],
-    errors: dict[int, str],
-    planned: PlannedCases,
-    position: Position,
-) -> list[dict[str, Any]]:
-    """Return a record per case of this accumulation, and get those ready that will run."""
-    runs: list[dict[str, Any]] = []
-    for index, case in enumerate(job.cases):
-        if not case.runs_at(accumulation):
-            continue
-        run: dict[str, Any] = {"case": index, "accumulation": accumulation}
-        runs.append(run)
-        plan, problem = None, job.problem(index, accumulation) or errors.get(index)
-        if problem is None:
-            position.at_case(index, accumulation)
-            plan, problem = _plan(job, case, accumulation, planned)
-        if problem or plan is None:
-            run["error"] = problem
-            continue
-        run |= {"slices": plan.lengths, "seconds": [], "losses": [], "events": []}
-        drivers[index].use_schedule(planned.schedule(case, accumulation, plan))
-        drivers[index].restart()
-    return runs
-
-
-def _plan(job: Job, case: Case, accumulation: int, planned: PlannedCases) -> tuple[SlicePlan | None, str | None]:
-    """Return the slices of a case, or why there are none."""
-    length = job.work.sequence_length
-    try:
-        if case.planned:
-            return planned.plan(case, accumulation), None
-        if isinstance(case.slices, tuple):
-            if sum(case.slices) != length:
-                raise ValueError(f"their lengths sum to {sum(case.slices)}")
-            return SlicePlan(case.slices), None
-        assert isinstance(case.slices, int)
-        return SlicePlan.equal(length, case.slices, min(job.granularity, length // case.slices)), None
-    except (ValueError, ZeroDivisionError) as error:
-        what = "no plan" if case.planned else f"{case.slices} slices of {length} tokens"
-        return None, f"{what}: {error}"
-
-
-def _measure_runs(
-    job: Job,
-    accumulation: int,
-    runs: list[dict[str, Any]],
-    drivers: dict[int, Driver],
-    data: MicroBatches,
-    bar: Any,
-    position: Position,
-) -> None:
-    """Make a step of each, in which its memory is counted, then the timed ones in turns."""
-    going = [(run, drivers[run["case"]]) for run in runs if "error" not in run]
-    batch = data[:accumulation]
-    for turn in range(1 + job.pairs):
-        for run, driver in going:
-            _say(bar, job.cases[run["case"]], f"m={accumulation}, {'memory' if turn == 0 else f'turn {turn}'}")
-            position.at_case(run["case"], accumulation)
-            if turn == 0:
-                plan = SlicePlan(tuple(run["slices"]))
-                driver.prepare(accumulation, plan)
-                run["schedule"] = driver.schedule(accumulation, plan)
-                _memory_step(run, driver, batch)
-            else:
-                _timed_step(run, driver, batch)
-            bar.update()
+    def _plan(self, case: Case, accumulation: int) -> SlicePlan:
+        length = self.job.work.sequence_length
+        if isinstance(case.slices, str):
+            return self.planned.plan(case, accumulation)
+        if isinstance(case.slices, int):
+            return SlicePlan.equal(length, case.slices, min(self.job.granularity, length // case.slices))
+        if sum(case.slices) != length:
+            raise ValueError(f"their lengths sum to {sum(case.slices)}")
+        return SlicePlan(case.slices)
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
@@ -244,13 +223,3 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
 def _on_accelerator() -> bool:
     """Return whether work is queued on a device that runs beside this process."""
     return not get_accelerator().is_synchronized_device()
-
-
-def _bar(job: Job, drivers: dict[int, Driver]) -> Any:
-    pairs = [(i, m) for i in drivers for m in job.accumulations if job.cases[i].runs_at(m)]
-    runs = sum(not job.problem(i, m) for i, m in pairs)
-    return progress_bar(torch_dist.get_rank(), len(drivers) + runs * (1 + job.pairs), "bench")
-
-
-def _say(bar: Any, case: Case, what: str) -> None:
-    bar.set_description(f"{case.label}, {what}")

@@ -52,7 +52,6 @@ def rows_of(job: Job, folder: Path) -> list[dict[str, Any]]:
         ranks = pool.run(competition, folder=str(folder), job=job)
     finally:
         pool.close()
-    ranks = [json.loads(json.dumps(found)) for found in ranks]
     runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(job, "test", {}, ranks)))["runs"]
     return runs
 

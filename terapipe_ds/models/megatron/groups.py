@@ -56,15 +56,16 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     """Return what is wrong with the layout on this rank, or None."""
     topology = grid.topology()
     tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
-    if config.tensor_model_parallel_size != tensor:
+    given_tensor, given_stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if given_tensor != tensor:
         return (
-            f"TransformerConfig has tensor_model_parallel_size={config.tensor_model_parallel_size}, but the topology "
-            f"has {tensor} tensor-parallel ranks; give both the same number"
+            f"TransformerConfig has tensor_model_parallel_size={given_tensor}, but the topology has {tensor} "
+            "tensor-parallel ranks; give both the same number"
         )
-    if config.pipeline_model_parallel_size not in (1, stages):
+    if given_stages not in (1, stages):
         return (
-            f"TransformerConfig has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but the "
-            f"topology has {stages} stages; give the same number, or 1 to leave stages to DeepSpeed"
+            f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages} stages; "
+            "give the same number, or 1 to leave stages to DeepSpeed"
         )
     megatron = parallel_state.RankGenerator(
         tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=_ORDER

@@ -84,7 +84,7 @@ class _Ranks(NamedTuple):
     shares_tokens: bool  # each has inputs of its share of the tokens, under sequence parallelism
 
     def gather(self, inputs: Tensor) -> Tensor:
-        """Return the inputs of all tokens, [T, B, in], in megatron-core's buffer: they are there until the next call."""
+        """Return the inputs of all tokens, [T, B, in], in megatron-core's buffer, until the next call."""
         if not self.shares_tokens:
             return inputs
         shape = (inputs.shape[0] * self.group.size(), *inputs.shape[1:])

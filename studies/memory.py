@@ -68,7 +68,7 @@ class Row:
 
 
 def cases(arguments: argparse.Namespace) -> list[Case]:
-    """What is measured."""
+    """Return what is measured."""
     from terapipe_ds.schedule import build
 
     found: dict[Any, Case] = {}
@@ -115,7 +115,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
 
 
 def counted_model(engine: Any, work: Workload) -> Any:
-    """The memory model of the engine's GPT, from its sizes alone. A collective."""
+    """Return the memory model of the engine's GPT, from its sizes alone. A collective."""
     import torch.distributed as torch_dist
 
     from terapipe_ds.model_sizes import ModelSize
@@ -148,7 +148,7 @@ def counted_model(engine: Any, work: Workload) -> Any:
 
 
 def in_place_model(folder: Path) -> Any:
-    """The memory model in the cache of profiles that the engine has written to `folder`."""
+    """Return the memory model in the cache of profiles that the engine has written to `folder`."""
     from terapipe_ds.planner.memory import MemoryModel, PartMemory
 
     (path,) = folder.glob("*.memory.json")
@@ -156,7 +156,7 @@ def in_place_model(folder: Path) -> Any:
 
 
 def _measure(engine: Any, work: Workload, data: Any, case: Case, models: dict[str, Any]) -> Row:
-    """The peak of a step of a case, after one that warms it up with an empty pool of buffers."""
+    """Measure the peak of a step of a case, after one that warms it up with an empty pool of buffers."""
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import Replay
@@ -171,8 +171,11 @@ def _measure(engine: Any, work: Workload, data: Any, case: Case, models: dict[st
 
 
 def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
-    """The most bytes of tensors within the second of two steps, and those of parameters, gradients and optimizer
-    states. The buffers of earlier batches are dropped first, as if these were the only ones."""
+    """Return the most bytes of tensors within the second of two steps, and the bytes that stay from step to step.
+
+    Those are parameters, gradients and optimizer states. The buffers of earlier batches are dropped first, as if these
+    were the only ones.
+    """
     import torch.distributed as torch_dist
 
     from terapipe_ds.runtime.tensor_peak import TensorPeak
@@ -220,7 +223,7 @@ def _with_tuples(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_table(rows: list[Row]) -> None:
-    """One line per case and stage, and the worst errors."""
+    """Print one line per case and stage, and the worst errors."""
     print(f"{'':<27}{'peak of a step, MB':>31}{'error':>16}{'above static, MB':>19}{'error':>16}")
     columns = f"{'measured':>11}{'counted':>10}{'in place':>10}{'counted':>9}{'in place':>9}"
     print(f"{'schedule':<10}{'slices':>7}{'m':>3}{'stage':>6}{columns}{'measured':>16}{'counted':>10}{'in place':>9}")

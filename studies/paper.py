@@ -73,7 +73,7 @@ class Setting:
 
 
 def parse_scheme(text: str) -> tuple[SlicePlan, int]:
-    """The authors' notation `[(rows, [lengths] * n + ...)] * m`: the plan of one micro-batch, and how many there are.
+    """Read the authors' notation `[(rows, [lengths] * n + ...)] * m`: a micro-batch's plan, and how many there are.
 
     Raises:
         ValueError: rows other than 1, or another notation.
@@ -89,7 +89,7 @@ def parse_scheme(text: str) -> tuple[SlicePlan, int]:
 
 
 def read_setting(setting: int, document: dict[str, Any] | None = None) -> Setting:
-    """What `published.json` has about a setting of the paper."""
+    """Read what `published.json` has about a setting of the paper."""
     document = document or json.loads(FILE.read_text(encoding="utf-8"))
     (shape,) = (row for row in document["table1_settings"] if row["setting"] == setting)
     (main,) = (row for row in document["main_results"] if row["setting"] == setting)
@@ -111,7 +111,7 @@ def read_setting(setting: int, document: dict[str, Any] | None = None) -> Settin
 
 
 def unfused_pair_s(heads: float, head_dim: int) -> float:
-    """Seconds of one (query, key) pair, forward and backward, in fp16 on the paper's V100 without a fused kernel.
+    """Return the seconds of one (query, key) pair, forward and backward, in fp16 on a V100 without a fused kernel.
 
     Per head 4 D FLOPs forward, and 16 bytes: the score is written (2), scaled, masked and normalised (4 each), and
     read (2). The backward does twice that.
@@ -170,7 +170,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m studies.paper", description=__doc__.split("\n")[0])
     parser.add_argument("--setting", type=int, choices=sorted(NOTES), help="one setting of table 1; default: all")
     parser.add_argument("--json", metavar="FILE", help="also write the rows, with the lengths of every plan")

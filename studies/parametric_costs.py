@@ -1,4 +1,4 @@
-"""Costs from a handful of whole-step times, where nobody published or measured single slices.
+"""Costs from a handful of whole-step times, where no times of single slices are published or measured.
 
 Forward plus backward of a slice of i tokens after j, five fitted parameters (floor, c0, c1, c3, p) and one counted:
 
@@ -67,17 +67,17 @@ class ParametricCosts:
     vectorized = True
 
     def both_s(self, tokens: Any, prefix: Any) -> Any:
-        """Forward plus backward, in seconds."""
+        """Return the seconds of forward and backward."""
         i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
         seconds = _soft_maximum(self._parameters(), _terms(i, j), self.sharpness)
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the forward."""
+        """Return the seconds of the forward."""
         return self.both_s(tokens, prefix) / (1 + self.backward_ratio)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the backward."""
+        """Return the seconds of the backward."""
         return self.both_s(tokens, prefix) * self.backward_ratio / (1 + self.backward_ratio)
 
     def total_s(self, plan: SlicePlan, num_stages: int, num_micro_batches: int) -> float:
@@ -136,7 +136,7 @@ def _soft_maximum(parameters: Array, terms: Array, p: float) -> Array:
 
 
 def _derivatives(parameters: Array, terms: Array, p: float) -> Array:
-    """Of the seconds of each slice by each parameter, [5, slices]."""
+    """Return the derivatives of the seconds of each slice by each parameter, [5, slices]."""
     work = np.tensordot(parameters[1:], terms, axes=1)
     seconds = _soft_maximum(parameters, terms, p)
     by_floor = (parameters[0] / seconds) ** (p - 1)
@@ -144,7 +144,7 @@ def _derivatives(parameters: Array, terms: Array, p: float) -> Array:
 
 
 def _per_token_s(totals: Sequence[StepTotal]) -> float:
-    """What a token takes where floors count least: the largest slices that there are."""
+    """Return what a token takes in the largest slices that there are, where floors count least."""
     return min(
         t.latency_s / (t.num_micro_batches * t.plan.sequence_length + (t.num_stages - 1) * max(t.plan.lengths))
         for t in totals

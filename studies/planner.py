@@ -95,7 +95,7 @@ def describe_machine() -> str:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """The measured rows as a table for people."""
+    """Print the measured rows as a table for people."""
     print(describe_machine())
     print(f"{'granules':>8} {'K':>3} {'costs':<13} {'calls alone':>12} {'in all':>10}  optimal programs slices")
     for row in rows:
@@ -106,7 +106,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m studies.planner", description=__doc__.split("\n")[0])
     parser.add_argument("--granules", type=int, nargs="+", default=[granules for granules, *_ in CASES])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))

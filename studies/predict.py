@@ -84,7 +84,7 @@ def uneven(length: int, granularity: int, num_slices: int, shrink: float) -> tup
 
 
 def cases(arguments: argparse.Namespace, auto: dict[tuple[str, int], tuple[int, ...]]) -> list[Case]:
-    """What is measured; `auto`: the planner's plans by schedule and accumulation."""
+    """Return what is measured; `auto`: the planner's plans by schedule and accumulation."""
     from terapipe_ds.plan import SlicePlan
 
     length, granularity = arguments.sequence_length, arguments.granularity
@@ -138,7 +138,7 @@ def _rank_main(rank: int, rendezvous: str, work: Workload, arguments: argparse.N
 
 
 def _plan_all(engine: Any, arguments: argparse.Namespace, folder: Path) -> Any:
-    """The planner's plan for each schedule and accumulation, and a function that predicts a case."""
+    """Return the planner's plan for each schedule and accumulation, and a function that predicts a case."""
     import torch.distributed as torch_dist
 
     from terapipe_ds.cost_model import CostModel
@@ -199,7 +199,7 @@ def run(work: Workload, arguments: argparse.Namespace) -> tuple[list[Row], float
 
 
 def print_table(rows: list[Row], measuring_s: float) -> None:
-    """One line per case, the worst error, and what measuring cost."""
+    """Print one line per case, the worst error, and what measuring cost."""
     columns = f"{'slices':>7}{'predicted':>11}{'measured':>10}{'spread':>16}{'error':>8}"
     print(f"{'schedule':<10}{'m':>3}  {'plan':<13}{columns}")
     for row in rows:

@@ -57,7 +57,7 @@ class Cell:
 
 
 def rows(stages: Sequence[int] = STAGES) -> Iterator[list[Cell]]:
-    """One list per shape, with a cell per schedule."""
+    """Yield one list per shape, with a cell per schedule."""
     for num_stages in stages:
         for num_micro_batches in COUNTS:
             for num_slices in COUNTS:
@@ -65,7 +65,7 @@ def rows(stages: Sequence[int] = STAGES) -> Iterator[list[Cell]]:
 
 
 def markdown(table: Sequence[Sequence[Cell]]) -> str:
-    """The table, a line per shape; the least makespan of a line is bold."""
+    """Return the table, a line per shape; the least makespan of a line is bold."""
     lines = [f"| K | m | s | {' | '.join(COLUMNS)} |", "|" + "---|" * (3 + len(COLUMNS))]
     for cells in table:
         least_s = min(cell.makespan_s for cell in cells) * (1 + 1e-9)
@@ -77,7 +77,7 @@ def markdown(table: Sequence[Sequence[Cell]]) -> str:
 
 
 def draw(directory: str | Path) -> list[Path]:
-    """A timeline of every schedule, `schedule-NAME.svg`; that of `dapple` with its policy B."""
+    """Draw a timeline of every schedule, `schedule-NAME.svg`; that of `dapple` with its policy B."""
     Path(directory).mkdir(parents=True, exist_ok=True)
     paths = []
     for name in SCHEDULE_NAMES:

@@ -105,7 +105,7 @@ class _Start(nn.Module):
 
 
 def _mean_square(outputs: Any, labels: Any) -> Any:
-    """A loss that costs next to nothing beside the layer."""
+    """Return a loss that costs next to nothing beside the layer."""
     return outputs.float().square().mean() + 0.0 * labels.sum()
 
 

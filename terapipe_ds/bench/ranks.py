@@ -71,7 +71,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             process.start()
         try:
             while True:
-                # asked once for each turn: between two looks the last one may end, and nobody would be waited for
+                # asked once for each turn: between two looks the last one may end, and the wait would be for none
                 running = [process for process in ranks if process.exitcode is None]
                 first = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
                 if first:

@@ -177,7 +177,7 @@ class TokenEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds learned positions to [B, T, hidden_size].
 
-    A layer of its own: inside `TokenEmbedding`, the last stage's tied copy would hold a table nobody reads.
+    A layer of its own: inside `TokenEmbedding`, the last stage's tied copy would hold a table without a use.
     """
 
     def __init__(self, config: GPTConfig) -> None:

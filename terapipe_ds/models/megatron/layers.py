@@ -224,7 +224,7 @@ class MegatronHead(nn.Module):
             self.output_layer = blueprint.projection()
 
     def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
-        """As in `MegatronLayer`."""
+        """Leave its weight gradient to W, as in `MegatronLayer`."""
         split_backwards(self.output_layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:

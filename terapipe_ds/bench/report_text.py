@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from terapipe_ds.bench.quiet import sentences
+from terapipe_ds.bench.noise import sentences
 from terapipe_ds.bench.report_data import Group, Result, Run
 
 EQUAL_WITHIN = 0.005

@@ -25,7 +25,7 @@ from terapipe_ds.bench.metrics import (
     replay_s,
     unsliced_s,
 )
-from terapipe_ds.bench.quiet import drift, off_core_s
+from terapipe_ds.bench.noise import drift, off_core_s
 from terapipe_ds.bench.ranks import (
     RankError,
     finish_rank,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terapipe_ds.bench.quiet import sentences
+from terapipe_ds.bench.noise import sentences
 
 _HEAD = (
     f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"

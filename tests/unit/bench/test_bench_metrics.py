@@ -17,7 +17,7 @@ from terapipe_ds.bench.metrics import (
     replay_s,
     unsliced_s,
 )
-from terapipe_ds.bench.quiet import drift, off_core_s, sentences
+from terapipe_ds.bench.noise import drift, off_core_s, sentences
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, validate
 

@@ -271,6 +271,7 @@ def made_up(root: Path, module: str, source: str) -> list[str]:
         ("plan", "class C:\n    from terapipe_ds.attention import sliced"),
         ("plan", "import matplotlib.pyplot as plt"),
         ("plan", "import requests"),
+        ("bench.report", "from studies import predict"),
         ("plan", "from importlib import metadata"),
         ("plan", "import importlib.metadata"),
         ("plan", "def f():\n    from packaging.version import Version"),

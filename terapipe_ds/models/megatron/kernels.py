@@ -49,7 +49,7 @@ def norm_class(config: TransformerConfig) -> type:
     return TorchNorm
 
 
-def kernels(config: TransformerConfig) -> str:
+def describe_kernels(config: TransformerConfig) -> str:
     """Describe for the log what the layers are made of, which the config alone does not decide."""
     layers = "Transformer Engine's" if uses_transformer_engine(config) else "megatron-core's own"
     wanted = config.transformer_impl == "transformer_engine" and not uses_transformer_engine(config)

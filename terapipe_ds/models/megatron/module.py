@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import (
 )
 from deepspeed.utils import log_dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from terapipe_ds.attention import active_slice
@@ -28,7 +28,7 @@ from terapipe_ds.models.megatron.gradients import (
     sum_partial_gradients,
 )
 from terapipe_ds.models.megatron.groups import process_groups
-from terapipe_ds.models.megatron.kernels import kernels, stand_in_for_cuda, stand_in_for_transformer_engine
+from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
@@ -53,9 +53,9 @@ class MegatronGPT(PipelineModule):
             `config.tensor_model_parallel_size` over all ranks.
         loss_fn: None: `VocabParallelLoss()`.
         partition_method: DeepSpeed's; the default gives each stage as many decoder layers.
-        seed: of the initial weights, which do not depend on the number of stages (nor, with
-            `use_cpu_initialization`, on the tensor-parallel size), and of dropout.
-        options: the other fields of `Blueprint`, named as the arguments of megatron-core's `GPTModel`.
+        options: the other fields of `Blueprint`, named as the arguments of megatron-core's `GPTModel`, and `seed`: of
+            dropout and of the initial weights, which do not depend on the number of stages (nor, with
+            `use_cpu_initialization`, on the tensor-parallel size).
 
     Raises:
         MegatronConfigError: on every rank, before any layer is built.
@@ -67,28 +67,17 @@ class MegatronGPT(PipelineModule):
         *,
         vocab_size: int,
         max_sequence_length: int,
-        position_embedding_type: str = "learned_absolute",
         topology: ProcessTopology | None = None,
         loss_fn: Any = None,
         partition_method: str = "type:MegatronLayer",
-        seed: int = 1234,
-        transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None,
         activation_checkpoint_interval: int = 0,
         **options: Any,
     ) -> None:
         check_config(config)
-        _check_sizes(config, vocab_size, position_embedding_type)
+        blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
+        _check_sizes(config, vocab_size, blueprint.position_embedding_type)
         stand_in_for_cuda()
         stand_in_for_transformer_engine()
-        blueprint = Blueprint(
-            config,
-            vocab_size,
-            max_sequence_length,
-            position_embedding_type,
-            seed=seed,
-            transformer_layer_spec=transformer_layer_spec,
-            **options,
-        )
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
@@ -102,9 +91,9 @@ class MegatronGPT(PipelineModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=["MegatronLayer"],
         )
-        log_dist(kernels(config), ranks=[0])
+        log_dist(describe_kernels(config), ranks=[0])
         self.laid_out()
-        seed_dropout(seed, self._grid)
+        seed_dropout(blueprint.seed, self._grid)
 
     def laid_out(self) -> None:
         """Mark and describe the layers of this stage; called again when the engine has brought others."""

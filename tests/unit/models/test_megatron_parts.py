@@ -252,14 +252,14 @@ def test_transformer_engine_and_apex_are_taken_on_a_gpu_only(monkeypatch: pytest
 
 def test_the_log_says_which_kernels_run_and_why_not_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = config(transformer_impl="transformer_engine")
-    assert kernels.kernels(wanted) == (
+    assert kernels.describe_kernels(wanted) == (
         "decoder layers: megatron-core's own (Transformer Engine needs a GPU), norms: TorchNorm"
     )
     monkeypatch.setattr(kernels, "on_cpu", lambda: False)
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: False)
     monkeypatch.setattr(compat, "has_apex", lambda: False)
-    assert "(Transformer Engine is not installed)" in kernels.kernels(wanted)
-    assert kernels.kernels(config(transformer_impl="local")) == (
+    assert "(Transformer Engine is not installed)" in kernels.describe_kernels(wanted)
+    assert kernels.describe_kernels(config(transformer_impl="local")) == (
         "decoder layers: megatron-core's own, norms: TorchNorm"
     )
 

@@ -250,7 +250,7 @@ def test_positions_and_masks_end_with_documents(
 
 def test_files_made_anew_are_read_anew(data: ModuleType, index_text: ModuleType, tmp_path: Path) -> None:
     cache = str(tmp_path / "cache")
-    built(data, write(index_text, tmp_path, texts()), data_cache_path=cache)
+    built(data, write(index_text, tmp_path, texts()), (20, 0, 0), data_cache_path=cache)
     prefix = write(index_text, tmp_path, [list(range(3000, 3040))] * 10)
     train = built(data, prefix, (20, 0, 0), data_cache_path=cache)[0]
     assert len(train) == (8 * 41 - 1) // LENGTH

@@ -45,7 +45,7 @@ def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
     else:
         measured, hidden, length = layer_rows, max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH
     # the largest of the rows, whose own sizes are in their labels
-    work = {"stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length}
+    work: dict[str, Any] = {"stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length}
     work |= {"pairs": REPEATS, "device": "cuda"}
     with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
         rows = list(measured(full))
@@ -114,7 +114,7 @@ def _row(
 ) -> dict[str, Any]:
     """Return a measurement in the form of a run; without a pipeline nothing is predicted, idle or sent."""
     ratio = unsliced_s / step_s
-    row = {"system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths)}
+    row: dict[str, Any] = {"system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths)}
     row |= {"accumulation": 1, "stages": 1, "planned": False, "replayed": False}
     row |= {"step_s": step_s, "step_s_all": [step_s], "spread_s": [step_s] * 2, "tokens_per_s": sum(lengths) / step_s}
     row |= {"bound_s": unsliced_s, "predicted_s": None, "ratio_to_stock": ratio, "ratio_to_bound": ratio}

@@ -87,7 +87,8 @@ class GPTConfig(BaseModel):
             if not detail["loc"]:
                 raise detail["ctx"]["error"] from None
             name = str(detail["loc"][0])
-            raise GPTConfigError(f"{name}={show_value(fields.get(name))}: {detail['msg']}") from None
+            reason = detail["msg"][0].lower() + detail["msg"][1:]
+            raise GPTConfigError(f"{name}={show_value(fields.get(name))}: {reason}; give another value") from None
 
     @model_validator(mode="after")
     def _fit_together(self) -> GPTConfig:

@@ -39,7 +39,7 @@ setup(
         "torch>=2.11",  # the oldest that is tested; a newer one than the newest tested gets a warning
         "deepspeed>=0.19.8,<1",  # the first version that the engine's hooks are tested with
         "numpy>=1.26,<3",
-        "pydantic>=2.7,<3",
+        "pydantic>=2.10,<3",
         "packaging>=23",
     ],
     extras_require={

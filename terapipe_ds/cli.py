@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from terapipe_ds.compat import CompatError
 
-COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "index", "verify")
+COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "verify")
 
 
 _REMEDIES: dict[type[OSError], str] = {

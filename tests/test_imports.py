@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1] / "terapipe_ds"
 RINGS = {
     "config": 0, "config_conflicts": 0, "plan": 0, "costs": 0, "compat": 0, "hooks": 0,
     "simulator": 0, "timeline": 0, "files": 0, "json_text": 0,
-    "cost_parametric": 0, "simulator_costs": 0, "simulator_memory": 0,
+    "simulator_costs": 0, "simulator_memory": 0,
     "schedule": 0, "planner": 0, "messages": 0,
     "attention": 1,
     "runtime": 2, "run": 2,
@@ -269,6 +269,7 @@ def made_up(root: Path, module: str, source: str) -> list[str]:
         ("plan", "class C:\n    from terapipe_ds.attention import sliced"),
         ("plan", "import matplotlib.pyplot as plt"),
         ("plan", "import requests"),
+        ("bench.report", "from studies import predict"),
         ("plan", "from importlib import metadata"),
         ("plan", "import importlib.metadata"),
         ("plan", "def f():\n    from packaging.version import Version"),

@@ -270,7 +270,7 @@ def _own_model(
     if arguments.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
     length = given["sequence_length"] or config.max_sequence_length
-    gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
+    gpt = {**config.model_dump(), "max_sequence_length": max(length, config.max_sequence_length)}
     work = dataclasses.replace(
         work, hidden=config.hidden_size, layers=config.num_layers, heads=config.num_heads, sequence_length=length,
         micro_batch=given["micro_batch"] or number_of(ds_config or {}, "train_micro_batch_size_per_gpu"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from typing import Any
@@ -81,7 +80,7 @@ def model_of(name: str, dtype: str) -> tuple[Any, Any, Any]:
 
     if name.endswith(".json"):
         fields = read_json(name, "--model")
-        known = [field.name for field in dataclasses.fields(GPTConfig)]
+        known = list(GPTConfig.model_fields)
         unknown = next((key for key in fields if key not in known), None)
         if unknown is not None:
             text = f"unknown field {show_value(unknown)}; give some of {', '.join(known)}"

@@ -394,7 +394,7 @@ def _planned_from(path: str) -> tuple[int, ...]:
 
 def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
     model, ds_config, path = (tmp_path / name for name in ("model.json", "ds.json", "profile.json"))
-    fields = dataclasses.asdict(gpt_layers(dtype="float32")[0].module_args[0])
+    fields = gpt_layers(dtype="float32")[0].module_args[0].model_dump()
     model.write_text(json.dumps(fields))
     ds_config.write_text(json.dumps(config(terapipe=_auto())))
     files = ["--config", str(ds_config), "--model", str(model), "--out", str(path)]

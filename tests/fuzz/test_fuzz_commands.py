@@ -101,16 +101,14 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--config": FILES, "--model": [*FILES, *NAMES], "--sequence-length": NUMBERS, "--slices": COUNTS, " ": NUMBERS,
         "--threads": NUMBERS,
     },
-    "index": {"": FILES, " ": FILES, "--out": OUTPUTS, "--tokenizer": NAMES, "--json-key": NAMES, "--force": None},
 }  # fmt: skip
 USUAL = {
     "show": "--schedule seq1f1b --stages 2 --slices 4",
     "simulate": "--schedule seq1f1b --stages 2 --micro-batches 2 --slices 2,1 --unit",
     "plan": "--model tiny --device h100 --stages 2 --sequence-length 64 --granularity 16", "bench": "cpu-2stage",
     "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --against timeline.json",
-    "index": "text.txt --out made --force", "verify": "--config ds.json --model nano",
+    "verify": "--config ds.json --model nano",
 }  # fmt: skip
-SLOW = {"index"}  # imports of seconds
 
 
 @st.composite
@@ -174,7 +172,7 @@ def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpu, "run_on_gpu", nothing_is_measured)
     monkeypatch.setattr("terapipe_ds.bench.report.page.render_page", lambda data: f"{read_result(data)}")
 
-    @cases(12 if name in SLOW else 25, 300 if name in SLOW else 1500)
+    @cases(25, 1500)
     @given(command_lines(name))
     def each(words: list[str]) -> None:
         run_command(words, folder, monkeypatch)

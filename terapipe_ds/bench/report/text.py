@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from terapipe_ds.bench.quiet import sentences
+from terapipe_ds.bench.noise import sentences
 from terapipe_ds.bench.report.data import Failed, Group, Result, Run
 
 EQUAL_WITHIN = 0.005

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from terapipe_ds.bench.recorder import EngineRecorder
+from terapipe_ds.bench.drivers.recorder import EngineRecorder
 from terapipe_ds.runtime import trace
 from terapipe_ds.runtime.trace import Tracer, is_traced
 from terapipe_ds.schedule.action import Action, Kind

@@ -16,8 +16,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.compat.insertions import problem_of_insertions
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.groups import Wires
 
 logger = logging.getLogger("terapipe_ds")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -57,8 +57,9 @@ class ClosingOfBatches(PipelineEngine):
 
     def _optimizer_step(self, action: Action) -> None:
         mark_gradients(self.module, self.optimizer)
-        with self._flops.report() if self._flops is not None else nullcontext():
-            self._exec_optimizer_step()
+        if self._flops is not None:
+            self._flops.report()
+        self._exec_optimizer_step()
         if copies_may_differ(self._layout, self.basic_optimizer, self.dp_world_size):
             take_owners_weights(self.module)
 

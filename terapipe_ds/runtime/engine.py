@@ -148,7 +148,9 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
         self._flops: StageFlops | None = stage_flops(self)
-        self._finite: FiniteCheck | None = finite_check(self, self._groups.world)
+        self._finite: FiniteCheck | None = finite_check(
+            self, self.terapipe_config.check_finite == "every_step", self._store, self._groups.world
+        )
         warn_of_checkpoints(self)
 
     def _make_parts(self) -> tuple[PartRunner, ...]:

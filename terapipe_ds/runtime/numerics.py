@@ -78,7 +78,6 @@ class FiniteCheck:
         self._stage_id, self._world = stage_id, world
         self._gradients, self._collected = gradients, collected
         self._looks: list[Look] = []
-        self._names: dict[int, str] = {}  # by the layer's index over all stages
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and what its gradient is called
 
     # -- looking ------------------------------------------------------------------------------------------------------
@@ -86,17 +85,23 @@ class FiniteCheck:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
-        parts: list[tuple[int, list[Any]]] = []
+        self._looks.clear()
+        parts, handles = [], []
+        owners: list[tuple[str, Any]] = []
+        names: dict[nn.Module, str] = {}  # a module at several places has several
         for _ in each_part(self._module):
-            parts.append((self._module._local_start, self._module.forward_funcs))
-            replace_layers(self._module, [self._watched(layer) for layer in self._module.forward_funcs])
-        layers = [(start + index, layer) for start, part in parts for index, layer in enumerate(part)]
-        self._names = {index: layer_name(layer, index) for index, layer in layers}
-        owners = [*((self._names[index], layer) for index, layer in layers), ("the pipeline module", self._module)]
-        self._parameters = dict(_parameters_of(owners))
-        handles = []
-        for layer in dict.fromkeys(layer for _, layer in layers if isinstance(layer, nn.Module)):
-            handles += [layer.register_forward_pre_hook(self._before), layer.register_forward_hook(self._after)]
+            layers, start = self._module.forward_funcs, self._module._local_start
+            own = [(layer_name(layer, start + index), layer) for index, layer in enumerate(layers)]
+            for name, layer in own:
+                if isinstance(layer, nn.Module):
+                    names[layer] = f"{names[layer]} or {name}" if layer in names else name
+            parts.append(layers)
+            owners += own
+            replace_layers(self._module, [self._watched(layer, name, layer is layers[-1]) for name, layer in own])
+        for module, name in names.items():
+            before, after = self._hooks(name, any(module is part[-1] for part in parts))
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        self._parameters = dict(_parameters_of([*owners, ("the pipeline module", self._module)]))
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             if self._collected:
@@ -105,47 +110,47 @@ class FiniteCheck:
             yield
         finally:
             for chunk_id in each_part(self._module):
-                replace_layers(self._module, parts[chunk_id][1])
+                replace_layers(self._module, parts[chunk_id])
             self._store.on_gradients = None
             for handle in handles:
                 handle.remove()
             self._looks.clear()
 
-    def _watched(self, layer: Any) -> Any:
+    def _watched(self, layer: Any, name: str, is_last: bool) -> Any:
         """Return a module as it is, and a function with what hooks do around it."""
         if isinstance(layer, nn.Module):
             return layer
+        before, after = self._hooks(name, is_last)
+
+        def run(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+            before(None, args)
+            outputs = function(*args, **keywords)
+            after(None, args, outputs)
+            return outputs
+
         base = layer if isinstance(layer, functools.partial) else functools.partial(layer)
-        return functools.partial(self._run, base.func, *base.args, **base.keywords)
+        return functools.partial(run, base.func, *base.args, **base.keywords)
 
-    def _run(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        self._before(None, args)
-        outputs = function(*args, **keywords)
-        self._after(None, args, outputs)
-        return outputs
+    def _hooks(self, name: str, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return what is done before and after the forward of a layer; `is_last` is one whose outputs are sent on."""
 
-    def _before(self, layer: object, args: tuple[Any, ...]) -> None:
-        """Look at the gradients of a layer's inputs as soon as there are any."""
-        inputs = _tensors(args)
-        for index, tensor in enumerate(inputs if torch.is_grad_enabled() else ()):
-            self._look_at_gradient_of(tensor, f"the gradient of its input{_nth(index, inputs)}")
+        def look_at_gradients(tensors: Sequence[Tensor], what: str) -> None:
+            for index, tensor in enumerate(tensors if torch.is_grad_enabled() and self._gradients else ()):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._hook(name, f"the gradient {what}{_nth(index, tensors)}"))
 
-    def _after(self, layer: object, args: tuple[Any, ...], outputs: Any) -> None:
-        """Look at what a layer has computed, and at the gradients that come to the last one from the next stage."""
-        active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
-        is_last = self._module.curr_layer == self._module._local_start + len(self._module.forward_funcs) - 1
-        for index, tensor in enumerate(results):
-            if active is not None and active.mode == "train" and _is_computed(tensor, index, inputs):
-                self.look(self._running(), f"its output{_nth(index, results)}", tensor)
-            if is_last and torch.is_grad_enabled():
-                self._look_at_gradient_of(tensor, f"the gradient that comes to its output{_nth(index, results)}")
+        def before(layer: object, args: tuple[Any, ...]) -> None:
+            look_at_gradients(_tensors(args), "of its input")
 
-    def _running(self) -> str:
-        return self._names[self._module.curr_layer]
+        def after(layer: object, args: tuple[Any, ...], outputs: Any) -> None:
+            active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
+            for index, tensor in enumerate(results if active is not None and active.mode == "train" else ()):
+                if _is_computed(tensor, index, inputs):
+                    self.look(name, f"its output{_nth(index, results)}", tensor)
+            if is_last:
+                look_at_gradients(results, "that comes to its output")
 
-    def _look_at_gradient_of(self, tensor: Tensor, what: str) -> None:
-        if self._gradients and tensor.requires_grad:
-            tensor.register_hook(self._hook(self._running(), what))
+        return before, after
 
     def _hook(self, layer: str, what: str) -> Callable[[Tensor], None]:
         return functools.partial(self.look, layer, what, is_backward=True)
@@ -231,10 +236,10 @@ def _problems(looks: Sequence[Look]) -> list[str]:
     return problems
 
 
-def _parameters_of(layers: Sequence[tuple[str, Any]]) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
+def _parameters_of(owners: Sequence[tuple[str, Any]]) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
     """Yield each parameter with the layer that it belongs to, and what its gradient is called."""
     seen: set[int] = set()
-    for owner, layer in layers:
+    for owner, layer in owners:
         module = module_of(layer)
         for name, parameter in [] if module is None else module.named_parameters():
             if parameter.requires_grad and id(parameter) not in seen:

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from terapipe_ds.config import SCHEDULES, TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.schedule import SCHEDULE_NAMES, build
 
 DEFAULTS = {
     "enabled": False,
@@ -86,15 +87,10 @@ def test_every_key() -> None:
     assert config.planner.memory_limit_gb == 80.0
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_known_schedules(name: str) -> None:
     assert read({"enabled": True, "slices": 4, "schedule": name}).schedule == name
-
-
-def test_the_schedules_can_be_built() -> None:
-    schedule = pytest.importorskip("terapipe_ds.schedule")
-    for name in SCHEDULES:
-        assert schedule.build(name, 2, 2, 2).name == name
+    assert build(name, 2, 2, 2).name == name
 
 
 def test_what_comes_later_is_accepted_while_switched_off() -> None:
@@ -323,9 +319,7 @@ def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any])
 # --- schedules from a file, and several chunks per stage
 
 
-def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # messages cut long paths short
     path = Path("best.csv")
     section = {"enabled": True, "slices": 2, "schedule": str(path)}
@@ -376,7 +370,6 @@ def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> No
     assert config.options_of(name) == options and config.options_of("gpipe") == {}
     if options:
         assert config.fingerprint() != read({"enabled": True, "slices": 4, "schedule": name}).fingerprint()
-        assert f"schedule {name} {next(iter(options))}=" in config.describe()
 
 
 @pytest.mark.parametrize(
@@ -580,21 +573,6 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     assert read({"enabled": True, "slices": 8}).fingerprint() == "cb0ded4fa67cb70e"
 
 
-def test_describe() -> None:
-    assert read({}).describe() == "terapipe: off"
-    assert read({"enabled": True, "slices": 8}).describe() == (
-        "terapipe: schedule seq1f1b, 8 slices cut at multiples of up to 64 tokens, loss mean_valid (ignore_index -100)"
-    )
-    for granularity, multiple, told in (
-        ({}, 3, "up to 192"), ({"granularity_tokens": 64}, 1, "64"), ({"granularity_tokens": 8}, 3, "24"),
-    ):  # fmt: skip
-        config = read({"enabled": True, "slices": 2, **granularity}).with_multiple(multiple)
-        assert f", 2 slices cut at multiples of {told} tokens, " in config.describe()
-    assert ", 1 slice, " in read({"enabled": True, "slices": 1}).describe()
-    listed = read({"enabled": True, "slices": [2, 1], "schedule": "1f1b", "loss_reduction": "sum"})
-    assert listed.describe() == "terapipe: schedule 1f1b, slices [2, 1], loss sum"
-
-
 # --- anything at all
 
 anything = st.recursive(
@@ -632,7 +610,6 @@ def test_anything_gives_a_config_or_our_error(
         return
     assert TeraPipeConfig(**config.model_dump()) == config
     assert len(config.fingerprint()) == 16
-    assert config.describe()
 
 
 @given(

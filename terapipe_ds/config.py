@@ -173,8 +173,8 @@ class TeraPipeConfig(_StrictModel):
             return whole
         if self.slices == "auto":
             raise TeraPipeConfigError(
-                'terapipe.slices = "auto": planned from measured costs while training runs; for a plan without them give '
-                "a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
+                'terapipe.slices = "auto": planned from measured costs while training runs; for a plan without them '
+                "give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
             )
         if isinstance(self.slices, tuple) and sum(self.slices) != sequence_length:
             raise TeraPipeConfigError(
@@ -312,10 +312,8 @@ def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         else:
             yield from _option_problems(name, chunks, options)
     elif options:
-        yield (
-            f"{_shown(options, 'schedule_options')}: they go with the name of one schedule, not with {show_value(name)}; "
-            "leave them out"
-        )
+        given = _shown(options, "schedule_options")
+        yield f"{given}: they go with the name of one schedule, not with {show_value(name)}; leave them out"
     elif re.fullmatch(_SCHEDULE_FORM, name) and name != "auto":
         try:
             of_file = load(name).chunks_per_stage

@@ -63,6 +63,8 @@ def _formulas() -> dict[object, Callable[..., int]]:
 class _Counter(TorchDispatchMode):
     """Counts what is dispatched, by module. torch's `FlopCounterMode` also decomposes operations: other last bits."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, formulas: dict[object, Callable[..., int]], tracker: ModuleTracker) -> None:
         super().__init__()
         self._formulas, self._tracker = formulas, tracker
@@ -70,7 +72,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = self._formulas.get(func._overloadpacket)
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
         if formula is not None:
             count = formula(*args, **(kwargs or {}), out_val=out)
             self.by_module.update(dict.fromkeys(self._tracker.parents, count))

@@ -94,10 +94,10 @@ def count_nothing_as_zero(optimizer: Any) -> None:
     stock = optimizer.get_grads_for_norm
 
     def get_grads_for_norm(for_clipping: bool = False) -> Any:
-        gradients, *others = stock(for_clipping)
-        if not for_clipping and not gradients:
-            gradients = [torch.zeros(1, device=get_accelerator().current_device_name())]
-        return gradients, *others
+        counted = stock(for_clipping)
+        if for_clipping or counted[0]:
+            return counted
+        return [torch.zeros(1, device=get_accelerator().current_device_name())], counted[1]
 
     optimizer.get_grads_for_norm = get_grads_for_norm
 

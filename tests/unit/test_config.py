@@ -122,68 +122,22 @@ def test_the_given_dict_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("enabled", 1),
-        ("enabled", "true"),
-        ("enabled", None),
-        ("schedule", "gpip"),
-        ("schedule", "SEQ1F1B"),
-        ("schedule", ".csv"),
-        ("schedule", 1),
-        ("schedule", None),
-        ("chunks_per_stage", 0),
-        ("chunks_per_stage", True),
-        ("chunks_per_stage", 2.0),
-        ("chunks_per_stage", "2"),
-        ("slices", 0),
-        ("slices", -1),
-        ("slices", True),
-        ("slices", 8.0),
-        ("slices", "8"),
-        ("slices", None),
-        ("slices", []),
-        ("slices", [512, 0]),
-        ("slices", [512, True]),
-        ("slices", [512, 1.0]),
-        ("slices", [[512]]),
-        ("slices", {"a": 1}),
-        ("slices", 10**30),
+        *(("enabled", value) for value in (1, "true", None)),
+        *(("schedule", value) for value in ("gpip", "SEQ1F1B", ".csv", 1, None)),
+        *(("chunks_per_stage", value) for value in (0, True, 2.0, "2")),
+        *(("slices", value) for value in (0, -1, True, 8.0, "8", None, [], [512, 0], [512, True], [512, 1.0], [[512]])),
+        *(("slices", value) for value in ({"a": 1}, 10**30)),
         pytest.param("slices", 10**5000, id="slices-huge"),
-        ("sequence_dim", -1),
-        ("sequence_dim", True),
-        ("sequence_dim", 1.0),
-        ("sliced_inputs", []),
-        ("sliced_inputs", [-1]),
-        ("sliced_inputs", [1, 1]),
-        ("sliced_inputs", [True]),
-        ("sliced_inputs", 0),
-        ("sliced_inputs", "all"),
-        ("granularity_tokens", 0),
-        ("granularity_tokens", True),
-        ("granularity_tokens", 64.0),
-        ("granularity_tokens", None),
-        ("loss_reduction", "average"),
-        ("loss_reduction", None),
-        ("ignore_index", "none"),
-        ("ignore_index", True),
-        ("ignore_index", 2**70),
-        ("planner", None),
-        ("planner", "measure"),
-        ("planner", []),
-        ("verify", True),
-        ("verify", "on"),
-        ("check_finite", True),
-        ("check_finite", "on"),
-        ("stall_timeout_s", 0),
-        ("stall_timeout_s", -3),
-        ("stall_timeout_s", True),
-        ("stall_timeout_s", float("nan")),
-        ("stall_timeout_s", float("inf")),
-        ("stall_timeout_s", 1e300),
-        ("stall_timeout_s", "300"),
-        ("stall_timeout_s", None),
-        ("trace_dir", ""),
-        ("trace_dir", 3),
-        ("trace_dir", True),
+        *(("sequence_dim", value) for value in (-1, True, 1.0)),
+        *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], 0, "all")),
+        *(("granularity_tokens", value) for value in (0, True, 64.0, None)),
+        *(("loss_reduction", value) for value in ("average", None)),
+        *(("ignore_index", value) for value in ("none", True, 2**70)),
+        *(("planner", value) for value in (None, "measure", [])),
+        *(("verify", value) for value in (True, "on")),
+        *(("check_finite", value) for value in (True, "on")),
+        *(("stall_timeout_s", value) for value in (0, -3, True, float("nan"), float("inf"), 1e300, "300", None)),
+        *(("trace_dir", value) for value in ("", 3, True)),
         pytest.param("trace_dir", "\ud800", id="trace_dir-surrogate"),
         pytest.param("schedule", "\ud800.csv", id="schedule-surrogate"),
     ],
@@ -191,33 +145,22 @@ def test_the_given_dict_stays_as_it_is() -> None:
 def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: str, value: Any) -> None:
     message = problem({key: value})
     assert message.startswith(f"terapipe.{key} = ")
-    assert ": must be " in message
-    allowed = message.split(": must be ")[1]
-    assert allowed == TeraPipeConfig.model_fields[key].description
+    assert message.split(": must be ")[1] == TeraPipeConfig.model_fields[key].description
     assert len(message) < 300
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("profile", "mesure"),
-        ("profile", None),
-        ("profile", ".json"),
-        ("cache_dir", ""),
-        ("cache_dir", 1),
-        ("memory_limit_gb", 0),
-        ("memory_limit_gb", -1.0),
-        ("memory_limit_gb", True),
-        ("memory_limit_gb", float("nan")),
-        ("memory_limit_gb", float("inf")),
+        *(("profile", value) for value in ("mesure", None, ".json")),
+        *(("cache_dir", value) for value in ("", 1)),
+        *(("memory_limit_gb", value) for value in (0, -1.0, True, float("nan"), float("inf"), "80")),
         pytest.param("memory_limit_gb", 10**400, id="memory_limit_gb-huge"),
-        ("memory_limit_gb", "80"),
     ],
 )
 def test_a_wrong_value_of_the_planner(key: str, value: Any) -> None:
     message = problem({"planner": {key: value}})
-    assert message.startswith(f"terapipe.planner.{key} = ")
-    assert ": must be " in message
+    assert message.startswith(f"terapipe.planner.{key} = ") and ": must be " in message
 
 
 def test_the_value_stands_in_the_message() -> None:
@@ -232,6 +175,7 @@ def test_the_value_stands_in_the_message() -> None:
     [
         ({"slcies": 8}, "terapipe.slcies = 8", "terapipe.slices"),
         ({"Enabled": True}, "terapipe.Enabled = True", "terapipe.enabled"),
+        ({"chunk_per_stage": 2}, "terapipe.chunk_per_stage = 2", "terapipe.chunks_per_stage"),
         ({"granularity": 64}, "terapipe.granularity = 64", "terapipe.granularity_tokens"),
         ({"memory_limit_gb": 80}, "terapipe.memory_limit_gb = 80", "terapipe.planner.memory_limit_gb"),
         ({"planner": {"profil": 1}}, "terapipe.planner.profil = 1", "terapipe.planner.profile"),
@@ -394,17 +338,9 @@ def test_options_that_it_does_not_take(name: str, options: Any, message: str) ->
     assert found.startswith("terapipe.schedule_options = ") and message in found
 
 
-def test_a_key_near_chunks_per_stage_gets_it_as_advice() -> None:
-    assert "did you mean terapipe.chunks_per_stage?" in problem({"chunk_per_stage": 2})
-
-
-def test_the_check_of_the_first_batch() -> None:
-    for value in ("first_batch", "off", None):
-        assert read({"enabled": True, "slices": 4, "verify": value}).verify == value
-    message = problem({"enabled": True, "slices": 4, "verify": "every_batch"})
-    assert message == "terapipe.verify = 'every_batch': must be " + (
-        '"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
-    )
+@pytest.mark.parametrize("value", ["first_batch", "off", None])
+def test_the_check_of_the_first_batch(value: str | None) -> None:
+    assert read({"enabled": True, "slices": 4, "verify": value}).verify == value
 
 
 # --- what DeepSpeed's own config may not have beside an enabled section

@@ -45,12 +45,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(versions: Mapping[str, str] | None = None, python: str | None = None) -> list[str]:
-    """Return one warning for each package whose version is not tested; none when all are.
+    """Return one warning for each package, or Python itself, whose version is not tested; none when all are.
 
-    Args:
-        versions: distribution -> version; None asks the installation. A local suffix ("2.13.0+cpu") makes no
-            difference, an optional package may be absent, and a version before its release ("2.15.0rc1") is not tested.
-        python: "3.11"; None asks the interpreter.
+    A local suffix ("2.13.0+cpu") makes no difference, an optional package may be absent, and a version before its
+    release ("2.15.0rc1") is not tested. None asks the installation, and the interpreter.
     """
     versions = installed_versions() if versions is None else versions
     python = f"{sys.version_info[0]}.{sys.version_info[1]}" if python is None else python

@@ -122,23 +122,18 @@ class StageFlops:
         write_text(target, self._text() + "\n")
 
     def _text(self) -> str:
-        """Describe the stage, then its modules: of each depth all with `detailed`, else the `top_modules` largest."""
+        """Describe the stage and its modules down to `module_depth`: all with `detailed`, else `top_modules`."""
         engine = self._engine
-        counts = [f"{name}: {number_to_string(self.totals[kind], precision=4)}" for kind, name in _COUNTED.items()]
-        lines = [
-            f"flops_profiler: step {engine.global_steps}, stage {engine.stage_id} of {engine.num_stages} (rank "
-            f"{engine.global_rank}), operations for one micro-batch in its slices",
-            *counts,
-        ]
         deepest, is_detailed = engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()
-        by_depth: dict[int, list[str]] = {}
-        for path, count in self.forward_of.most_common():
-            by_depth.setdefault(path.count("."), []).append(f"  {path}: {number_to_string(count, precision=4)}")
-        for depth, modules in sorted(by_depth.items()):
-            if deepest == -1 or depth <= deepest:
-                lines.append(f"forward, modules at depth {depth}:")
-                lines += modules if is_detailed else modules[: engine.flops_profiler_top_modules()]
-        return "\n".join(lines)
+        modules = [path for path, _ in self.forward_of.most_common() if deepest == -1 or path.count(".") <= deepest]
+        counts = {name: self.totals[kind] for kind, name in _COUNTED.items()}
+        for path in modules if is_detailed else modules[: engine.flops_profiler_top_modules()]:
+            counts[f"forward of {path}"] = self.forward_of[path]
+        heading = (
+            f"flops_profiler: step {engine.global_steps}, stage {engine.stage_id} of {engine.num_stages} (rank "
+            f"{engine.global_rank}), operations for one micro-batch in its slices"
+        )
+        return "\n".join([heading, *(f"  {name}: {number_to_string(counts[name], precision=4)}" for name in counts)])
 
     def start_profile(self, ignore_list: object = None) -> None:
         """Do nothing: DeepSpeed calls this in each forward of rank 0, which is a slice here."""

@@ -37,7 +37,7 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class Look:
-    """The extremes of a tensor that a slice has computed, not read yet. `layer` as `layer 3 (DecoderLayer)`."""
+    """The extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
 
     active: ActiveSlice
     layer: str
@@ -47,10 +47,7 @@ class Look:
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
-        """What sorts first cannot follow from what sorts later.
-
-        A backward follows from forwards, a slice's forward from earlier parts and slices, its backward from later ones.
-        """
+        """What sorts first cannot follow from what sorts later: in the backward, slices and parts come in reverse."""
         active, sign = self.active, -1 if self.is_backward else 1
         return self.is_backward, active.micro_batch_id, sign * active.slice_id, sign * active.part_id
 
@@ -134,19 +131,21 @@ class FiniteCheck:
     def _hooks(self, name: str, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return what is done before and after the forward of a layer; `is_last` is one whose outputs are sent on."""
 
-        def look_at_gradients(tensors: Sequence[Tensor], what: str) -> None:
-            for index, tensor in enumerate(tensors if torch.is_grad_enabled() and self._gradients else ()):
+        def look_at_gradients(tensors: dict[str, Tensor], what: str) -> None:
+            for which, tensor in tensors.items() if torch.is_grad_enabled() and self._gradients else ():
                 if tensor.requires_grad:
-                    tensor.register_hook(self._hook(name, f"the gradient {what}{_nth(index, tensors)}"))
+                    tensor.register_hook(self._hook(name, f"the gradient {what}{which}"))
 
         def before(layer: object, args: tuple[Any, ...]) -> None:
             look_at_gradients(_tensors(args), "of its input")
 
         def after(layer: object, args: tuple[Any, ...], outputs: Any) -> None:
             active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
-            for index, tensor in enumerate(results if active is not None and active.mode == "train" else ()):
-                if _is_computed(tensor, index, inputs):
-                    self.look(name, f"its output{_nth(index, results)}", tensor)
+            for index, (which, tensor) in enumerate(results.items()):
+                # what is handed on is not computed here; what is behind the first and has no gradient may be a mask
+                is_own = tensor.is_floating_point() and not any(tensor is each for each in inputs.values())
+                if active is not None and active.mode == "train" and is_own and (index == 0 or tensor.requires_grad):
+                    self.look(name, f"its output{which}", tensor)
             if is_last:
                 look_at_gradients(results, "that comes to its output")
 
@@ -204,24 +203,11 @@ class FiniteCheck:
             raise on_every_rank(NonFiniteError(_message(ranks, step)))
 
 
-def _nth(index: int, tensors: Sequence[Tensor]) -> str:
-    return f" {index}" if len(tensors) > 1 else ""
-
-
-def _is_computed(tensor: Tensor, index: int, inputs: Sequence[Tensor]) -> bool:
-    """Return whether a layer has made this output.
-
-    It has not made what it hands on. What is behind the first tensor and needs no gradient may be a mask, to which an
-    infinity belongs.
-    """
-    if not tensor.is_floating_point() or any(tensor is each for each in inputs):
-        return False
-    return index == 0 or tensor.requires_grad
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
+def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the tensors among arguments or results, with " 0", " 1" where there are several."""
     values = [value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-    return [value for value in values if isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return {f" {index}" if len(tensors) > 1 else "": tensor for index, tensor in enumerate(tensors)}
 
 
 def _problems(looks: Sequence[Look]) -> list[str]:

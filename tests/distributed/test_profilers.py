@@ -62,11 +62,16 @@ def job_flops(plan: list[int], schedule: str = "1f1b", **options: Any) -> dict[s
     }
 
 
+def value(shown: str) -> float:
+    number, _, unit = shown.partition(" ")
+    return float(number) * UNITS[unit]
+
+
 def figure(text: str, name: str) -> float:
     """The figure of a line such as `forward: 12.5 K`."""
-    found = re.search(rf"^ *{name}: ([\d.]+) ?([KMG]?)$", text, re.MULTILINE)
+    found = re.search(rf"^  {name}: ([\d.]+ ?[KMG]?)$", text, re.MULTILINE)
     assert found, text
-    return float(found[1]) * UNITS[found[2]]
+    return value(found[1])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -91,20 +96,21 @@ class TestFlops:
             backward = expected["inputs"] + expected["weights"] + expected["attention backward"] + expected["again"]
             assert figure(text, "backward") == pytest.approx(backward - apart, rel=1e-3)
             assert figure(text, "weight gradients apart") == pytest.approx(apart, rel=1e-3)
-            assert re.search(r"depth 1:\n(  PipelineModule\.\d+: .*\n)+", text), "the detailed profile"
+            by_layer = re.findall(r"^  forward of PipelineModule\.\d+: ([\d.]+ ?[KMG]?)$", text, re.MULTILINE)
+            assert sum(map(value, by_layer)) == pytest.approx(expected["forward"], rel=1e-3), "the detailed profile"
             assert rank["same"] == 0.0
         assert ranks[0]["expected"] != ranks[1]["expected"]
 
     def test_files_and_wall_clock_breakdown_at_once(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "profile.txt"
-        flops = {**FLOPS, "module_depth": 1, "top_modules": 1, "detailed": False, "output_file": str(path)}
+        flops = {**FLOPS, "module_depth": 1, "top_modules": 3, "detailed": False, "output_file": str(path)}
         ranks = rank_pool(2).run(
             job_flops, plan=PLAN, steps_per_print=1, flops_profiler=flops, wall_clock_breakdown=True
         )
         for stage_id, rank in enumerate(ranks):
             text = (path if stage_id == 0 else path.with_name("profile.txt.stage1")).read_text()
             assert figure(text, "forward") == pytest.approx(rank["expected"]["forward"], rel=1e-3)
-            assert len(re.findall(r"^  PipelineModule\.\d+: ", text, re.MULTILINE)) == 1 and "depth 2" not in text
+            assert len(re.findall("forward of ", text)) == 3 and not re.search(r"PipelineModule\.\d+\.", text)
             assert rank["same"] == 0.0
             assert not any("flops_profiler: step" in text for text in rank["printed"])
         for text in ranks[0]["printed"]:

@@ -1,7 +1,7 @@
-"""The ``terapipe`` section of a DeepSpeed config, validated.
+"""Validate the `terapipe` section of a DeepSpeed config.
 
-Plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value
-"auto". DeepSpeed ignores a section that it does not know, so that typos are ours to reject.
+Plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value "auto". It
+ignores sections that it does not know, so misspelt keys are refused here.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from terapipe_ds.plan import PlanError, SlicePlan, show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
-SCHEDULES = SCHEDULE_NAMES
 _SECTION = "terapipe"
 _MAX_INT = 2**63 - 1  # torch's int64
 _MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
 
 
 class TeraPipeConfigError(ValueError):
-    """A config that cannot be used; ``problems`` has one line per mistake with its key, value and fix."""
+    """A config that cannot be used; `problems` has one line per mistake with its key, value and fix."""
 
     def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
         super().__init__(message)
@@ -38,7 +37,7 @@ class TeraPipeConfigError(ValueError):
 
     @classmethod
     def from_problems(cls, problems: Iterable[str]) -> TeraPipeConfigError:
-        """One error for all ``problems``."""
+        """Return one error for all `problems`."""
         lines = tuple(problems)
         if len(lines) == 1:
             return cls(lines[0], lines)
@@ -60,20 +59,19 @@ _Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 _Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 _Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 _Path = Annotated[str, Field(min_length=1)]
-_SCHEDULE_FORM = rf"^({'|'.join(SCHEDULES)}|auto|.+\.csv)$"
+_SCHEDULE_FORM = rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$"
 _Schedule = Annotated[str, Field(pattern=_SCHEDULE_FORM)]
 _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 _Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
 _Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
 
 
-class _StrictModel(BaseModel):
-    # Every field's `description` says what is allowed; error messages end with it.
+class _StrictModel(BaseModel):  # each field's `description` says what is allowed; error messages end with it
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class PlannerConfig(_StrictModel):
-    """``terapipe.planner``: how slices are found when ``slices`` is "auto"."""
+    """`terapipe.planner`: how slices are found when `slices` is "auto"."""
 
     profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
     cache_dir: _Path | None = Field(default=None, description="the path of a directory, or null")
@@ -83,7 +81,7 @@ class PlannerConfig(_StrictModel):
 
 
 class TeraPipeConfig(_StrictModel):
-    """The section; attributes are its keys. :meth:`from_deepspeed` is the way in.
+    """The section; attributes are its keys. `from_deepspeed` is the way in.
 
     Raises:
         TeraPipeConfigError: all mistakes of the section at once, also when called with keywords.
@@ -91,7 +89,7 @@ class TeraPipeConfig(_StrictModel):
 
     enabled: bool = Field(False, description="true or false")
     schedule: _Schedule = Field(
-        "seq1f1b", description=f"one of {', '.join(SCHEDULES)}, or auto, or a path that ends in .csv"
+        "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
     )
     chunks_per_stage: _Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
     schedule_options: dict[str, str | list[int]] = Field(
@@ -122,7 +120,7 @@ class TeraPipeConfig(_StrictModel):
         300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
     )
     trace_dir: _Path | None = Field(None, description="the path of a directory, or null")
-    _multiple: int = PrivateAttr(1)  # what slices are multiples of where nobody has set the granularity
+    _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
 
     def __init__(self, /, **section: Any) -> None:
         problems: list[str] = []
@@ -137,11 +135,11 @@ class TeraPipeConfig(_StrictModel):
 
     @classmethod
     def from_deepspeed(cls, ds_config: dict[str, Any]) -> TeraPipeConfig:
-        """The ``terapipe`` section of a DeepSpeed config; switched off where there is none.
+        """Return the section of a DeepSpeed config; switched off where there is none.
 
         Raises:
-            TeraPipeConfigError: mistakes in the section (switched off or not) and, where it is switched on,
-                what it cannot be combined with in the rest of ``ds_config``; all of them at once.
+            TeraPipeConfigError: all mistakes of the section, switched off or not; where it is switched on, also what it
+                cannot be combined with in the rest of `ds_config`.
         """
         if not isinstance(ds_config, dict):
             raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
@@ -164,40 +162,40 @@ class TeraPipeConfig(_StrictModel):
         return config
 
     def plan_for(self, sequence_length: int) -> SlicePlan:
-        """The plan for sequences of ``sequence_length`` tokens.
+        """Return the plan for sequences of `sequence_length` tokens.
 
         Raises:
-            TeraPipeConfigError: ``slices`` or ``granularity_tokens`` does not fit that length.
-            PlanError: ``sequence_length`` itself is not an integer >= 1.
+            TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
+            PlanError: `sequence_length` itself is not an integer >= 1.
         """
         whole = SlicePlan.equal(sequence_length, 1)
         if self.slices == 1:  # nothing is cut
             return whole
         if self.slices == "auto":
             raise TeraPipeConfigError(
-                f'{_name(("slices",))} = "auto": planned from measured costs while training runs; for a plan without '
-                "them give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
+                'terapipe.slices = "auto": planned from measured costs while training runs; for a plan without them '
+                "give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
             )
-        try:
-            if isinstance(self.slices, int):
-                granularity = self.granularity_for(whole.sequence_length)
-                return SlicePlan.equal(whole.sequence_length, self.slices, granularity)
-            plan = SlicePlan(self.slices)
-        except PlanError as error:
-            too_coarse = self.granularity_for(whole.sequence_length) > whole.sequence_length
-            key = "granularity_tokens" if too_coarse else "slices"
-            raise TeraPipeConfigError(f"{_name((key,))} = {show_value(getattr(self, key))}: {error}") from None
-        if plan.sequence_length != whole.sequence_length:
-            given = f"{_name(('slices',))} = {show_value(list(self.slices))}"
+        if isinstance(self.slices, tuple) and sum(self.slices) != sequence_length:
             raise TeraPipeConfigError(
-                f"{given} adds up to {plan.sequence_length} tokens, but a sequence has {sequence_length}: "
-                "give lengths that add up to that, or a number of equal slices"
+                f"{_shown(list(self.slices), 'slices')} adds up to {sum(self.slices)} tokens, but a sequence has "
+                f"{sequence_length}: give lengths that add up to that, or a number of equal slices"
             )
-        return plan
+        if isinstance(self.slices, tuple):
+            return SlicePlan(self.slices)
+        granularity = self.granularity_for(sequence_length)
+        try:
+            return SlicePlan.equal(sequence_length, self.slices, granularity)
+        except PlanError as error:
+            key = "granularity_tokens" if granularity > sequence_length else "slices"
+            raise TeraPipeConfigError(f"{_shown(getattr(self, key), key)}: {error}") from None
 
     def granularity_for(self, sequence_length: int) -> int:
-        """By what sequences of that length are cut. A default never refuses: where nobody has set
-        ``granularity_tokens``, it is halved until the number of slices fits, and never larger than the sequence."""
+        """Return by what sequences of that length are cut.
+
+        A default never refuses: where the config does not set `granularity_tokens`, it is halved until the number of
+        slices fits, and never larger than the sequence.
+        """
         granularity = self.granularity_tokens
         if "granularity_tokens" in self.model_fields_set:
             return granularity
@@ -208,8 +206,7 @@ class TeraPipeConfig(_StrictModel):
         return min(granularity, sequence_length)
 
     def with_multiple(self, multiple: int) -> TeraPipeConfig:
-        """The same, for layers that need every slice to be a multiple of so many tokens. Listed slices are taken as
-        they are."""
+        """Return the config for layers that need multiples of so many tokens per slice; listed slices stay."""
         if multiple == 1 or isinstance(self.slices, tuple):
             return self
         if "granularity_tokens" in self.model_fields_set:
@@ -219,20 +216,16 @@ class TeraPipeConfig(_StrictModel):
         return config
 
     def check_granularity(self, sequence_length: int) -> None:
-        """Whether sequences of that length can be planned: raises TeraPipeConfigError where one is shorter than a
-        granule that somebody has set."""
+        """Raise TeraPipeConfigError where sequences of that length are shorter than a granule that the config sets."""
         if self.granularity_for(sequence_length) > sequence_length:
             raise TeraPipeConfigError(
-                f"{_name(('granularity_tokens',))} = {self.granularity_tokens}: larger than a sequence of "
-                f"{sequence_length} tokens; give at most {sequence_length}, or longer sequences"
+                f"{_shown(self.granularity_tokens, 'granularity_tokens')}: larger than a sequence of {sequence_length} "
+                f"tokens; give at most {sequence_length}, or longer sequences"
             )
 
     @property
     def is_stock_order(self) -> bool:
-        """True for ``"slices": 1, "schedule": "1f1b"``, DeepSpeed's own order of whole micro-batches.
-
-        A batch may be anything that DeepSpeed's engine takes.
-        """
+        """True for `"slices": 1, "schedule": "1f1b"`, DeepSpeed's own order: a batch may be anything that it takes."""
         return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
 
     @property
@@ -241,33 +234,17 @@ class TeraPipeConfig(_StrictModel):
         return self.slices == 1 or (isinstance(self.slices, tuple) and len(self.slices) == 1)
 
     def options_of(self, schedule: str) -> dict[str, Any]:
-        """What ``schedule.build`` takes for the schedule of this name: none, but for the one of the config."""
+        """Return what `schedule.build` takes for the schedule of this name: nothing, but for the one of the config."""
         return dict(self.schedule_options) if schedule == self.schedule else {}
 
     def fingerprint(self) -> str:
-        """16 hex digits that two configs share exactly when every key has the same value."""
+        """Return 16 hex digits that two configs share exactly when every key has the same value."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def describe(self) -> str:
-        """One line for a log."""
-        if not self.enabled:
-            return "terapipe: off"
-        if self.slices == 1:
-            slices = "1 slice"
-        elif isinstance(self.slices, int):
-            set_here = "granularity_tokens" in self.model_fields_set
-            most = f"{'' if set_here else 'up to '}{math.lcm(self.granularity_tokens, self._multiple)}"
-            slices = f"{self.slices} slices cut at multiples of {most} tokens"
-        else:
-            slices = f"slices {self.slices if isinstance(self.slices, str) else list(self.slices)}"
-        ignored = f" (ignore_index {self.ignore_index})" if self.loss_reduction == "mean_valid" else ""
-        options = "".join(f" {name}={value}" for name, value in self.schedule_options.items())
-        return f"terapipe: schedule {self.schedule}{options}, {slices}, loss {self.loss_reduction}{ignored}"
-
 
 def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
-    """DeepSpeed passes over a section that it does not know: the run would go on, unsliced, without a word."""
+    """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
     for key, value in ds_config.items():
         if not isinstance(key, str) or key == _SECTION or not isinstance(value, dict):
             continue
@@ -277,15 +254,15 @@ def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def _name(path: Iterable[Any]) -> str:
-    return ".".join([_SECTION, *map(str, path)])
+def _shown(value: Any, *path: Any) -> str:
+    return f"{'.'.join([_SECTION, *map(str, path)])} = {show_value(value)}"
 
 
 _MODELS: dict[tuple[Any, ...], type[BaseModel]] = {(): TeraPipeConfig, ("planner",): PlannerConfig}
 
 
 def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: list[str]) -> dict[str, Any]:
-    """``section`` without its unknown keys, which become ``problems``. Keys need not be words."""
+    """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
     known: dict[str, Any] = {}
     for key, value in section.items():
         if key not in _MODELS[path].model_fields:
@@ -298,71 +275,68 @@ def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: list[s
 
 
 def _problems_of(error: ValidationError, section: Any) -> Iterator[str]:
-    """Pydantic's errors, one line per key: a union fails once per member, a list once per entry."""
+    """Yield pydantic's errors, one line per key: a union fails once per member, a list once per entry."""
     for detail in error.errors(include_input=False, include_context=False, include_url=False):
         location = detail["loc"]
         path = location[:2] if location[0] == "planner" and len(location) > 1 else location[:1]
         value = functools.reduce(operator.getitem, path, section)
         allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
-        yield f"{_name(path)} = {show_value(value)}: must be {allowed}"
+        yield f"{_shown(value, *path)}: must be {allowed}"
 
 
 def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
     known = {key: (*parent, key) for parent, model in _MODELS.items() for key in model.model_fields}
     nearest = difflib.get_close_matches(_show_key(path[-1]).strip().lower(), known, n=1)
+    hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
     if nearest:
-        hint = f"did you mean {_name(known[nearest[0]])}?"
-    else:
-        hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
-    return f"{_name(map(_show_key, path))} = {show_value(value)}: unknown key; {hint}"
+        hint = f"did you mean {'.'.join([_SECTION, *known[nearest[0]]])}?"
+    return f"{_shown(value, *map(_show_key, path))}: unknown key; {hint}"
 
 
 def _show_key(key: Any) -> str:
-    """A key for messages: bare where it is an ordinary word."""
+    """Return a key for messages: bare where it is an ordinary word."""
     return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else show_value(key)
 
 
 def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """What a section that is switched on cannot have as schedule and chunks: checked by building, or reading, one."""
+    """Yield what a section that is switched on cannot have as schedule and chunks, found by building or reading one."""
     name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
     if not isinstance(name, str) or type(chunks) is not int or chunks < 1:
         return  # said already
-    shown = f"{_name(('chunks_per_stage',))} = {show_value(chunks)}"
-    if name in SCHEDULES:
+    options, shown = section.get("schedule_options"), _shown(chunks, "chunks_per_stage")
+    if name in SCHEDULE_NAMES:
         try:
             placement_for(name, 2, chunks)
         except ScheduleError as error:
             yield f"{shown}: {error.reason}"
         else:
-            yield from _option_problems(name, chunks, section.get("schedule_options"))
-    elif section.get("schedule_options"):
-        given = f"{_name(('schedule_options',))} = {show_value(section['schedule_options'])}"
+            yield from _option_problems(name, chunks, options)
+    elif options:
+        given = _shown(options, "schedule_options")
         yield f"{given}: they go with the name of one schedule, not with {show_value(name)}; leave them out"
     elif re.fullmatch(_SCHEDULE_FORM, name) and name != "auto":
         try:
-            found = load(name).chunks_per_stage
+            of_file = load(name).chunks_per_stage
         except ScheduleError as error:
-            yield f"{_name(('schedule',))} = {show_value(name)}: {error.reason}"
-        else:
-            if section.get("slices", "auto") == "auto":
-                yield (
-                    f'{_name(("slices",))} = "auto": the schedule in {show_value(name)} is for a number of slices; '
-                    "give that number, or a list of lengths"
-                )
-            if chunks not in (1, found):
-                yield f"{shown}: the schedule in {show_value(name)} has {found} per stage; give that, or leave it at 1"
-
-
-def _is_option(item: tuple[Any, Any]) -> bool:
-    name, value = item
-    is_list = isinstance(value, list) and all(type(number) is int for number in value)
-    return isinstance(name, str) and (isinstance(value, str) or is_list)
+            yield f"{_shown(name, 'schedule')}: {error.reason}"
+            return
+        if section.get("slices", "auto") == "auto":
+            yield (
+                f'terapipe.slices = "auto": the schedule in {show_value(name)} is for a number of slices; give that '
+                "number, or a list of lengths"
+            )
+        if chunks not in (1, of_file):
+            yield f"{shown}: the schedule in {show_value(name)} has {of_file} per stage; give that, or leave it at 1"
 
 
 def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
-    if not isinstance(options, dict) or not all(map(_is_option, options.items())):
+    if not isinstance(options, dict):
         return  # nothing given, or said already
+    for key, value in options.items():
+        is_list = isinstance(value, list) and all(type(number) is int for number in value)
+        if not isinstance(key, str) or not (isinstance(value, str) or is_list):
+            return  # said already
     try:
         check_options(name, 2, options, chunks)
     except ScheduleError as error:
-        yield f"{_name(('schedule_options',))} = {show_value(options)}: {error.reason}"
+        yield f"{_shown(options, 'schedule_options')}: {error.reason}"

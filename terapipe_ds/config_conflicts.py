@@ -1,4 +1,4 @@
-"""What of DeepSpeed's own config cannot stand beside an enabled ``terapipe`` section, and why."""
+"""List what of DeepSpeed's own config cannot be combined with an enabled `terapipe` section, and why."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from terapipe_ds.messages import show_value
 
 @dataclass(frozen=True)
 class Conflict:
-    """A key of DeepSpeed's own config that cannot stand beside an enabled section."""
+    """A key of DeepSpeed's own config that an enabled section excludes."""
 
     key: str
     is_set: Callable[[Any], bool]
@@ -51,48 +51,44 @@ _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
 CONFLICTS = (
     Conflict("zero_optimization.stage", _more_than(1),
-              "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
-              "set it to 0 or 1"),
+             "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
+             "set it to 0 or 1"),
     Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),
     Conflict("zero_optimization.cpu_offload_param", _is_on, _ONLY_ZERO_3, "remove it"),
     Conflict("zero_optimization.zenflow", _is_given,
-              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
+             "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
     Conflict("compile.deepcompile", _is_on,
-              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
-    Conflict("sequence_parallel_size", _more_than(1),
-              "Ulysses sequence parallelism divides the same tokens over ranks",
-              "set it to 1 and give the ranks to the pipeline or to data parallelism"),
-    Conflict("tensor_parallel.autotp_size", _more_than(1),
-              "AutoTP replaces layers without knowing of pipeline stages",
-              "remove it; tensor parallelism comes with the model (Megatron layers)"),
+             "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
+    Conflict("sequence_parallel_size", _more_than(1), "Ulysses sequence parallelism divides the same tokens over ranks",
+             "set it to 1 and give the ranks to the pipeline or to data parallelism"),
+    Conflict("tensor_parallel.autotp_size", _more_than(1), "AutoTP replaces layers without knowing of pipeline stages",
+             "remove it; tensor parallelism comes with the model (Megatron layers)"),
     Conflict("expert_parallel.enabled", _is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
-              "set it to false"),
-    Conflict("hybrid_engine.enabled", _is_on,
-              "DeepSpeed's hybrid engine is an engine of its own, without a pipeline", "set it to false"),
+             "set it to false"),
+    Conflict("hybrid_engine.enabled", _is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",
+             "set it to false"),
     Conflict("data_efficiency.data_routing.random_ltd.enabled", _is_on,
-              f"random layer token drop: {_WHOLE_SEQUENCE}", "set it to false"),
+             f"random layer token drop: {_WHOLE_SEQUENCE}", "set it to false"),
     Conflict("progressive_layer_drop.enabled", _is_on,
-              "it may drop a layer for one slice of a sequence and keep it for another",
-              "remove the section"),
+             "it may drop a layer for one slice of a sequence and keep it for another", "remove the section"),
     Conflict("sparse_attention", _is_given, f"sparse attention: {_WHOLE_SEQUENCE}", "remove the section"),
-    Conflict("eigenvalue.enabled", _is_on,
-              "it takes a second backward pass through the graph of a whole micro-batch",
-              "remove the section"),
+    Conflict("eigenvalue.enabled", _is_on, "it takes a second backward pass through the graph of a whole micro-batch",
+             "remove the section"),
     Conflict("autotuning.enabled", _is_on,
-              "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
-              "set it to false"),
+             "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
+             "set it to false"),
     Conflict("managed_gradient_accumulation", _is_off,
-              "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
-              "remove it or set it to true"),
+             "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
+             "remove it or set it to true"),
 )  # fmt: skip
 
 
 def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each such key of a config: what it is, why it cannot be, what to do."""
+    """Yield one line for each such key of a config: its value, the reason, what to do."""
     for conflict in CONFLICTS:
         value: Any = ds_config
         for key in conflict.key.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if conflict.is_set(value):
-            given = f"{conflict.key} = {show_value(value)}"
-            yield f"{given} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"
+            shown = f"{conflict.key} = {show_value(value)}"
+            yield f"{shown} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"

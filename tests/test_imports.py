@@ -18,14 +18,14 @@ PACKAGE = Path(__file__).parents[1] / "terapipe_ds"
 
 # The longest prefix counts. The command line and the package itself have a rule of their own: LAZY.
 RINGS = {
-    "config": 0, "config_conflicts": 0, "plan": 0, "costs": 0, "compat": 0, "hooks": 0,
+    "config": 0, "config_conflicts": 0, "plan": 0, "costs": 0, "compat": 0,
     "simulator": 0, "timeline": 0, "files": 0, "json_text": 0,
     "simulator_costs": 0, "simulator_memory": 0,
     "schedule": 0, "planner": 0, "messages": 0,
     "attention": 1,
     "runtime": 2, "run": 2,
     "models": 3, "bench": 3,
-    "integrations": 3, "integrations.insertions": 0,
+    "integrations": 3,
 }  # fmt: skip
 LAZY = ("", "cli", "__main__", "commands")  # and what is in commands: ring 0 at import, inside functions everything
 
@@ -172,7 +172,7 @@ def breach(found: Import) -> str | None:
         return "the module has no ring: add it to RINGS"
     if lazy and found.deferred:
         return None
-    if module != "compat" and is_or_is_in(target, COMPAT_ONLY):
+    if not is_or_is_in(module, ("compat",)) and is_or_is_in(target, COMPAT_ONLY):
         return "only compat looks at versions and optional packages"
     if target.partition(".")[0] == "terapipe_ds":
         return _breach_inside(module, ring, target.removeprefix("terapipe_ds").lstrip("."))
@@ -193,7 +193,7 @@ def _breach_inside(module: str, ring: int, target: str) -> str | None:
 def _breach_outside(module: str, ring: int, target: str, deferred: bool) -> str | None:
     if target.partition(".")[0] in sys.stdlib_module_names and not is_or_is_in(target, ("importlib.metadata",)):
         return None
-    if module == "compat":
+    if is_or_is_in(module, ("compat",)):
         return None if deferred or is_or_is_in(target, ("importlib.metadata",)) else "compat imports inside functions"
     extra = next((EXTRAS[name] for name in EXTRAS if is_or_is_in(module, (name,))), None)
     if not deferred and is_or_is_in(target, DEFERRED_ONLY) and not (extra and is_or_is_in(target, (extra,))):

@@ -1,6 +1,6 @@
-"""A guard against attention that would silently see only the tokens of its own slice.
+"""Guard against attention that would silently see only the tokens of its own slice.
 
-A model that still calls `F.scaled_dot_product_attention` (or `nn.MultiheadAttention`) trains without any error when its
+A model that still calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` trains without any error when its
 sequence is cut in slices, and learns nothing across them. The engine holds the guard while slices run.
 """
 
@@ -31,8 +31,8 @@ def allow_attention_within_slice() -> Iterator[None]:
     """Let plain attention pass the guard: it is meant to see nothing but what it is given.
 
     For attention over something else than tokens (heads, features, the patches of one token), or among the tokens of
-    one slice on purpose. Belongs in the forward of the layer, so that a forward that is recomputed inside a backward
-    passes as well. May be nested. `"verify"` compares the results of such a layer all the same.
+    one slice on purpose. Belongs in the forward of the layer, which a backward may recompute. May be nested. `"verify"`
+    compares the results of such a layer all the same.
     """
     global _allowed
     _allowed += 1
@@ -44,17 +44,14 @@ def allow_attention_within_slice() -> Iterator[None]:
 
 @contextmanager
 def guard_plain_attention() -> Iterator[None]:
-    """While in it, plain self-attention on a slice that is not the whole sequence raises PlainAttentionError.
+    """Raise PlainAttentionError where plain self-attention is called on a slice that is not the whole sequence.
 
-    Guards `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward` (that is
-    `nn.MultiheadAttention`, whose shortcut around them in evaluation is switched off meanwhile). Self-attention is what
-    has as many queries as keys, however many: registers may stand beside a slice's tokens, windows may be rows.
-    Cross-attention to a memory of another length passes, and what `allow_attention_within_slice` is around. May be
-    nested; what was there before comes back on exit.
+    Replaces `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward`; the shortcut of
+    `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
+    however many: registers may stand beside a slice's tokens, windows may be rows. May be nested.
     """
-    attention, multi_head, fast_path = (
-        F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
-    )  # fmt: skip
+    attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     F.scaled_dot_product_attention = _guarded(attention, token_dim=-2)
     F.multi_head_attention_forward = _guarded(multi_head, token_dim=0)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -67,11 +64,11 @@ def guard_plain_attention() -> Iterator[None]:
 
 
 class GuardCapturedNames(TorchFunctionMode):
-    """While in it, torch's fused attention is checked under whatever name it was imported.
+    """Checks torch's attention under whatever name it was imported.
 
-    `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention` can
-    stand in its place. A mode sees every torch function, which costs a little for each: the engine holds it for the
-    first batch only. It does not see forwards that are recomputed inside a backward.
+    `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention`
+    replaces it. A mode sees every torch function, at a small cost for each: the engine holds it for the first batch
+    only. It does not see forwards that are recomputed inside a backward.
     """
 
     def __torch_function__(

@@ -13,27 +13,28 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 
 @contextmanager
 def checkpointing_with_gradients(module: Any) -> Iterator[None]:
-    """Around a forward of a ``PipelineModule``: its checkpoints are those of :func:`checkpoint_with_gradients`.
+    """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward.
 
-    For that long only: DeepSpeed asks which function a module has by identity, to tell reentrant checkpointing.
+    Only so long: DeepSpeed tells reentrant checkpointing by the identity of the module's function. A measured module of
+    another kind has none.
     """
-    given = getattr(module, "activation_checkpoint_func", None)
-    if given is None:  # a measured module of another kind
+    checkpoint = getattr(module, "activation_checkpoint_func", None)
+    if checkpoint is None:
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(given)
+    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint)
     try:
         yield
     finally:
-        module.activation_checkpoint_func = given
+        module.activation_checkpoint_func = checkpoint
 
 
 def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """``checkpoint``, but non-reentrant for ranges none of whose inputs requires a gradient, and recomputed as it ran.
+    """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
     A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids)
-    never get a gradient; stock DeepSpeed fails there. The non-reentrant kind saves the same memory and has no such
-    limit.
+    never get a gradient; stock DeepSpeed fails there. The non-reentrant kind saves the same memory. What is recomputed
+    runs under the autocast of the forward: DeepSpeed recomputes without, in another dtype.
     """
 
     def checkpoint_range(function: Callable[..., Any], *inputs: Any) -> Any:
@@ -46,15 +47,7 @@ def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., A
 
 
 def _under_the_same_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which recomputes under the autocast that is on now: DeepSpeed's checkpoints recompute without, so
-    that another dtype comes out than in the forward."""
     device = get_accelerator().device_name()
     if not torch.is_autocast_enabled(device):
         return function
-    dtype = torch.get_autocast_dtype(device)
-
-    def run(*inputs: Any) -> Any:
-        with torch.autocast(device, dtype=dtype):
-            return function(*inputs)
-
-    return run
+    return torch.autocast(device, dtype=torch.get_autocast_dtype(device))(function)

@@ -1,4 +1,4 @@
-"""What cannot be trained in slices and shows only once the model is built."""
+"""Refuse what cannot be trained in slices and shows only once the model is built."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.integrations.insertions import problem_of_insertions
 from terapipe_ds.runtime.groups import Wires
 
 logger = logging.getLogger("terapipe_ds")
 
 
 def check_checkpointing(in_stock_order: bool = False) -> None:
-    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that is not DeepSpeed's
-    own."""
+    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that order is another."""
     if in_stock_order:
         return
     if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
@@ -43,16 +42,18 @@ def check_train_call() -> None:
 
 
 def check_eval_call(*args: Any, **kwargs: Any) -> None:
-    """Refuse a ``reduce_output`` that DeepSpeed refuses, but on every rank: it does so on the last stage, after the
-    batch, while the others wait for a loss. Takes the arguments of ``eval_batch``."""
-    given = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
-    reduction = given.get("reduce_output")
+    """Refuse a `reduce_output` on every rank, before the batch; takes the arguments of `eval_batch`.
+
+    DeepSpeed refuses it on the last stage, after the batch, while the others wait for a loss.
+    """
+    arguments = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
+    reduction = arguments.get("reduce_output")
     if reduction is not None and reduction.lower() != "avg":
         raise NotImplementedError(f"reduction type {reduction} not supported.")
 
 
 def problem_of_layers(engine: Any) -> str | None:
-    """What of this stage's layers cannot run slice by slice; None where all is well. Stages differ in it."""
+    """Return what of this stage's layers cannot run slice by slice; None where all can. Stages differ in it."""
     if engine.has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
@@ -67,7 +68,7 @@ def problem_of_layers(engine: Any) -> str | None:
     compiled = _compiled(engine.module)
     if compiled:
         return f"layers of this stage ({', '.join(compiled[:4])}{' and more' * (len(compiled) > 4)}) {_COMPILED}"
-    names = [f"{name} ({type(found).__name__})" for name, found in _mixing_layers(engine.module, "")]
+    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(engine.module, "")]
     if not names:
         return None
     return (
@@ -79,7 +80,7 @@ def problem_of_layers(engine: Any) -> str | None:
 
 
 def check_compile_call(config: TeraPipeConfig) -> None:
-    """Refuse ``engine.compile()`` for the same reason as layers that are compiled already."""
+    """Refuse `engine.compile()` for the same reason as layers that are compiled already."""
     if not config.is_one_slice:
         raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
 
@@ -91,7 +92,7 @@ _COMPILED = (
 
 
 def _compiled(module: nn.Module) -> list[str]:
-    """Names of modules and functions; without torch's compiler, which takes a second to import."""
+    """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
     parts = getattr(module, "_held", (module,))  # of all chunks, where a stage holds several
     layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
     functions = [each for each in layers if not isinstance(each, nn.Module)]
@@ -104,13 +105,13 @@ def _compiled(module: nn.Module) -> list[str]:
 
 
 def _is_compiled_function(function: Any) -> bool:
-    """``torch.compiler.disable`` marks its functions in the same way, and one more."""
+    """Return whether a function is compiled; `torch.compiler.disable` leaves the same mark, and one more."""
     is_disabled = getattr(function, "_torchdynamo_disable", False)
     return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
 
 
 def slice_length_multiple(module: Any) -> int:
-    """Of how many tokens every slice must be a multiple: the module's attribute of that name, 1 where it has none.
+    """Return of how many tokens every slice must be a multiple: the module's attribute of that name, by default 1.
 
     A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
 
@@ -127,7 +128,7 @@ def slice_length_multiple(module: Any) -> int:
 
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str | None:
-    """Why slices of these lengths cannot run; None where they can. ``what`` says where they come from."""
+    """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
     bad = [length for length in lengths if length % multiple]
     if not bad:
         return None
@@ -139,14 +140,14 @@ def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str 
 
 
 def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None:
-    """The same for the slices that the config lists."""
+    """Return the same for the slices that the config lists."""
     if not isinstance(config.slices, tuple):
         return None
     return problem_of_lengths("terapipe.slices", config.slices, multiple)
 
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
-    """The config with a granularity that every slice can be cut by; listed slices are taken as they are."""
+    """Return the config with a granularity that every slice can be cut by; listed slices are taken as they are."""
     raised = math.lcm(config.granularity_tokens, multiple)
     is_cut = config.slices != 1 and not isinstance(config.slices, tuple)
     if raised != config.granularity_tokens and is_cut and rank == 0:
@@ -159,11 +160,10 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
 
 
 def problem_of_device_waits(wires: Wires) -> str | None:
-    """What would wait for the whole device within a batch; None where nothing does. Ranks may differ in it, and it may
-    be switched on late.
+    """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
 
-    Such a wait ends when every receive that is posted ahead has its message. That may be a gradient which follows from
-    the very slice that is running, so that it never comes.
+    Such a wait ends when every receive that is posted ahead has its message, which may be a gradient that follows from
+    the very slice that is running. It may be switched on late.
     """
     reasons = [reason for is_on, reason in _DEVICE_WAITS if wires.post_on_device and is_on()]
     if not reasons:
@@ -194,17 +194,10 @@ _DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
      "CUDA_LAUNCH_BLOCKING=1 waits for each kernel, and so for each receive where it is posted: unset it, or look for "
      "the error with one stage"),
 )  # fmt: skip
-"""What can be told of beforehand, and what to do about it."""
-
-
-def _kinds_in(module: ModuleType) -> tuple[type, ...]:
-    """The classes that a module of torch defines."""
-    kinds = (kind for kind in vars(module).values() if isinstance(kind, type))
-    return tuple(kind for kind in kinds if kind.__module__ == module.__name__)
 
 
 def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """What in ``module`` mixes tokens by its type, with names; nothing where a class says that it is ``slice_safe``."""
+    """Yield what in `module` mixes tokens by its type, with names; nothing of a class that says it is `slice_safe`."""
     if getattr(module, "slice_safe", False) is True:
         return
     if _mixes_tokens(module):
@@ -214,15 +207,19 @@ def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
         yield from _mixing_layers(part, f"{name}.{child}" if name else child)
 
 
-_PADDING = _kinds_in(nn.modules.padding)
+def _classes_of(module: ModuleType) -> tuple[type, ...]:
+    return tuple(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+
+
+_PADDING = _classes_of(nn.modules.padding)
 _MIXING = (
     nn.RNNBase, nn.RNNCellBase, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
-    nn.Upsample, *_kinds_in(nn.modules.pooling),
+    nn.Upsample, *_classes_of(nn.modules.pooling),
 )  # fmt: skip
 
 
 def _mixes_tokens(module: nn.Module) -> bool:
-    """What can be told of torch's own layers. A convolution of width 1 is a linear layer."""
+    """Return whether a layer of torch mixes tokens. A convolution of width 1 is a linear layer."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return any(each != 1 for each in (*module.kernel_size, *module.stride))
     if isinstance(module, (nn.Unfold, nn.Fold)):

@@ -1,10 +1,10 @@
-"""The end of a training batch, after the last backward: gradients are summed and the optimizer steps."""
+"""End a training batch after its last backward: sum the gradients and step the optimizer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -21,7 +21,7 @@ CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
 class ClosingOfBatches(PipelineEngine):
-    """A base of ``TeraPipeEngine``: the actions that each stage has once per batch."""
+    """A base of `TeraPipeEngine`: the actions that each stage has once per batch."""
 
     closing_s: float = 0.0  # reduce and optimizer of the last batch, on this rank
     _layout: Layout
@@ -37,7 +37,7 @@ class ClosingOfBatches(PipelineEngine):
         self.closing_s += time.perf_counter() - begin_s
 
     def _reduce_tied_grads(self, action: Action) -> None:
-        """Once per batch, after the last backward: the model's own sums, then those of tied layers."""
+        """Run the model's own sums over ranks, then those of tied layers."""
         if self._finite is not None:
             with self._watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 self._links.close_batch()  # a caller may go on after the error
@@ -57,12 +57,13 @@ class ClosingOfBatches(PipelineEngine):
 
     def _optimizer_step(self, action: Action) -> None:
         mark_gradients(self.module, self.optimizer)
-        with self._flops.report() if self._flops is not None else nullcontext():
-            self._exec_optimizer_step()
+        if self._flops is not None:
+            self._flops.report()
+        self._exec_optimizer_step()
         if copies_may_differ(self._layout, self.basic_optimizer, self.dp_world_size):
             take_owners_weights(self.module)
 
     def clip_fp32_gradients(self) -> None:
-        """DeepSpeed's clipping where no optimizer of its own does it; tied weights count once."""
+        """Clip as DeepSpeed where no optimizer of its own does it; tied weights count once."""
         with tied_copies_left_out(self.module):
             super().clip_fp32_gradients()

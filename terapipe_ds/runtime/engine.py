@@ -148,7 +148,9 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
         self._flops: StageFlops | None = stage_flops(self)
-        self._finite: FiniteCheck | None = finite_check(self, self._groups.world)
+        self._finite: FiniteCheck | None = finite_check(
+            self, self.terapipe_config.check_finite == "every_step", self._store, self._groups.world
+        )
         warn_of_checkpoints(self)
 
     def _make_parts(self) -> tuple[PartRunner, ...]:
@@ -277,6 +279,8 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
         self._links.open_batch(self._open())
         self._tracer.begin(self.global_steps + 1 if training else None)
+        if self._flops is not None:
+            self._flops.open_batch(training)
         self.closing_s = 0.0
         return schedule.for_stage(self.stage_id)
 
@@ -356,7 +360,9 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     def _exec_action(self, action: Action) -> None:
         """Execute one action of the schedule."""
         self._watchdog.note(action)
-        with self._tracer.measure(action), self._timed_closing() if action.kind in CLOSING else nullcontext():
+        counted = self._flops.around(action) if self._flops is not None else nullcontext()
+        timed = self._timed_closing() if action.kind in CLOSING else nullcontext()
+        with self._tracer.measure(action), counted, timed:
             self._ACTIONS[action.kind](self, action)
 
     def _load(self, action: Action) -> None:

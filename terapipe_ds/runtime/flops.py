@@ -1,205 +1,160 @@
-"""DeepSpeed's flops profiler (``flops_profiler`` in its config) over slices and stages.
+"""Count the operations of a stage, where DeepSpeed's config has `flops_profiler`.
 
-DeepSpeed 0.19.8 counts one forward of rank 0 and, with pipelines, never prints what it has counted. Here every stage of
-the first replica counts the forwards of its layers on all slices of the first micro-batch of ``profile_step``: as many
-operations as one forward of the whole micro-batch, but for attention, where a slice reads its prefix and not what comes
-after it. Each stage prints its own profile after the step, in one piece; with ``output_file``, stage 0 writes that file
-and stage k ``<output_file>.stage<k>``. (DeepSpeed switches ``wall_clock_breakdown`` on as well where the profiler is.)
-
-DeepSpeed waits for the whole device before and after each module. Receives are posted ahead here, and one of them may
-be for a gradient that follows from the very module: a hang over NCCL. So the times come from events of the current
-stream, which are read after the step.
+DeepSpeed 0.19.8 counts one forward of rank 0, waits for the device around each module (a hang where receives are posted
+ahead), and prints nothing with pipelines. Here every stage of the first replica counts the F, B and W of the first
+micro-batch of `profile_step` by torch's formulas: products of matrices, convolutions and attention, 2 for each
+multiply-add. Attention counts the scores that a causal mask leaves, so slices count as much as whole sequences.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import math
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.profiling.flops_profiler import profiler as ds_profiler
-from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from torch import Tensor, nn
+import torch
+from deepspeed.profiling.flops_profiler.profiler import number_to_string
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
-from terapipe_ds.attention import ActiveSlice
-from terapipe_ds.attention.sliced import calls_measured_by
+from terapipe_ds.compat import has_flash_attn
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.files import write_text
+from terapipe_ds.schedule.action import Action, Kind
+
+_COUNTED = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients apart"}
+_QK_AND_PV, _BACKWARD = 2, 5  # products of a fused kernel; the backward: Q K^T again, dP, dV, dQ, dK
 
 
-class StageFlops(FlopsProfiler):
-    """Takes the place of ``engine.flops_profiler``; the figures (``get_total_flops()`` and so on) are those of one
-    micro-batch on this stage."""
+def attention_formula(products: int, query: int, is_causal: int, token_dim: int = 2) -> Callable[..., int]:
+    """Return the formula of a kernel with `products` products per score; the others say where its arguments are."""
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine.module, _WithoutTimers(engine), engine.flops_profiler_recompute_fwd_factor())
-        self._engine = engine
+    def count(*args: Any, **options: object) -> int:
+        q, k, v = (tensor.shape for tensor in args[query : query + 3])
+        hidden = len(args) > is_causal and bool(args[is_causal]) and q[token_dim] * (q[token_dim] - 1) // 2
+        scores = q[0] * q[3 - token_dim] * (q[token_dim] * k[token_dim] - hidden)  # the last query sees all keys
+        return 2 * scores * (q[-1] * (products - products // 2) + v[-1] * (products // 2))
+
+    return count
+
+
+def _formulas() -> dict[object, Callable[..., int]]:
+    """Return torch's formulas, with those of what it does not count, or counts without the mask."""
+    aten = torch.ops.aten
+    formulas: dict[object, Callable[..., int]] = {
+        **flop_registry,
+        aten.addmm_: lambda total, a, b, **options: 2 * a.numel() * b.shape[1],
+        aten._scaled_dot_product_flash_attention_for_cpu: attention_formula(_QK_AND_PV, 0, 4),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_formula(_BACKWARD, 1, 7),
+        aten._scaled_dot_product_flash_attention: attention_formula(_QK_AND_PV, 0, 4),
+        aten._scaled_dot_product_flash_attention_backward: attention_formula(_BACKWARD, 1, 11),
+    }
+    if has_flash_attn():
+        flash_attn = torch.ops.flash_attn
+        formulas[flash_attn._flash_attn_forward] = attention_formula(_QK_AND_PV, 0, 5, token_dim=1)
+        formulas[flash_attn._flash_attn_backward] = attention_formula(_BACKWARD, 1, 11, token_dim=1)
+    return formulas
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what is dispatched, by module. torch's `FlopCounterMode` also decomposes operations: other last bits."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formulas: dict[object, Callable[..., int]], tracker: ModuleTracker) -> None:
+        super().__init__()
+        self._formulas, self._tracker = formulas, tracker
+        self.by_module: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            count = formula(*args, **(kwargs or {}), out_val=out)
+            self.by_module.update(dict.fromkeys(self._tracker.parents, count))
+        return out
+
+
+class StageFlops:
+    """Counts the first micro-batch of the profiled step; takes the place of `engine.flops_profiler`."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine, self._formulas = engine, _formulas()
         grid = engine.grid
         self._is_chosen = grid.get_data_parallel_rank() == 0 and grid.get_slice_parallel_rank() == 0
-        self._clock = _ModuleClock()
+        self._is_counting = False
+        self.totals: Counter[Kind] = Counter()
+        self.forward_of: Counter[str] = Counter()  # path of a module -> operations of its forward
 
-    # -- counting ----------------------------------------------------------------------------------------------------
-
-    def around(self, active: ActiveSlice) -> AbstractContextManager[None]:
-        """Around the layers' forward on a slice."""
-        is_counted = active.mode == "train" and active.micro_batch_id == 0 and self._is_due()
-        return self._counting(active) if is_counted else nullcontext()
-
-    def _is_due(self) -> bool:
-        return self._is_chosen and bool(self._engine.global_steps == self._engine.flops_profiler_profile_step())
-
-    @contextmanager
-    def _counting(self, active: ActiveSlice) -> Iterator[None]:
-        """Hooks and patched functions stay from the first slice to the last one, so that the counts add up."""
-        if active.start == 0:
-            self._stop()
-            super().start_profile()
-            self._clock.start(self.model.modules())
-        try:
-            with calls_measured_by(_counted):
-                yield
-        except BaseException:
-            self.end_profile()
-            raise
-        if active.stop == active.sequence_length:
-            self._stop()
-
-    def _stop(self) -> None:
-        super().stop_profile()
-
-    def start_profile(self, ignore_list: Any = None) -> None:
-        """DeepSpeed calls this in each forward of rank 0, and would begin from zero in each slice."""
-
-    def stop_profile(self) -> None:
-        """As ``start_profile``."""
-
-    def end_profile(self) -> None:
-        """Forget the counts and take all hooks away."""
-        self._stop()
-        super().end_profile()
-
-    # -- printing ----------------------------------------------------------------------------------------------------
+    def open_batch(self, training: bool) -> None:
+        """Begin to count where the profiled step begins; any other batch is not counted."""
+        is_due = self._engine.global_steps == self._engine.flops_profiler_profile_step()
+        self._is_counting = training and self._is_chosen and is_due
+        self.totals.clear()
+        self.forward_of.clear()
 
     @contextmanager
-    def report(self) -> Iterator[None]:
-        """Around the optimizer step: prints the profile after the step that is profiled."""
-        is_due = self._is_due() and self.started
-        yield
-        if not is_due:
+    def around(self, action: Action) -> Iterator[None]:
+        """Count what `action` computes, if it belongs to the first micro-batch of the profiled step."""
+        if not self._is_counting or action.kind not in _COUNTED or action.micro_batch_id:
+            yield
             return
-        engine = self._engine
-        self._clock.stop()
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            self.print_model_profile(
-                profile_step=engine.global_steps,
-                module_depth=engine.flops_profiler_module_depth(),
-                top_modules=engine.flops_profiler_top_modules(),
-                detailed=engine.flops_profiler_detailed(),
-            )
-        self.end_profile()
-        heading = (
-            f"\nstage {engine.stage_id} of {engine.num_stages} (rank {engine.global_rank}), the forward of one "
-            "micro-batch in its slices:"
-        )
-        self._write(heading + printed.getvalue())
+        with ModuleTracker() as tracker, _Counter(self._formulas, tracker) as counter:
+            yield
+        self.totals[action.kind] += counter.by_module.pop("Global", 0)
+        if action.kind is Kind.FORWARD:
+            self.forward_of += counter.by_module
 
-    def _write(self, text: str) -> None:
-        path = self._engine.flops_profiler_output_file()
+    def report(self) -> None:
+        """Print the counts of the profiled step; or write `output_file`, stage k > 0 `<output_file>.stage<k>`."""
+        if not self._is_counting:
+            return
+        path, stage_id = self._engine.flops_profiler_output_file(), self._engine.stage_id
         if not path:
-            print(text, flush=True)
+            print(self._text(), flush=True)
             return
-        stage_id = self._engine.stage_id
         target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, text + "\n")
+        write_text(target, self._text() + "\n")
+
+    def _text(self) -> str:
+        """Describe the stage and its modules down to `module_depth`: all with `detailed`, else `top_modules`."""
+        engine = self._engine
+        deepest, is_detailed = engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()
+        modules = [path for path, _ in self.forward_of.most_common() if deepest == -1 or path.count(".") <= deepest]
+        counts = {name: self.totals[kind] for kind, name in _COUNTED.items()}
+        for path in modules if is_detailed else modules[: engine.flops_profiler_top_modules()]:
+            counts[f"forward of {path}"] = self.forward_of[path]
+        heading = (
+            f"flops_profiler: step {engine.global_steps}, stage {engine.stage_id} of {engine.num_stages} (rank "
+            f"{engine.global_rank}), operations for one micro-batch in its slices"
+        )
+        return "\n".join([heading, *(f"  {name}: {number_to_string(counts[name], precision=4)}" for name in counts)])
+
+    def start_profile(self, ignore_list: object = None) -> None:
+        """Do nothing: DeepSpeed calls this in each forward of rank 0, which is a slice here."""
+
+    def stop_profile(self) -> None:
+        """Do nothing, as `start_profile`."""
 
 
-class _ModuleClock:
-    """Times the forwards of modules in the place of DeepSpeed's hooks, into the attribute that those fill."""
+def stage_flops(engine: PipelineEngine) -> StageFlops | None:
+    """Return the counter of this stage, in the place of DeepSpeed's profiler, where the config asks for one.
 
-    def __init__(self) -> None:
-        self._spans: list[tuple[Any, Any, Any]] = []  # a module, when it began and when it was done
-
-    def start(self, modules: Iterable[nn.Module]) -> None:
-        """Take the hooks that wait for the device away; the profiler takes away those that replace them."""
-        self._spans.clear()
-        for module in modules:
-            each: Any = module  # its attributes are the profiler's
-            if hasattr(each, "__start_time_hook_handle__"):
-                each.__start_time_hook_handle__.remove()
-                each.__start_time_hook_handle__ = each.register_forward_pre_hook(self._begin)
-                each.__end_time_hook_handle__.remove()
-                each.__end_time_hook_handle__ = each.register_forward_hook(self._end)
-
-    def _begin(self, module: Any, inputs: Any) -> None:
-        module.__start_time__ = _mark()
-
-    def _end(self, module: Any, inputs: Any, outputs: Any) -> None:
-        self._spans.append((module, module.__start_time__, _mark()))
-
-    def stop(self) -> None:
-        """Read the times, when nothing is posted ahead."""
-        for module, begin, end in self._spans:
-            module.__duration__ += _seconds(begin, end)
-        self._spans.clear()
-
-
-def _mark() -> Any:
-    """Return the time, or an event of the current stream where the device runs behind the host."""
-    if get_accelerator().use_host_timers():
-        return time.perf_counter()
-    event = get_accelerator().Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-class _WithoutTimers:
-    """An engine whose timers are not asked: they have seconds of all micro-batches, and the counts are of one."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def wall_clock_breakdown(self) -> bool:
-        return False
-
-
-@contextmanager
-def _counted(q: Tensor, stop: int) -> Iterator[None]:
-    """Count a call of sliced attention as DeepSpeed counts ``F.scaled_dot_product_attention``: q [B, H, T, D] with
-    ``stop`` keys and values. What the kernel itself is made of is not counted again."""
-    flops, macs = ds_profiler.module_flop_count, ds_profiler.module_mac_count
-    flops.append([])
-    macs.append([])
-    try:
-        yield
-    finally:
-        flops.pop()
-        macs.pop()
-    products = 2 * math.prod(q.shape) * stop  # Q K^T and P V
-    if flops:
-        flops[-1].append(("sliced_attention", 2 * products))
-        macs[-1].append(("sliced_attention", products))
-
-
-def stage_flops(engine: Any) -> StageFlops | None:
-    """The profiler of this engine's stage in the place of DeepSpeed's, where the config asks for one."""
+    Raises:
+        TeraPipeConfigError: the config says how much of the forward is recomputed, which is counted here.
+    """
     if not engine.flops_profiler_enabled():
         return None
+    factor = engine.flops_profiler_recompute_fwd_factor()
+    if factor:
+        raise TeraPipeConfigError(
+            f"flops_profiler.recompute_fwd_factor = {factor}: the backward is counted here, with all that it computes "
+            "again, and not estimated; remove the key or set it to 0"
+        )
     engine.flops_profiler = StageFlops(engine)
     return engine.flops_profiler

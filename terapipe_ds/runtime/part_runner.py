@@ -125,7 +125,7 @@ class PartRunner:
         active = self._active(action, "train" if batch.training else "eval")
         inputs, packed = self._slice_inputs(action, active)
         with push_slice(active):
-            outputs = self._layers(packed, active)
+            outputs = self._layers(packed)
             if not batch.training:
                 ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
             loss = self._slice_loss(outputs, active, micro_batch) if self.place.is_last else None
@@ -145,10 +145,8 @@ class PartRunner:
         if not batch.training:
             self._after_eval_forward(action)
 
-    def _layers(self, inputs: Any, active: ActiveSlice) -> Any:
-        flops = self._engine._flops
-        counted = flops.around(active) if flops is not None else nullcontext()
-        with counted, checkpointing_with_gradients(self._engine.module):
+    def _layers(self, inputs: Any) -> Any:
+        with checkpointing_with_gradients(self._engine.module):
             return DeepSpeedEngine.forward(self._engine, inputs)
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's stock pipeline engine (0.19.8) trains wrongly, and what this engine does instead."""
+"""Train rightly where DeepSpeed's stock pipeline engine (0.19.8) trains wrongly: one fault per function."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ logger = logging.getLogger("terapipe_ds")
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
-    """Make DeepSpeed's fp32 ``clip_grad_norm_`` count the parameters of every stage, and tied ones once.
+    """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
 
-    It takes parameters that are not marked as model parallel to be replicated over the whole model-parallel group,
-    stages included, and leaves those of later stages out of the norm. The other optimizers count by the tensor-parallel
-    rank, and the mark makes no difference to them. What is divided over tensor-parallel ranks counts on each of them
-    (Megatron's mark, ``tensor_model_parallel``). See also :func:`tied_copies_left_out`.
+    It takes parameters without the mark of model parallelism for replicated over stages as well, and leaves those of
+    later stages out of the norm. The other optimizers count by the tensor-parallel rank, whatever the mark. Parameters
+    that are divided over tensor-parallel ranks have Megatron's mark, and count on each. See `tied_copies_left_out`.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return
@@ -33,9 +32,9 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
 
 
 def tell_of_clipping(engine: Any) -> None:
-    """Say on rank 0 that fp32 losses part from the stock engine's where it clips by the norm of the first stage only.
+    """Log on rank 0 that fp32 losses part from the stock engine's where it clips by the norm of the first stage only.
 
-    Most runs clip: 0.19.8 does so at 1.0 where the config does not say otherwise.
+    Most runs clip: 0.19.8 does so at 1.0 where the config says nothing.
     """
     in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
     if engine.global_rank != 0 or engine.num_stages == 1 or not in_fp32 or not engine.gradient_clipping() > 0:
@@ -55,10 +54,10 @@ _DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_mo
 
 @contextmanager
 def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
-    """Around DeepSpeed's fp32 ``clip_grad_norm_``, which does not know ``ds_pipe_replicated``: a tied weight that is
-    divided over tensor-parallel ranks, as a vocabulary-parallel embedding is, would count on each of its stages.
+    """Hide tied copies from DeepSpeed's fp32 `clip_grad_norm_`, which does not know `ds_pipe_replicated`.
 
-    For as long as this lasts the copies (never on the first stage, where all count) look like replicated parameters.
+    A tied weight that is divided over tensor-parallel ranks, as a vocabulary-parallel embedding is, would count on each
+    of its stages. Meanwhile the copies, which are never on the first stage, look like replicated parameters.
     """
     copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
     marks = [(p, name, getattr(p, name)) for p in copies for name in _DIVIDED if hasattr(p, name)]
@@ -72,10 +71,10 @@ def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
 
 
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
-    """Give gradients the marks of their parameters, before a step of ``FP16_UnfusedOptimizer``.
+    """Give gradients the marks of their parameters, before a step of `FP16_UnfusedOptimizer`.
 
-    It hands gradients to a norm that looks for the marks of parameters. Without them tied weights count twice, and of
-    all tensor-parallel ranks only the first one's gradients count.
+    It hands gradients to a norm that looks for those marks. Without them tied weights count twice, and of all
+    tensor-parallel ranks only the first one's gradients count.
     """
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return
@@ -86,26 +85,28 @@ def mark_gradients(module: nn.Module, optimizer: Any) -> None:
 
 
 def count_nothing_as_zero(optimizer: Any) -> None:
-    """Let ``BF16_Optimizer`` step on a rank where no gradient counts: it fails on the empty list.
+    """Let `BF16_Optimizer` step on a rank where no gradient counts: it fails on the empty list.
 
-    So it is where all that a stage has is a tied copy or, on all tensor-parallel ranks but the first, replicated.
+    None counts where a stage has nothing but a tied copy, or parameters that another tensor-parallel rank counts.
     """
     if not isinstance(optimizer, BF16_Optimizer):
         return
     stock = optimizer.get_grads_for_norm
 
     def get_grads_for_norm(for_clipping: bool = False) -> Any:
-        found = stock(for_clipping)
-        if for_clipping or found[0]:
-            return found
-        return [torch.zeros(1, device=get_accelerator().current_device_name())], found[1]
+        counted = stock(for_clipping)
+        if for_clipping or counted[0]:
+            return counted
+        return [torch.zeros(1, device=get_accelerator().current_device_name())], counted[1]
 
     optimizer.get_grads_for_norm = get_grads_for_norm
 
 
 def missing_loss_scale(optimizer: Any) -> float:
-    """The factor that ``DeepSpeedEngine.backward`` leaves out: with fp16 and ZeRO-0 it does not scale the loss, while
-    the optimizer divides the gradients by the loss scale all the same. 1.0 for every other optimizer."""
+    """Return the factor that `DeepSpeedEngine.backward` leaves out: 1.0, but with fp16 and ZeRO-0.
+
+    It does not scale the loss there, while the optimizer divides the gradients by the loss scale all the same.
+    """
     if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return 1.0
     if optimizer.custom_loss_scaler:

@@ -1,9 +1,8 @@
 """Run the layers of a stage, forward and backward, without leaving a trace of it.
 
-Measurements happen in place, on the very layers that train. Inside :func:`untouched` the layers work on stand-ins: the
-same weights in memory, but other ``Parameter`` objects, with gradients of their own and without the hooks by which
-optimizers gather gradients. What else a forward may change (buffers and other attributes, such as the training mode,
-and random numbers) is put back.
+Measurements happen on the very layers that train. Inside `untouched` the layers work on stand-ins: the same weights in
+memory, but other `Parameter` objects, with gradients of their own and without the hooks by which optimizers gather
+gradients. Buffers, other attributes and random numbers are put back afterwards.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from torch import nn
 
 
 @contextmanager
-def untouched(
-    module: nn.Module, accumulates_in_fp32: bool = False, with_gradients: bool = True
-) -> Iterator[None]:
-    """Around measurements on ``module``: parameters, gradients, buffers and random numbers are as before afterwards.
+def untouched(module: nn.Module, accumulates_in_fp32: bool = False, with_gradients: bool = True) -> Iterator[None]:
+    """Put parameters, gradients, buffers and random numbers back after measurements on `module`.
 
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
-    The stand-ins' gradients begin as zeros, so that a backward adds to them as that of a later slice does.
-    ``accumulates_in_fp32``: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
-    precision may do. ``with_gradients`` False: they begin as None, and take no memory before there are any;
-    what changes the gradient of a parameter (``register_hook``) does so here as well.
+
+    Args:
+        accumulates_in_fp32: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
+            precision may do.
+        with_gradients: True: gradients begin as zeros, and a backward adds to them as that of a later slice does.
+            False: they begin as None; what changes the gradient of a parameter (`register_hook`) does so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = getattr(module, "rng_trackers", ())
@@ -43,8 +42,10 @@ def untouched(
 
 @contextmanager
 def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
-    """``trackers``: of a module that draws from states of its own, as tensor-parallel layers do for dropout; each with
-    ``get_states`` and ``set_states``, as DeepSpeed's, which is among them in any case."""
+    """Put random states back, with those of `trackers`: a module may draw from states of its own.
+
+    Tensor-parallel layers do so for dropout. Each has `get_states` and `set_states`, as DeepSpeed's.
+    """
     accelerator = get_accelerator()
     everyone = [ds_checkpointing.get_cuda_rng_tracker(), *trackers]
     on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
@@ -64,8 +65,7 @@ def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
-    """Put back what the layers, plain functions among them, and the loss keep: buffers and all other attributes, such
-    as a length or a mask that a layer remembers from its first forward, which is one of a measurement here."""
+    """Put back what the layers, plain functions and the loss keep, such as a mask remembered from the first forward."""
     before = _Before()
     for owner in (*module.modules(), *getattr(module, "forward_funcs", ()), getattr(module, "loss_fn", None)):
         before.remember(getattr(owner, "__dict__", None))
@@ -77,14 +77,14 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 
 class _Before:
-    """What containers held, and tensors but parameters. Other objects are put back in their places as they are."""
+    """What containers held, and the numbers of tensors. Other objects are put back in their places as they are."""
 
     def __init__(self) -> None:
         self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def remember(self, value: Any) -> None:
-        """``value`` and what it contains; a kind of object that is not known is passed over."""
+        """Remember `value` and what it contains; a kind of object that is not known is passed over."""
         if type(value) in (dict, OrderedDict, defaultdict, list, set, deque):
             if id(value) not in self._containers:
                 self._containers[id(value)] = value, copy.copy(value)
@@ -107,7 +107,7 @@ class _Before:
                 (container.update if isinstance(container, set) else container.extend)(before)
         with torch.no_grad():
             for tensor, before in self._tensors.values():
-                if not torch.equal(_bytes(tensor), _bytes(before)):  # what nobody changes may be memory to read only
+                if not torch.equal(_bytes(tensor), _bytes(before)):  # memory that is not changed may be read-only
                     tensor.copy_(before)
 
 

@@ -1,13 +1,13 @@
-"""Linear layers that compute their weight gradients themselves: into ``.grad`` by the product, and later if need be.
+"""Let linear layers compute their weight gradients themselves: into `.grad` by the product, and later if need be.
 
-Autograd makes a gradient for each backward and then adds it to ``.grad``: with slices this happens once per slice, and
-costs about three per cent of a step on a CPU. A product with ``beta=1`` reads and writes ``.grad`` once (the fused
+Autograd makes a gradient for each backward and then adds it to `.grad`: with slices this happens once per slice, and
+costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once (the fused
 accumulation of Megatron-LM, for plain torch).
 
 Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
-and compute these in W (zero bubble, Qi et al., arXiv 2401.10241). ``nn.Linear`` itself does so, for its weight alone,
-and any module that has ``defer_weight_gradients(gradients)``, which gets the ``WeightGradients`` of its stage once
-(``docs/how-it-works.md``). Biases, norms, embeddings and every other layer have all their gradients in B.
+and compute these in W (zero bubble, Qi et al., arXiv 2401.10241): `nn.Linear` itself, and any module that has
+`defer_weight_gradients(gradients)`, which gets the `WeightGradients` of its stage once (`docs/how-it-works.md`).
+Biases, norms, embeddings and every other layer have all their gradients in B.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from terapipe_ds.runtime.buffers import InFlightError, Key
 
 
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
-    """Let the plain linear layers of ``module`` do so while slices run, and tell the layers that split their backwards
-    themselves. What is returned runs W for all of them."""
+    """Prepare the plain linear layers of `module` and those that split their backwards; the result runs their W."""
     gradients = WeightGradients(is_watched=isinstance(optimizer, DeepSpeedOptimizer))
     for layer in module.modules():
         defer = getattr(layer, "defer_weight_gradients", None)
@@ -40,22 +39,16 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
 
 
 class _Product(NamedTuple):
-    """What one weight gradient is made of: ``rows^T inputs``, [tokens, out] and [tokens, in].
+    """What one weight gradient is made of: `rows^T inputs`, [tokens, out] and [tokens, in].
 
-    With ``gather`` other ranks have parts of the inputs, and it makes all of them of this rank's.
+    With `gather` other ranks have parts of the inputs, and it makes all of them of this rank's.
     """
 
     weight: Tensor
     rows: Tensor
     inputs: Tensor
     versions: tuple[int, int]
-    gather: Callable[[Tensor], Tensor] | None = None
-
-    @classmethod
-    def of(
-        cls, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
-    ) -> _Product:
-        return cls(weight, rows, inputs, (rows._version, inputs._version), gather)
+    gather: Callable[[Tensor], Tensor] | None
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)
@@ -65,8 +58,8 @@ class WeightGradients:
     """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
 
     Args:
-        is_watched: somebody else collects gradients, and must be told of each: DeepSpeed's own optimizers for half
-            precision and ZeRO do so by hooks on a parameter's accumulation.
+        is_watched: DeepSpeed's own optimizers for half precision and ZeRO collect gradients, by hooks on a parameter's
+            accumulation, and must be told of each.
     """
 
     def __init__(self, is_watched: bool = False) -> None:
@@ -76,16 +69,16 @@ class WeightGradients:
         self._waiting: dict[Key, list[_Product]] = {}
 
     def open_batch(self, split: Iterable[Key]) -> None:
-        """A batch begins, in which the slices ``split`` have a W of their own; nothing of another one is kept."""
+        """Begin a batch in which the slices `split` have a W of their own; nothing of another batch is kept."""
         self._split, self._running, self._waiting = frozenset(split), None, {}
 
     def splits(self, key: Key) -> bool:
-        """Whether the slice has a W of its own in this batch."""
+        """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
     @contextmanager
     def deferred(self, key: Key) -> Iterator[None]:
-        """Around the B of a slice that has a W: what W needs is kept."""
+        """Keep what W needs, during the B of a slice that has one."""
         if key in self._waiting:
             raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
         self._running = self._waiting[key] = []
@@ -95,9 +88,9 @@ class WeightGradients:
             self._running = None
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
-        """The W of a slice: returns how many weight gradients it had.
+        """Run the W of a slice and return how many weight gradients it had.
 
-        ``around`` gives a context for backwards by autograd, which is entered where somebody watches.
+        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients.
 
         Raises:
             InFlightError: its B has not run, or its W has run before; or a layer has changed in place what was kept.
@@ -107,7 +100,7 @@ class WeightGradients:
         except KeyError:
             raise InFlightError(f"W{key[1]}.{key[2]} of part {key[0]} ran before its B, or a second time") from None
         count = len(products)
-        for product in products:  # versions of tensors that anybody may have a view of
+        for product in products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"W{key[1]}.{key[2]} of part {key[0]}: the input or the output gradient of a linear layer with "
@@ -125,15 +118,15 @@ class WeightGradients:
         return count
 
     def kept_bytes(self, key: Key) -> int:
-        """Of what waits for the W of a slice."""
-        kept = {}
-        for product in self._waiting.get(key, ()):
-            for tensor in (product.rows, product.inputs):
-                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        """Return the bytes that wait for the W of a slice."""
+        storages = [
+            t.untyped_storage() for product in self._waiting.get(key, ()) for t in (product.rows, product.inputs)
+        ]
+        kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(kept.values())
 
     def assert_done(self) -> None:
-        """Every W has run. Raises InFlightError."""
+        """Raise InFlightError unless every W has run."""
         if self._waiting:
             missing = sorted(self._waiting)
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
@@ -141,8 +134,11 @@ class WeightGradients:
     # -- asked by the layers -----------------------------------------------------------------------------------------
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Whether a linear layer that runs now is to leave its weight gradient to this object: training in the dtype
-        of the weight, of a slice whose backward is split, or of any slice where nobody watches."""
+        """Return whether a linear layer that runs now is to leave its weight gradient to this object.
+
+        It is in training in the dtype of the weight: of a slice whose backward is split, and of any slice where no hook
+        collects gradients.
+        """
         active = active_slice()
         if active is None or not torch.is_grad_enabled():
             return False
@@ -159,27 +155,27 @@ class WeightGradients:
         )
 
     def splits_now(self) -> bool:
-        """Whether the slice that runs now has a W of its own."""
+        """Return whether the slice that runs now has a W of its own."""
         active = active_slice()
         return active is not None and (active.part_id, active.micro_batch_id, active.slice_id) in self._split
 
     def keep(
         self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """In a B whose unit has a W: leave ``rows^T inputs`` to that W, which adds it to the gradient of ``weight``.
+        """Leave `rows^T inputs` to the W of the slice whose B runs; W adds it to the gradient of `weight`.
 
         Args:
             weight: the parameter, [out, in].
             rows: gradients of the layer's outputs, [tokens, out].
-            inputs: [tokens, in]; with ``gather`` anything of which it makes that when W runs. It may use collectives:
-                W has its products in the order of ``keep``, and ranks with one schedule run their W in one order.
+            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives: W
+                has its products in the order of `keep`, and ranks with one schedule run their W in one order.
 
         Raises:
             InFlightError: in any other backward, where the gradient would get lost.
         """
         if self._running is None:
             raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
-        self._running.append(_Product.of(weight, rows, inputs, gather))
+        self._running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
 
 
 def _has_hooks(weight: Tensor) -> bool:
@@ -187,8 +183,7 @@ def _has_hooks(weight: Tensor) -> bool:
 
 
 def _in_autograd(products: list[_Product]) -> None:
-    """One at a time and given up at once, so that a single new gradient is there besides. The leaf alone is a graph,
-    with all its hooks."""
+    """Run the hooks of each weight; products are freed one by one, so only one extra gradient exists."""
     while products:
         product = products.pop(0)
         weight = product.weight
@@ -199,7 +194,7 @@ def _in_autograd(products: list[_Product]) -> None:
 
 
 def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """What autograd does with a gradient that nobody watches."""
+    """Add a gradient as autograd does."""
     weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
@@ -214,18 +209,18 @@ def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tenso
     return forward
 
 
+_Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+
+
 class _Leaf(NamedTuple):
-    """The weight itself, hidden from autograd, which takes an edge to each tensor argument."""
+    """Hides the weight from autograd, which takes an edge to each tensor argument."""
 
     weight: Tensor
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, leaf: _Leaf,
-        add: Callable[[Tensor, Tensor, Tensor], Tensor | None],
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, leaf: _Leaf, add: _Add) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
         ctx.add = add
@@ -244,7 +239,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
-    """``rows^T inputs``, added to ``weight.grad``; or returned for autograd, where there is none to add to."""
+    """Add `rows^T inputs` to `weight.grad`; or return it for autograd, where there is none to add to."""
     total = weight.grad
     if total is None or total.dtype != rows.dtype or total.layout != torch.strided:
         return rows.t() @ inputs

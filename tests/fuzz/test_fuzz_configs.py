@@ -55,7 +55,6 @@ def test_configs(document: Any) -> None:
     assert config.enabled == (section.get("enabled") is True)
     assert TeraPipeConfig.from_deepspeed({"terapipe": config.model_dump(mode="json")}) == config
     config.fingerprint()
-    config.describe()
     plan = accepted("plan of a config", TeraPipeConfigError, lambda: config.plan_for(1024))
     assert plan is None or plan.sequence_length == 1024
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.compat.insertions import PatchError
 from terapipe_ds.integrations import megatron_deepspeed as helpers
-from terapipe_ds.integrations.insertions import PatchError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss

@@ -303,7 +303,7 @@ def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float |
 def test_without_megatron_core_the_import_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("terapipe_ds.models.megatron")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(compat, "has_megatron", lambda: False)
+    monkeypatch.setattr(compat.versions, "has_megatron", lambda: False)
     with pytest.raises(ImportError, match=r"terapipe_ds\[megatron\]") as caught:
         import terapipe_ds.models.megatron  # noqa: F401
     assert isinstance(caught.value, compat.CompatError)

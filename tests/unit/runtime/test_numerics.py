@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.header import raised_on_every_rank
-from terapipe_ds.runtime.numerics import Finding, FiniteCheck, NonFiniteError, layer_name
+from terapipe_ds.runtime.numerics import FiniteCheck, Look, NonFiniteError, layer_name
 
 
 class Stage:
@@ -49,16 +49,17 @@ def said(check: FiniteCheck) -> str:
     return ""
 
 
-def finding(stage_id: int, micro_batch_id: int, slice_id: int, is_backward: bool) -> Finding:
-    return Finding(stage_id, "layer", micro_batch_id, slice_id, 0, 1, 8, is_backward, "what", part_id=stage_id)
+def look(part_id: int, micro_batch_id: int, slice_id: int, is_backward: bool) -> Look:
+    active = ActiveSlice(0, 1, 8, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id)
+    return Look(active, "layer", "what", is_backward, (torch.zeros(()), torch.zeros(())))
 
 
-def causes(one: Finding, other: Finding) -> bool:
+def causes(one: Look, other: Look) -> bool:
     """Whether numbers flow from one to the other directly, by what a pipeline of slices does."""
-    if one.micro_batch_id != other.micro_batch_id:
+    if one.active.micro_batch_id != other.active.micro_batch_id:
         return False
-    step = other.stage_id - one.stage_id, other.slice_id - one.slice_id
-    if not one.is_backward and not other.is_backward:  # to the next stage; by keys and values to the next slice
+    step = other.active.part_id - one.active.part_id, other.active.slice_id - one.active.slice_id
+    if not one.is_backward and not other.is_backward:  # to the next part; by keys and values to the next slice
         return step in ((1, 0), (0, 1))
     if one.is_backward and other.is_backward:  # the way back
         return step in ((-1, 0), (0, -1))
@@ -66,7 +67,7 @@ def causes(one: Finding, other: Finding) -> bool:
 
 
 def test_the_order_puts_causes_before_their_effects() -> None:
-    places = [finding(k, m, s, b) for k in range(3) for m in range(2) for s in range(3) for b in (False, True)]
+    places = [look(k, m, s, b) for k in range(3) for m in range(2) for s in range(3) for b in (False, True)]
     random.Random(1).shuffle(places)
     ordered = sorted(places, key=lambda each: each.order)
     assert sum(causes(a, b) for a in places for b in places) > 60
@@ -126,7 +127,6 @@ def test_the_first_of_several_layers_forward_and_backward() -> None:
         stage.forward_funcs[0].weight[0, 0] = math.inf
     text = run(stage, check_of(stage), inputs)
     assert "layer 5 (Linear)" in text and "forward: its output is infinite" in text
-    assert "Its parameter weight is not finite by itself: load an earlier checkpoint." in text
 
 
 class Own(nn.Module):
@@ -148,17 +148,32 @@ def test_gradients_of_parameters(collected: bool) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    store, stage = SliceStore(), Stage(nn.Linear(3, 3), Own())
+    store, stage = SliceStore(), Stage(nn.Linear(3, 3), spoil_gradient, Own())
     layers = list(stage.forward_funcs)
     check = check_of(stage, collected=True, store=store)
     with pytest.raises(KeyError), check.watching():
-        assert stage.forward_funcs != layers
-        assert stage.forward_funcs[0].in_features == 3, "a watched layer still has what the layer has"
-        assert store.on_gradients is not None
+        assert [mine is layer for mine, layer in zip(stage.forward_funcs, layers, strict=True)] == [True, False, True]
+        assert layers[0]._forward_hooks and layers[0]._forward_pre_hooks and store.on_gradients is not None
         raise KeyError
     assert stage.forward_funcs == layers
     assert store.on_gradients is None
     assert not any(parameter._backward_hooks for _, parameter in stage.named_parameters())
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in (layers[0], layers[2]))
+
+
+def test_a_module_at_two_places_is_named_by_both() -> None:
+    shared = nn.Linear(3, 3)
+    torch.nn.init.constant_(shared.weight, 1e20)  # finite after one use, infinite after two
+    stage = Stage(shared, functools.partial(multiplied, nn.Linear(1, 1)), shared)
+    text = run(stage, check_of(stage, gradients=False), torch.ones(2, 3, requires_grad=True))
+    assert "layer 0 (Linear) or layer 2 (Linear)" in text and "forward: its output is infinite" in text
+    stage.forward_funcs[1] = functools.partial(multiplied, nn.Linear(1, 1), factor=math.inf)
+    text = run(stage, check_of(stage), torch.ones(2, 3, requires_grad=True))
+    assert "layer 1 (multiplied)" in text and "forward: its output is infinite" in text
+
+
+def multiplied(module: nn.Module, inputs: Tensor, factor: float = 1.0) -> Tensor:
+    return inputs * factor
 
 
 def tied_head(embedding: nn.Module, hidden: Tensor) -> Tensor:

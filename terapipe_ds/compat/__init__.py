@@ -10,5 +10,4 @@ from terapipe_ds.compat.versions import has_flash_attn as has_flash_attn
 from terapipe_ds.compat.versions import has_megatron as has_megatron
 from terapipe_ds.compat.versions import has_transformer_engine as has_transformer_engine
 from terapipe_ds.compat.versions import installed_versions as installed_versions
-from terapipe_ds.compat.versions import is_installed as is_installed
 from terapipe_ds.compat.versions import warn_about_versions as warn_about_versions

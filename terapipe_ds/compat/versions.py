@@ -112,11 +112,6 @@ def has_megatron() -> bool:
     return any(Path(folder, "transformer").is_dir() for folder in folders or ())
 
 
-def is_installed(module: str) -> bool:
-    """Return whether the top-level `module` can be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
-
-
 def _has(module: str, *names: str) -> bool:
     """Return whether `module` imports and has `names`; a package that fails on import counts as absent."""
     try:

@@ -47,13 +47,13 @@ def run(arguments: argparse.Namespace) -> None:
     ds_config = read_json(arguments.config, "--config")
     section = TeraPipeConfig.from_deepspeed(ds_config)
     job = offline_job(arguments, ds_config, num_stages=1)
-    from terapipe_ds.runtime.verify.offline import verify_model
+    from terapipe_ds.runtime.verify.stage import verify_model
 
     plan = _plan(section, job.inputs.shape[1], arguments.slices)
     with StdoutToStderr():
         report = verify_model(job, plan, section)
     print(report)
-    if report.findings:
+    if report.found.findings:
         sys.stdout.flush()
         raise SystemExit(1)
 

@@ -167,7 +167,7 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe_ds.runtime import offline
-    from terapipe_ds.runtime.verify import offline as check
+    from terapipe_ds.runtime.verify import stage as check
 
     monkeypatch.setattr(check, "verify_model", nothing_is_measured)
     monkeypatch.setattr(offline, "profile_model", nothing_is_measured)

@@ -7,22 +7,21 @@ fault of slicing usually shows at the first boundary between slices, so a short 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
+from terapipe_ds.runtime.loss import slice_counts
 
 MOST_ROWS = 2
 LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a sequence that is shorter is compared whole
 _SHARE = 8  # a window has at most 1 / _SHARE of the micro-batch's tokens, which a layer holds all at once
 _MOST_SLICES = 3
 _ROW_PLACES, _TOKEN_PLACES, _CHANGES = 4, 32, 8  # how many rows, tokens and changes of masking are tried
-
-Counts = Callable[[SliceableTensors, SlicePlan], Sequence[float]]  # how much the labels of each slice count
 
 
 @dataclass(frozen=True)
@@ -96,41 +95,29 @@ def row_dim(batch: SliceableTensors) -> int:
     return 0 if batch.dim else 1
 
 
-def unit_of(plan: SlicePlan, granularity: int, multiple: int, allowed: int, most: int) -> int:
-    """Return the number of tokens that the lengths of a window's slices are multiples of: layers may count on it.
-
-    It is what the lengths of the plan's slices have in common, where three such slices are `allowed`. Else it is their
-    granularity, or the largest divisor of it of which two do not exceed `most` tokens.
-
-    `multiple` is what layers need in any case. Slices that were listed or set by hand may have no more in common."""
-    common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
-    if common and common % multiple == 0 and _MOST_SLICES * common <= allowed:
-        return common
-    times = math.lcm(granularity, multiple) // multiple if common % math.lcm(granularity, multiple) == 0 else 1
-    if _MOST_SLICES * times * multiple > most:
-        fitting = (n for n in range(most // (2 * multiple), 0, -1) if times % n == 0)
-        times = next(fitting, 1)
-    return times * multiple
+def num_rows(batch: SliceableTensors) -> int:
+    """Return how many rows the sequences have."""
+    return batch.deciding.size(row_dim(batch)) if batch.deciding.dim() > 1 else 1
 
 
 def window_plan(
     plan: SlicePlan, granularity: int, multiple: int, rows: int, micro_batches: int, stages: int, cut_rows: int
 ) -> tuple[SlicePlan, int]:
-    """Return slices of a window of a sequence that is cut by `plan`, and the number that they are multiples of.
+    """Return two or three slices of a window of a sequence that is cut by `plan`, and what they are multiples of.
 
-    There are three unequal slices where there is room, else two. Where the window is the whole sequence and `plan` has
-    few slices, they are those of `plan`.
+    Layers may count on what the lengths of the plan's slices have in common: it is a divisor of that, if possible a
+    multiple of `granularity`, and in any case one of `multiple`, which layers need. Where the window is the whole
+    sequence and `plan` has few slices, they are those of `plan`.
 
-    Layers run forward and backward twice, or four times in half precision, stage after stage: a window has so few
-    tokens that this takes no longer than a step, and that what one layer keeps of it is less than what the stage keeps
-    of a micro-batch. Only two slices of `multiple` tokens may have more.
+    Layers run forward and backward twice, stage after stage: a window has so few tokens that this takes no longer than a
+    step, and that what one layer keeps of it is less than what the stage keeps of a micro-batch.
     """
-    length = plan.sequence_length
+    length, most = plan.sequence_length, min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
     tokens = length * rows // cut_rows
-    most = min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
-    share = min(tokens // _SHARE, tokens * micro_batches // (4 * stages))
-    allowed = min(max(share, LEAST_TOKENS), most)
-    unit = unit_of(plan, granularity, multiple, allowed, most)
+    allowed = min(max(min(tokens // _SHARE, tokens * micro_batches // (4 * stages)), LEAST_TOKENS), most)
+    common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
+    divisors = [n for n in range(multiple, allowed // _MOST_SLICES + 1, multiple) if common % n == 0]
+    unit = max(divisors, key=lambda n: (n % granularity == 0, n), default=multiple)
     units, last = max(allowed // unit, _MOST_SLICES if _MOST_SLICES * unit <= most else 2), 0
     if length <= max(allowed, units * unit):
         if plan.num_slices <= _MOST_SLICES:
@@ -142,61 +129,46 @@ def window_plan(
 
 
 def choose_window(
-    labels: SliceableTensors, plan: SlicePlan, rows: int | None, unit: int, ignore_index: int, counts: Counts
-) -> tuple[int, int, tuple[float, ...]]:
-    """Return the first row and the first token of the best window, and how much the labels of its slices count.
+    cut: Cut,
+    labels: SliceableTensors,
+    unit: int,
+    ignore_index: int,
+    slice_weight: Callable[[Any], Any] | None = None,
+) -> Cut:
+    """Return the window like `cut` that shows most of the loss; it begins at a multiple of `unit`.
 
     Prompts are often masked. A window in which no label counts shows nothing of the loss. A window in which all labels
     count cannot tell a mean over valid labels from a mean over all.
     """
-    best: tuple[tuple[float, ...], int, int, tuple[float, ...]] | None = None
-    for row, start in _windows(labels, plan, rows, unit, ignore_index):
-        cut = Cut(plan, labels.length, start, row, rows)
-        found = tuple(map(float, counts(cut.of(labels), plan)))
-        worth = _worth(found, plan)
-        if best is None or worth > best[0]:
-            best = worth, row, start, found
-    assert best is not None
-    return best[1:]
+
+    def worth(window: Cut) -> tuple[float, ...]:
+        counts = slice_counts(window.of(labels), cut.plan, ignore_index, slice_weight)
+        if sum(counts) <= 0:
+            return (0.0,)
+        shares = zip(counts, cut.plan.lengths, strict=True)
+        uneven = max(abs(count / sum(counts) - length / cut.plan.sequence_length) for count, length in shares)
+        covered = sum(count > 0 for count in counts)
+        return min(covered, 2), uneven > 0.01, covered, uneven
+
+    last = labels.length - cut.plan.sequence_length
+    starts = {last * i // (_TOKEN_PLACES - 1) for i in range(_TOKEN_PLACES)}
+    rows = [0] if cut.rows is None else range(0, num_rows(labels) - cut.rows + 1, cut.rows)[:_ROW_PLACES]
+    places = []
+    for row in rows:
+        changes = _changes(replace(cut, plan=SlicePlan((labels.length,)), start=0, row=row).of(labels), ignore_index)
+        around = {min(max(change - cut.plan.sequence_length // 2, 0), last) for change in changes}
+        places += [(row, start) for start in sorted({start // unit * unit for start in starts | around})]
+    return max((replace(cut, row=row, start=start) for row, start in places), key=worth)
 
 
-def _windows(
-    labels: SliceableTensors, plan: SlicePlan, rows: int | None, unit: int, ignore_index: int
-) -> Iterator[tuple[int, int]]:
-    """Yield places to try, in the order of the batch: some all over it, and some where masked labels begin or end."""
-    last = labels.length - plan.sequence_length
-    spread = [last * i // (_TOKEN_PLACES - 1) // unit * unit for i in range(_TOKEN_PLACES)]
-    of_rows = labels.deciding.size(row_dim(labels)) if rows is not None else 0
-    for row in range(0, of_rows - rows + 1, rows)[:_ROW_PLACES] if rows is not None else (0,):
-        changes = [
-            min(max(change - plan.sequence_length // 2, 0), last) // unit * unit
-            for tensor, is_cut in zip(labels.tensors, labels.sliced, strict=True) if is_cut
-            for change in _changes(_valid(tensor, labels, row, rows, ignore_index))[:_CHANGES]
-        ]  # fmt: skip
-        for start in sorted({*spread, *changes}):
-            yield row, start
-
-
-def _valid(tensor: Tensor, labels: SliceableTensors, row: int, rows: int | None, ignore_index: int) -> Tensor:
-    """Return [tokens]: how many numbers of each token are neither masked nor, in a mask, zero."""
-    if rows is not None:
-        tensor = tensor.narrow(row_dim(labels), row, rows)
-    valid = tensor.movedim(labels.dim, 0).flatten(1) if tensor.dim() > 1 else tensor[:, None]
-    return ((valid != 0) if tensor.is_floating_point() or tensor.dtype == torch.bool else valid != ignore_index).sum(1)
-
-
-def _changes(valid: Tensor) -> list[int]:
-    return [int(i) + 1 for i in (valid[1:] != valid[:-1]).nonzero().flatten()[:_CHANGES]]
-
-
-def _worth(counts: Sequence[float], plan: SlicePlan) -> tuple[float, ...]:
-    """Return how much a window shows of the loss, as a tuple to compare: larger is better."""
-    total = sum(counts)
-    if total <= 0:
-        return (0.0,)
-    shares = [count / total for count in counts]
-    uneven = max(
-        abs(share - length / plan.sequence_length) for share, length in zip(shares, plan.lengths, strict=True)
-    )
-    covered = sum(count > 0 for count in counts)
-    return min(covered, 2), uneven > 0.01, covered, uneven
+def _changes(labels: SliceableTensors, ignore_index: int) -> list[int]:
+    """Return the first tokens of which more or fewer numbers than before are masked (in a mask: are zero)."""
+    changes: list[int] = []
+    for tensor, is_cut in zip(labels.tensors, labels.sliced, strict=True):
+        if is_cut:
+            is_mask = tensor.is_floating_point() or tensor.dtype == torch.bool
+            valid = (
+                (tensor != (0 if is_mask else ignore_index)).movedim(labels.dim, 0).reshape(labels.length, -1).sum(1)
+            )
+            changes += [int(i) + 1 for i in (valid[1:] != valid[:-1]).nonzero().flatten()[:_CHANGES]]
+    return changes

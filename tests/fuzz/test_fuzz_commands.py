@@ -166,10 +166,10 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from terapipe_ds.commands import verify
     from terapipe_ds.runtime import offline
-    from terapipe_ds.runtime.verify import stage as check
 
-    monkeypatch.setattr(check, "verify_model", nothing_is_measured)
+    monkeypatch.setattr(verify, "verify_model", nothing_is_measured)
     monkeypatch.setattr(offline, "profile_model", nothing_is_measured)
     monkeypatch.setattr(run, "run_benchmark", nothing_is_measured)
     monkeypatch.setattr(gpu, "run_on_gpu", nothing_is_measured)

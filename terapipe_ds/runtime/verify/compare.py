@@ -22,33 +22,26 @@ class Tolerance:
     floor: float
 
 
-# Units of precision: 2^-53, 2^-24, 2^-11 (fp16), 2^-8 (bf16). fp64 has room to spare. fp32 allows for long sums and for
-# exponentials of large scores; fp16 and bf16 for a handful of roundings in one layer.
+# Those of a layer, and of a loss on the same outputs, where only the order of the sums differs. Units of precision are
+# 2^-53, 2^-24, 2^-11 and 2^-8. fp64 has room to spare; fp32 allows for long sums and for exponentials of large scores,
+# TF32 for products with ten bits, fp16 and bf16 for a handful of roundings in one layer.
 TOLERANCES = {
-    torch.float64: Tolerance(1e-9, 1e-2),
-    torch.float32: Tolerance(2e-4, 0.1),
-    torch.float16: Tolerance(1e-2, 0.2),
-    torch.bfloat16: Tolerance(5e-2, 0.2),
+    torch.float64: (Tolerance(1e-9, 1e-2), Tolerance(1e-6, 0.1)),
+    torch.float32: (Tolerance(2e-4, 0.1), Tolerance(1e-4, 0.1)),
+    "tf32": (Tolerance(1e-2, 0.1), Tolerance(1e-4, 0.1)),
+    torch.float16: (Tolerance(1e-2, 0.2), Tolerance(2e-2, 0.2)),
+    torch.bfloat16: (Tolerance(5e-2, 0.2), Tolerance(2e-2, 0.2)),
 }
-# Those of a loss and its gradients, on the same outputs: only the order of the sums differs.
-LOSS_TOLERANCES = {
-    torch.float64: Tolerance(1e-6, 0.1),
-    torch.float32: Tolerance(1e-4, 0.1),
-    torch.float16: Tolerance(2e-2, 0.2),
-    torch.bfloat16: Tolerance(2e-2, 0.2),
-}
-TF32 = Tolerance(1e-2, 0.1)  # products with ten bits
 EXACT = Tolerance(0.0, 0.0)  # integers and booleans
 _SMALLEST = 1e-300
 _NUMBERS = 2**22  # in fp64 at once: all of a large weight's gradient would take several times its memory
 
 
-def tolerance_of(
-    dtypes: Iterable[torch.dtype], allowed: Mapping[torch.dtype, Tolerance] = TOLERANCES, tf32: bool = False
-) -> Tolerance:
+def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: bool = False) -> Tolerance:
     """Return the tolerance of the least precise of `dtypes`; `tf32`: products of fp32 have ten bits."""
-    precisions = [TF32 if tf32 and dtype == torch.float32 else allowed[dtype] for dtype in dtypes if dtype in allowed]
-    return max(precisions, key=lambda tolerance: tolerance.relative, default=allowed[torch.float32])
+    names = ["tf32" if tf32 and dtype == torch.float32 else dtype for dtype in dtypes]
+    known = [TOLERANCES[name][of_loss] for name in names if name in TOLERANCES]
+    return max(known, key=lambda tolerance: tolerance.relative, default=TOLERANCES[torch.float32][of_loss])
 
 
 @dataclass(frozen=True)
@@ -106,16 +99,13 @@ def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], toleran
 
 
 def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64.
-
-    Equal infinities (masks) do not differ. Nothing differs from NaN: a whole sequence that holds NaN is told apart.
-    """
+    """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
     a, b = (each.detach() if each.dim() > 1 else each.detach().reshape(-1, 1) for each in (a, b))
     sizes = []
     rows = max(1, _NUMBERS // max(1, b[:1].numel()))
     for pair in zip(a.split(rows), b.split(rows), strict=True):
         x, y = (part.reshape(len(part), -1).double() for part in pair)
-        apart = (x - y).masked_fill((x == y) | y.isnan(), 0.0)
+        apart = (x - y).masked_fill(x == y, 0.0)
         norms = y.masked_fill(~y.isfinite(), 0.0).norm(dim=1)
         sizes.append((apart.norm(dim=1), norms, apart.norm(math.inf, dim=1)))
     apart, norms, largest = (torch.cat(each) for each in zip(*sizes, strict=True))

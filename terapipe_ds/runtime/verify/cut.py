@@ -6,6 +6,7 @@ fault of slicing usually shows at the first boundary between slices, so a short 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,23 +22,19 @@ MOST_ROWS = 2
 LEAST_TOKENS, MOST_TOKENS = 128, 1024  # of a window; a sequence that is shorter is compared whole
 _SHARE = 8  # a window has at most 1 / _SHARE of the micro-batch's tokens, which a layer holds all at once
 _MOST_SLICES = 3
-_ROW_PLACES, _TOKEN_PLACES, _CHANGES = 4, 32, 8  # how many rows, tokens and changes of masking are tried
+_PLACES = 32  # how many tokens are tried, and around how many changes of masking
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Describe a window of a micro-batch: `plan` slices its tokens from `start` on, in `rows` rows from `row` on.
+    """A window of a micro-batch: `plan` slices its tokens from `start` on, in its first `rows` rows (None: in all).
 
-    Args:
-        rows: their number; None means all rows.
-        weights: those of its slices' losses.
-        has_labels: whether any label of the window counts.
+    `weights` are those of the slices' losses, and `has_labels` says whether any label of the window counts.
     """
 
     plan: SlicePlan
     of_tokens: int
     start: int = 0
-    row: int = 0
     rows: int | None = None
     of_rows: int = 1
     weights: tuple[float, ...] = ()
@@ -46,11 +43,10 @@ class Cut:
     def __str__(self) -> str:
         lengths = " + ".join(map(str, self.plan.lengths))
         slices = f"{self.plan.num_slices} slices" + (f" ({lengths})" if self.plan.num_slices <= _MOST_SLICES else "")
-        if self.plan.sequence_length == self.of_tokens:
-            tokens = f"of a sequence of {self.of_tokens} tokens"
-        else:
-            tokens = f"of tokens {self.start} to {self.start + self.plan.sequence_length} of {self.of_tokens}"
-        return f"{slices} {tokens}" + ("" if self.rows is None else f" in {self.rows} of {self.of_rows} rows")
+        tokens = f"a sequence of {self.of_tokens} tokens"
+        if self.plan.sequence_length < self.of_tokens:
+            tokens = f"tokens {self.start} to {self.start + self.plan.sequence_length} of {self.of_tokens}"
+        return f"{slices} of {tokens}" + ("" if self.rows is None else f" in {self.rows} of {self.of_rows} rows")
 
     def of(self, batch: SliceableTensors) -> SliceableTensors:
         """Return copies of the tensors of `batch`, limited to the window."""
@@ -59,17 +55,17 @@ class Cut:
             if is_cut:
                 tensor = tensor.narrow(batch.dim, self.start, self.plan.sequence_length)
             if self.rows is not None:
-                tensor = tensor.narrow(row_dim(batch), self.row, self.rows)
+                tensor = tensor.narrow(row_dim(batch), 0, self.rows)
             tensors.append(tensor.detach().clone())
-        return SliceableTensors(tuple(tensors), batch.sliced, batch.dim, batch.is_tuple)
+        return replace(batch, tensors=tuple(tensors))
 
 
 @dataclass(frozen=True)
 class Cuttable:
-    """Say what may be cut of the tensors of a batch.
+    """What may be cut of a batch.
 
     Args:
-        rows: the number of rows, where all tensors have the same number and all have the sequence; else None.
+        rows: how many there are, where all tensors have the same number and all have the sequence; else None.
         tokens: whether tokens may be cut, which is so where no tensor has the sequence's length in another dimension.
     """
 
@@ -109,8 +105,8 @@ def window_plan(
     multiple of `granularity`, and in any case one of `multiple`, which layers need. Where the window is the whole
     sequence and `plan` has few slices, they are those of `plan`.
 
-    Layers run forward and backward twice, stage after stage: a window has so few tokens that this takes no longer than a
-    step, and that what one layer keeps of it is less than what the stage keeps of a micro-batch.
+    Layers run forward and backward twice, stage after stage: a window has so few tokens that this takes no longer than
+    a step, and that what one layer keeps of it is less than what the stage keeps of a micro-batch.
     """
     length, most = plan.sequence_length, min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
     tokens = length * rows // cut_rows
@@ -129,11 +125,7 @@ def window_plan(
 
 
 def choose_window(
-    cut: Cut,
-    labels: SliceableTensors,
-    unit: int,
-    ignore_index: int,
-    slice_weight: Callable[[Any], Any] | None = None,
+    cut: Cut, labels: SliceableTensors, unit: int, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
 ) -> Cut:
     """Return the window like `cut` that shows most of the loss; it begins at a multiple of `unit`.
 
@@ -141,34 +133,25 @@ def choose_window(
     count cannot tell a mean over valid labels from a mean over all.
     """
 
-    def worth(window: Cut) -> tuple[float, ...]:
+    def worth(window: Cut) -> tuple[float, float]:
         counts = slice_counts(window.of(labels), cut.plan, ignore_index, slice_weight)
-        if sum(counts) <= 0:
-            return (0.0,)
         shares = zip(counts, cut.plan.lengths, strict=True)
-        uneven = max(abs(count / sum(counts) - length / cut.plan.sequence_length) for count, length in shares)
-        covered = sum(count > 0 for count in counts)
-        return min(covered, 2), uneven > 0.01, covered, uneven
+        total = max(sum(counts), 1e-9)
+        uneven = max(abs(count / total - length / cut.plan.sequence_length) for count, length in shares)
+        return min(sum(count > 0 for count in counts), 2), uneven
 
-    last = labels.length - cut.plan.sequence_length
-    starts = {last * i // (_TOKEN_PLACES - 1) for i in range(_TOKEN_PLACES)}
-    rows = [0] if cut.rows is None else range(0, num_rows(labels) - cut.rows + 1, cut.rows)[:_ROW_PLACES]
-    places = []
-    for row in rows:
-        changes = _changes(replace(cut, plan=SlicePlan((labels.length,)), start=0, row=row).of(labels), ignore_index)
-        around = {min(max(change - cut.plan.sequence_length // 2, 0), last) for change in changes}
-        places += [(row, start) for start in sorted({start // unit * unit for start in starts | around})]
-    return max((replace(cut, row=row, start=start) for row, start in places), key=worth)
+    last, half = labels.length - cut.plan.sequence_length, cut.plan.sequence_length // 2
+    everything = replace(cut, plan=SlicePlan((labels.length,)), start=0).of(labels)
+    starts = [last * i // (_PLACES - 1) for i in range(_PLACES)]
+    starts += [min(max(change - half, 0), last) for change in _changes(everything, ignore_index)]
+    return max((replace(cut, start=start) for start in sorted({start // unit * unit for start in starts})), key=worth)
 
 
 def _changes(labels: SliceableTensors, ignore_index: int) -> list[int]:
     """Return the first tokens of which more or fewer numbers than before are masked (in a mask: are zero)."""
     changes: list[int] = []
-    for tensor, is_cut in zip(labels.tensors, labels.sliced, strict=True):
-        if is_cut:
-            is_mask = tensor.is_floating_point() or tensor.dtype == torch.bool
-            valid = (
-                (tensor != (0 if is_mask else ignore_index)).movedim(labels.dim, 0).reshape(labels.length, -1).sum(1)
-            )
-            changes += [int(i) + 1 for i in (valid[1:] != valid[:-1]).nonzero().flatten()[:_CHANGES]]
+    for tensor in itertools.compress(labels.tensors, labels.sliced):
+        is_mask = tensor.is_floating_point() or tensor.dtype == torch.bool
+        valid = (tensor != (0 if is_mask else ignore_index)).movedim(labels.dim, 0).reshape(labels.length, -1).sum(1)
+        changes += [int(i) + 1 for i in (valid[1:] != valid[:-1]).nonzero().flatten()[:_PLACES]]
     return changes

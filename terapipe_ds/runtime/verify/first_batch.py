@@ -33,15 +33,15 @@ from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, Cuttable, choose_window, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck, weights_of
-from terapipe_ds.runtime.verify.report import Finding, Findings, Report, VerifyError
+from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
 from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")
 
 _UNWEIGHTED = (
-    "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with a "
-    "mask or weights beside the labels, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
+    "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
+    "a mask or weights beside them, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
     "returns what loss_fn divides its sum by (for (labels, loss_mask) the sum of the mask), or say in "
     'terapipe.loss_reduction that it is "mean_valid" (over labels of the first tensor other than ignore_index), "mean" '
     'or "sum"'
@@ -106,18 +106,18 @@ class FirstBatchCheck:
             return
         wanted, again = self._config.verify, self._loss_waits
         with_layers = (ends or wanted == "first_batch" or (wanted is None and has_foreign_layers)) and not again
-        report = self._report(sliced, micro_batches, with_layers, ends)
-        is_first_rank = torch_dist.get_rank() == 0
+        begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
+        found = self._check(sliced, micro_batches, with_layers, ends)
+        text = found.text(time.monotonic() - begin_s, only_loss=again)
         if ends:
             if is_first_rank:
-                print(report, flush=True)
-            raise on_every_rank(SystemExit(1 if report.found.findings else 0))
-        if report.found.findings:  # a caller who goes on is told again
-            raise on_every_rank(VerifyError(str(report)))
-        self._loss_waits = report.found.loss_waits
-        self._is_done = not self._loss_waits
-        if is_first_rank and not (again and self._loss_waits):
-            logger.log(logging.WARNING if report.found.notes else logging.INFO, "%s", report)
+                print(text, flush=True)
+            raise on_every_rank(SystemExit(1 if found.findings else 0))
+        if found.findings:  # a caller who goes on is told again
+            raise on_every_rank(VerifyError(text))
+        self._is_done, self._loss_waits = not found.loss_waits, found.loss_waits
+        if is_first_rank and not (again and found.loss_waits):
+            logger.log(logging.WARNING if found.notes else logging.INFO, "%s", text)
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Compare the loss once more where these labels tell how it reduces, and earlier ones did not.
@@ -145,29 +145,28 @@ class FirstBatchCheck:
             raise on_every_rank(TeraPipeConfigError(_UNWEIGHTED))
         return bool(flags[0]), bool(flags[1])
 
-    def _report(
+    def _check(
         self,
         sliced: Sequence[MicroBatchInFlight],
-        micro_batches: Sequence[MicroBatchInFlight],
+        everything: Sequence[MicroBatchInFlight],
         with_layers: bool,
         ends: bool,
-    ) -> Report:
-        """Return what all ranks found on a cut; on all tokens with `ends`, or where a layer merely cannot run on a cut."""
-        begin_s = time.monotonic()
+    ) -> Findings:
+        """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
         for is_whole in (True,) if ends else (False, True):
-            found = Findings()
+            found = Findings(with_layers)
             if sliced:
-                which, found.cut, found.findings = self._choose_cut(sliced, len(micro_batches), is_whole)
+                which, found.cut, found.findings = self._choose_cut(sliced, len(everything), is_whole)
                 if not found.findings:
-                    self._check_parts(sliced[which], found, found.cut, with_layers)
-                    self._look_at_all_labels(micro_batches, found)
+                    self._check_parts(sliced[which], found, found.cut)
+                    self._look_at_all_labels(everything, found)
             copies = self._groups.num_replicas * self._stage.tensor_ranks.size
             found = Findings.of_all(_gathered(found, self._groups.world), copies)
             if not found.findings or not all(finding.is_of_the_cut for finding in found.findings):
                 break
         if not get_accelerator().is_synchronized_device():
             get_accelerator().empty_cache()  # training begins with the memory that it would have
-        return Report(found, with_layers, self._loss_waits, time.monotonic() - begin_s)
+        return found
 
     def _look_at_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], found: Findings) -> None:
         """Find what the labels of other micro-batches tell of the loss, where those of the cut do not."""
@@ -189,33 +188,31 @@ class FirstBatchCheck:
         """
         tensors = [[Cuttable.of(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = _gathered(tensors, self._groups.control)
-        chosen: list[Any] = [None]
+        chosen: list[Any] = []
         for which, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
             cuttable = functools.reduce(Cuttable.both, itertools.chain(*(each[which] for each in everyone)))
-            failed, cut = [], Cut(one.plan, one.plan.sequence_length)
+            cut = Cut(one.plan, one.plan.sequence_length)
             try:
                 cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, cuttable))
+                chosen.append((which, cut, []))
             except Exception as error:
-                who, kind = "slice_weight of loss_fn", type(error).__name__
-                failed.append(Finding(self._stage.module._local_stop, who, f"raised {kind}: {error}", kind))
-            chosen = [(which, cut, failed)] if which == 0 or cut.has_labels else chosen
+                text = f"raised {type(error).__name__}: {error}"
+                who = self._stage.module._local_stop, "slice_weight of loss_fn"
+                chosen.append((which, cut, [Finding(*who, text, type(error).__name__)]))
             if cut.has_labels:
                 break
+        best = [next((each for each in chosen if each[1].has_labels), chosen[0] if chosen else None)]
         if self._groups.control is not None:
             source = self._groups.ranks[self._stage.layout.loss_stage]
-            torch_dist.broadcast_object_list(chosen, src=source, group=self._groups.control)
-        decided: tuple[int, Cut, list[Finding]] = chosen[0]
+            torch_dist.broadcast_object_list(best, src=source, group=self._groups.control)
+        decided: tuple[int, Cut, list[Finding]] = best[0]
         return decided
 
     def _window(self, micro_batch: MicroBatchInFlight, num_micro_batches: int, cuttable: Cuttable) -> Cut:
         """Return the window of a micro-batch that shows most."""
-        plan, labels, unit, of_rows = (
-            micro_batch.plan,
-            micro_batch.labels,
-            self._stage.token_multiple,
-            cuttable.rows or 1,
-        )
+        plan, labels, unit = micro_batch.plan, micro_batch.labels, self._stage.token_multiple
         assert labels is not None
+        of_rows = cuttable.rows or 1
         rows = MOST_ROWS if of_rows > MOST_ROWS else None
         if cuttable.tokens:
             granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
@@ -235,7 +232,7 @@ class FirstBatchCheck:
 
     # -- the check ---------------------------------------------------------------------------------------------------
 
-    def _check_parts(self, micro_batch: MicroBatchInFlight, found: Findings, cut: Cut, with_layers: bool) -> None:
+    def _check_parts(self, micro_batch: MicroBatchInFlight, found: Findings, cut: Cut) -> None:
         """Check this rank's parts, each in its turn."""
         stage, inputs = self._stage, None
         if micro_batch.inputs is not None:
@@ -248,7 +245,7 @@ class FirstBatchCheck:
                 if owner == stage.stage_id and inputs is not None:
                     activate(stage.module, chunk_id)
                     slicing = Slicing(cut.plan, cut.weights, stage.tensor_ranks, part_id)
-                    check = StageCheck(stage.module, slicing, found, stage.autocast, with_layers, stage.note)
+                    check = StageCheck(stage.module, slicing, found, stage.autocast, stage.note)
                     outputs = check.check_layers(layers_of(stage.module), inputs)
                     if part_id + 1 == stage.layout.num_parts and outputs is not None:
                         self._check_loss(check, outputs, micro_batch.labels, cut)
@@ -258,7 +255,7 @@ class FirstBatchCheck:
     def _check_loss(self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, cut: Cut) -> None:
         loss_fn, found = self._stage.module.loss_fn, check.found
         if loss_fn is None:
-            found.notes += [] if check.with_layers else ["the loss was not compared: the model computes it itself"]
+            found.notes += [] if found.with_layers else ["the loss was not compared: the model computes it itself"]
         elif not cut.has_labels:
             found.notes.append("the loss was not compared: no label counts in this batch")
             found.loss_waits = True

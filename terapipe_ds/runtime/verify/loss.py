@@ -15,13 +15,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.verify.compare import (
-    LOSS_TOLERANCES,
-    Difference,
-    compare_tokens,
-    compare_values,
-    tolerance_of,
-)
+from terapipe_ds.runtime.verify.compare import Difference, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
@@ -88,7 +82,7 @@ class LossCheck:
         """Return what differs with such weights of the slices' losses."""
         sliced = self._losses(replace(self.slicing, weights=weights))
         dtypes = {tensor.dtype for tensor in self.outputs.tensors}
-        tolerance = tolerance_of(dtypes, LOSS_TOLERANCES)
+        tolerance = tolerance_of(dtypes, of_loss=True)
         cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
         size = max(whole.size, float(sliced.values.abs().sum()))
         least = size if float(whole.values.abs()) < cancels * size else 0.0

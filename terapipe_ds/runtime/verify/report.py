@@ -35,21 +35,23 @@ class Finding:
 
 @dataclass
 class Findings:
-    """What one rank found, or all ranks.
+    """What one rank found, or all ranks, as text.
 
     Args:
         without_dropout: how many layers draw random numbers and were compared in evaluation mode.
         loss_waits: the loss could not be compared on this batch, but may be on another.
         cut: what was looked at; None where every sequence runs in one slice.
+        with_layers: whether layers are compared.
     """
 
+    with_layers: bool = True
+    cut: Cut | None = None
     num_layers: int = 0
     num_losses: int = 0
     without_dropout: int = 0
     loss_waits: bool = False
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    cut: Cut | None = None
 
     @classmethod
     def of_all(cls, ranks: Sequence[Findings], copies: int) -> Findings:
@@ -57,44 +59,34 @@ class Findings:
         num_losses = max(rank.num_losses for rank in ranks)
         by_layer = {(one.layer_id, one.layer): one for rank in reversed(ranks) for one in reversed(rank.findings)}
         return cls(
+            ranks[0].with_layers,
+            next((rank.cut for rank in ranks if rank.cut is not None), None),
             sum(rank.num_layers for rank in ranks) // copies,
             num_losses,
             sum(rank.without_dropout for rank in ranks) // copies,
             not num_losses and any(rank.loss_waits for rank in ranks),
             sorted(by_layer.values()),
             list(dict.fromkeys(note for rank in ranks for note in rank.notes)),
-            next((rank.cut for rank in ranks if rank.cut is not None), None),
         )
 
-
-@dataclass(frozen=True)
-class Report:
-    """What was looked at and what was found; `only_loss`: layers had their turn with an earlier batch."""
-
-    found: Findings
-    with_layers: bool = True
-    only_loss: bool = False
-    took_s: float = 0.0
-
-    def __str__(self) -> str:
-        """One finding a line; one line where there are none."""
-        found, cut = self.found, self.found.cut
+    def text(self, took_s: float, only_loss: bool = False) -> str:
+        """Return one finding a line; one line of what was covered where there are none."""
+        cut = self.cut
         if cut is None:
             return "verify: nothing to compare, every sequence runs in one slice"
-        if not found.findings:
-            return "; ".join([self._covered(cut), *found.notes])
+        if not self.findings:
+            compared = [f"{self.num_layers} layers"] * self.with_layers + ["the loss"] * bool(self.num_losses)
+            gives = "agree" if self.with_layers else "agrees"
+            what = f"{' and '.join(compared)} {gives} on {cut} with the whole, " if compared else ""
+            random = f"{self.without_dropout} layers that draw random numbers were compared in evaluation mode"
+            told = [f"verify: {what}{took_s:.2g} s", *[random] * bool(self.without_dropout)]
+            told += ["layers were not compared"] * (not self.with_layers and not only_loss)
+            return "; ".join([*told, *self.notes])
         counted = f" (tokens count from {cut.start} on)" if cut.start else ""
-        lines = [f"verify: {cut} do not give what the whole sequence gives{counted}:"]
-        lines += [f"  {finding}" for finding in found.findings[:_SHOWN]]
-        if len(found.findings) > _SHOWN:
-            lines.append(f"  and {len(found.findings) - _SHOWN} more layers")
-        return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
-
-    def _covered(self, cut: Cut) -> str:
-        compared = [f"{self.found.num_layers} layers"] * self.with_layers + ["the loss"] * bool(self.found.num_losses)
-        gives = "agree" if self.with_layers else "agrees"
-        what = f"{' and '.join(compared)} {gives} on {cut} with the whole, " if compared else ""
-        text = f"verify: {what}{self.took_s:.2g} s"
-        if self.found.without_dropout:
-            text += f"; {self.found.without_dropout} layers that draw random numbers were compared in evaluation mode"
-        return text if self.with_layers or self.only_loss else f"{text}; layers were not compared"
+        lines = [
+            f"verify: {cut} do not give what the whole sequence gives{counted}:",
+            *map(str, self.findings[:_SHOWN]),
+        ]
+        if len(self.findings) > _SHOWN:
+            lines.append(f"and {len(self.findings) - _SHOWN} more layers")
+        return "\n  ".join([*lines, *self.notes])

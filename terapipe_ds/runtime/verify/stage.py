@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,23 +9,18 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from terapipe_ds.attention import guard_plain_attention
 from terapipe_ds.attention.guard import GuardCapturedNames
-from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.offline import OfflineJob, _be_alone, _part
 from terapipe_ds.runtime.trials import Failure
-from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.compare import Difference
-from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.layer import Activations, LayerCheck, NamedLayer
-from terapipe_ds.runtime.verify.loss import LossCheck, weights_of
-from terapipe_ds.runtime.verify.report import Finding, Findings, Report
+from terapipe_ds.runtime.verify.loss import LossCheck
+from terapipe_ds.runtime.verify.report import Finding, Findings
 from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
 
 _T = TypeVar("_T")
@@ -41,7 +35,6 @@ class StageCheck:
     Args:
         module: the stage.
         autocast: the context in which the engine runs layers.
-        with_layers: False only runs them, for what the loss is compared on.
         note: told which layer it is.
     """
 
@@ -49,12 +42,11 @@ class StageCheck:
     slicing: Slicing
     found: Findings
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    with_layers: bool = True
     note: Callable[[str], None] = lambda text: None
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return what the last one gives, None where one cannot run."""
-        if not self.with_layers:
+        if not self.found.with_layers:
             return self._run_layers(layers, inputs)
         outputs: Activations | None = inputs
         for layer in layers:
@@ -62,6 +54,7 @@ class StageCheck:
         return outputs
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
+        """Compare one layer; return what it gives on the whole sequence."""
         self.note(f"verifying {layer}")
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
@@ -77,8 +70,8 @@ class StageCheck:
             self.found.findings.append(Finding(layer.layer_id, str(layer), failed.text, failed.kind))
             return None
         assert check.outputs is not None
-        problem = _holds_nan(check.outputs) if difference is None else _shown_by(difference, self.slicing.plan)
-        if problem is not None:
+        if difference is not None:
+            problem = _shown_by(difference, self.slicing.plan)
             self.found.findings.append(Finding(layer.layer_id, str(layer), problem))
         if check.is_random:
             self.found.notes.append(
@@ -121,7 +114,7 @@ class StageCheck:
         problem, failed = self._try(check.run, "verifying the loss")
         if failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
             self.found.notes.append(f"the loss was not compared: {_NO_MEMORY}")
-        elif failed is not None and not self.with_layers:
+        elif failed is not None and not self.found.with_layers:
             self.found.notes.append(f"the loss was not compared: loss_fn {failed.text}")
         elif failed is not None:
             self.found.findings.append(Finding(layer_id, "loss_fn", failed.text, failed.kind))
@@ -160,8 +153,8 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
     first, tokens = difference.first_token, difference.tokens
     if not difference.what.startswith("output"):
         meaning = (
-            "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary loss, "
-            "a hook, an autograd.Function), or gradients that later slices owe to earlier tokens are lost or doubled"
+            "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
+            "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled"
         )
     elif first is None or tokens is None:
         meaning = "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices"
@@ -176,16 +169,6 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
             f"slices after the first differ: they see no tokens before them, or their positions start at 0: {_REMEDY}"
         )
     return f"{difference}: {meaning}"
-
-
-def _holds_nan(outputs: Activations) -> str | None:
-    """Return a problem where nothing can be compared. (Infinities may be masks.)"""
-    if not any(bool(tensor.isnan().any()) for tensor in outputs.tensors if tensor.is_floating_point()):
-        return None
-    return (
-        "output of the whole sequence holds NaN: nothing can be compared; look for the cause in the layer, its weights "
-        "or the batch (check_finite helps)"
-    )
 
 
 def layers_of(module: Any) -> list[NamedLayer]:
@@ -203,20 +186,3 @@ def inputs_of(batch: SliceableTensors) -> Activations:
     """Return what the first layer gets of a micro-batch."""
     layouts = tuple(TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced)
     return Activations(batch.tensors, batch.is_tuple, layouts)
-
-
-def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> Report:
-    """Check all layers of a model and its loss on one device, without an engine."""
-    begin_s = time.monotonic()
-    _be_alone()
-    device = torch.device(get_accelerator().device_name())
-    module = _part(job, 0, len(job.layers))
-    labels = SliceableTensors.of_labels(job.labels.to(device), 1)
-    inputs = inputs_of(SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1))
-    slicing = Slicing(plan, weights_of(labels, plan, section, job.loss_fn))
-    check = StageCheck(module, slicing, Findings(cut=Cut(plan, plan.sequence_length)))
-    with untouched(module, with_gradients=False):
-        outputs = check.check_layers(layers_of(module), inputs)
-        if outputs is not None:
-            check.check_loss(LossCheck(job.loss_fn, labels, outputs, slicing, section), len(job.layers))
-    return Report(check.found, took_s=time.monotonic() - begin_s)

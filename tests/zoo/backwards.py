@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.distributed.engines import VOCAB_SIZE
+from tests.distributed.faulty_layers import GradientByTokens
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, seeded, weight
 from tests.zoo.members import add, checkpointed, layer, stack, updates
 
 CALLS = "changes from call to call"
-
-
-class _MeanGradient(torch.autograd.Function):
-    """x * gain, whose gradient of the gain is a mean over the tokens of the call."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
-        return grad * gain, (grad * x).mean((0, 1))
 
 
 @layer("gain differs")
@@ -37,7 +22,7 @@ class MeanGradient(nn.Module):
         self.gain = weight(WIDTH, seed=100)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _MeanGradient.apply(x, self.gain)
+        return GradientByTokens.apply(x, self.gain)
 
 
 @updates("input gradient")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from tests.distributed.faulty_layers import AddAuxiliary
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, cross_entropy, weight
 from tests.zoo.members import add, layer
 
@@ -82,24 +83,12 @@ class SkippingLayer(nn.Module):
         return x + (taken * liking.sigmoid())[..., None] * (x @ self.inner)
 
 
-class _Add(torch.autograd.Function):
-    """x; the loss joins the whole loss in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.full((), 0.1, dtype=grad.dtype)
-
-
 @layer("a router loss")
 class BalancingLoss(Experts):
     """The squared mean share of each expert, added in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Add.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
+        return AddAuxiliary.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
 
 
 @layer("a router loss")
@@ -107,7 +96,7 @@ class RouterZLoss(Experts):
     """A mean over the tokens of the call, added in the backward: slices would add it once each."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Add.apply(super().forward(x), (x @ self.router).logsumexp(-1).square().mean())
+        return AddAuxiliary.apply(super().forward(x), (x @ self.router).logsumexp(-1).square().mean())
 
 
 class CarriedLoss(Experts):

@@ -10,9 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from tests.distributed.engines import VOCAB_SIZE
 from tests.distributed.faulty_layers import GradientByTokens
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, seeded, weight
-from tests.zoo.members import add, checkpointed, layer, stack, updates
-
-CALLS = "changes from call to call"
+from tests.zoo.members import EARLY, add, checkpointed, layer, stack, updates
 
 
 @layer("gain differs")
@@ -52,7 +50,7 @@ class NormalisedWeightGradient(nn.Module):
         return x + (x @ self.inner).tanh()
 
 
-@layer(CALLS)
+@layer(EARLY)
 class SpectralNorm(nn.Module):
     """Each call in training does one more step of the power iteration."""
 
@@ -65,7 +63,7 @@ class SpectralNorm(nn.Module):
         return x + self.inner(x)
 
 
-@layer(CALLS)
+@layer(EARLY)
 class RunningScale(nn.Module):
     """Divides by the running mean size of what former calls were given."""
 
@@ -79,7 +77,7 @@ class RunningScale(nn.Module):
         return x / self.size
 
 
-@layer(CALLS)
+@layer(EARLY)
 class CountsCalls(nn.Module):
     """Warms up over the calls."""
 
@@ -106,7 +104,7 @@ class Recomputed(nn.Module):
 add(
     "ScaledByLengthAndRecomputed",
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Recomputed), LayerSpec(Head)],
-    "depends on how many tokens come with it", engine=checkpointed(Recomputed),
+    EARLY, engine=checkpointed(Recomputed),
 )  # fmt: skip
 
 

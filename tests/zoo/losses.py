@@ -205,7 +205,7 @@ def correlation(logits: Tensor, labels: Tensor) -> Tensor:
 # -- shifts and neighbours -------------------------------------------------------------------------------------------
 
 
-@loss("shifts the labels itself")
+@loss(LOSS)
 def shifting(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
 from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
-from tests.zoo.members import add
-
-MIXES = "mixes tokens"
+from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
 class FirstOf(nn.Module):
@@ -117,7 +115,7 @@ class ReadsMemory(nn.Module):
 
 
 add(
-    "MemoryAsLongAsTheText", lambda: reading(ReadsMemory), MIXES,
+    "MemoryAsLongAsTheText", lambda: reading(ReadsMemory), EARLY,
     data=memory_of_the_length,
 )  # fmt: skip
 
@@ -155,8 +153,8 @@ def pooled(kind: type[nn.Module]) -> list[LayerSpec]:
     return [LayerSpec(Embedding), LayerSpec(kind), LayerSpec(UsesState), LayerSpec(Head)]
 
 
-add("PooledState", lambda: pooled(Pooling), MIXES)
-add("LastTokenPooled", lambda: pooled(LastState), MIXES)
+add("PooledState", lambda: pooled(Pooling), ONE_VALUE)
+add("LastTokenPooled", lambda: pooled(LastState), ONE_VALUE)
 
 
 class Distances(nn.Module):
@@ -187,7 +185,7 @@ class Classifier(Head):
 
 
 add("LastTokenClassifies", lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
-    ("layer 3 (Classifier)", MIXES))  # fmt: skip
+    ("layer 3 (Classifier)", EARLY))  # fmt: skip
 
 
 def class_labels(seed: int) -> MicroBatch:
@@ -244,7 +242,7 @@ class Pairs(nn.Module):
         return x + wide.unflatten(2, (2, -1)).flatten(1, 2)[:, odd:]
 
 
-add("PairsOfTokens", lambda: [LayerSpec(Embedding), LayerSpec(Pairs), LayerSpec(Mlp), LayerSpec(Head)], MIXES)
+add("PairsOfTokens", lambda: [LayerSpec(Embedding), LayerSpec(Pairs), LayerSpec(Mlp), LayerSpec(Head)], EARLY)
 
 
 def positions_of_rows(seed: int) -> MicroBatch:

@@ -60,30 +60,17 @@ class Cut:
         return replace(batch, tensors=tuple(tensors))
 
 
-@dataclass(frozen=True)
-class Cuttable:
-    """What may be cut of a batch.
+def cuttable(batch: SliceableTensors) -> tuple[int | None, bool]:
+    """Return the number of rows, and whether tokens may be cut.
 
-    Args:
-        rows: how many there are, where all tensors have the same number and all have the sequence; else None.
-        tokens: whether tokens may be cut, which is so where no tensor has the sequence's length in another dimension.
+    It is None where not all tensors have the same number of rows and the sequence. Tokens may be cut where no tensor
+    has the sequence's length in another dimension.
     """
-
-    rows: int | None
-    tokens: bool
-
-    @classmethod
-    def of(cls, batch: SliceableTensors) -> Cuttable:
-        dim = row_dim(batch)
-        sizes = {t.size(dim) if t.dim() > dim else None for t in batch.tensors}
-        rows = sizes.pop() if all(batch.sliced) and len(sizes) == 1 else None
-        known = {batch.dim} if rows is None else {batch.dim, dim}
-        others = [size for t in batch.tensors for d, size in enumerate(t.shape) if d not in known]
-        return cls(rows, batch.length not in others)
-
-    def both(self, other: Cuttable) -> Cuttable:
-        """Return what may be cut of both."""
-        return Cuttable(self.rows if self.rows == other.rows else None, self.tokens and other.tokens)
+    dim = row_dim(batch)
+    sizes = {t.size(dim) if t.dim() > dim else None for t in batch.tensors}
+    rows = sizes.pop() if all(batch.sliced) and len(sizes) == 1 else None
+    known = {batch.dim} if rows is None else {batch.dim, dim}
+    return rows, batch.length not in [size for t in batch.tensors for d, size in enumerate(t.shape) if d not in known]
 
 
 def row_dim(batch: SliceableTensors) -> int:

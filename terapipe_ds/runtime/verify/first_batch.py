@@ -30,12 +30,12 @@ from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.parted import activate, each_part
 from terapipe_ds.runtime.untouched import untouched
-from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, Cuttable, choose_window, num_rows, window_plan
+from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck, weights_of
 from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
 from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
-from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
+from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks, gathered
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -50,14 +50,7 @@ _UNWEIGHTED = (
 
 @dataclass(frozen=True)
 class StageToCheck:
-    """What the check needs to know of this rank's stage.
-
-    Args:
-        token_multiple: what the lengths of slices are multiples of, for the layers.
-        autocast: the context in which the engine runs layers.
-        cast_input: brings an input of the first layer to the precision of training.
-        note: tells the watch-dog what this rank is busy with.
-    """
+    """What the check needs to know of this rank's stage."""
 
     module: Any  # DeepSpeed's PipelineModule
     config: TeraPipeConfig
@@ -65,11 +58,11 @@ class StageToCheck:
     groups: PipelineGroups
     stage_id: int
     device: torch.device
-    token_multiple: int
+    token_multiple: int  # of the lengths of slices, for the layers
     tensor_ranks: TensorRanks
-    autocast: Callable[[], AbstractContextManager[Any]]
-    cast_input: Callable[[Tensor], Tensor]
-    note: Callable[[str], None]
+    autocast: Callable[[], AbstractContextManager[Any]]  # in which the engine runs layers
+    cast_input: Callable[[Tensor], Tensor]  # brings inputs to the precision of training
+    note: Callable[[str], None]  # tells the watch-dog what this rank is busy with
 
 
 class FirstBatchCheck:
@@ -88,10 +81,7 @@ class FirstBatchCheck:
         self._later_labels: LaterLabels | None = None
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
-        """Check the first batch, where this is the first.
-
-        Args:
-            ends: end the process after it, having looked at a whole micro-batch and not at a cut.
+        """Check the first batch, where this is the first; with `ends` a whole micro-batch, and then end the process.
 
         Raises:
             TeraPipeConfigError: on every rank, where it is unknown how tuples of labels weigh the losses of slices.
@@ -161,7 +151,7 @@ class FirstBatchCheck:
                     self._check_parts(sliced[which], found, found.cut)
                     self._look_at_all_labels(everything, found)
             copies = self._groups.num_replicas * self._stage.tensor_ranks.size
-            found = Findings.of_all(_gathered(found, self._groups.world), copies)
+            found = Findings.of_all(gathered(found, self._groups.world), copies)
             if not found.findings or not all(finding.is_of_the_cut for finding in found.findings):
                 break
         if not get_accelerator().is_synchronized_device():
@@ -186,14 +176,15 @@ class FirstBatchCheck:
         All stages say what may be cut of the tensors that they have. The stage of the loss, which has the labels,
         decides. What `slice_weight` raises there is found on all stages.
         """
-        tensors = [[Cuttable.of(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
-        everyone = _gathered(tensors, self._groups.control)
+        tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
+        everyone = gathered(tensors, self._groups.control)
         chosen: list[Any] = []
         for which, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
-            cuttable = functools.reduce(Cuttable.both, itertools.chain(*(each[which] for each in everyone)))
+            rows, tokens = zip(*itertools.chain(*(stage[which] for stage in everyone)), strict=True)
+            may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
             cut = Cut(one.plan, one.plan.sequence_length)
             try:
-                cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, cuttable))
+                cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, *may_cut))
                 chosen.append((which, cut, []))
             except Exception as error:
                 text = f"raised {type(error).__name__}: {error}"
@@ -208,17 +199,18 @@ class FirstBatchCheck:
         decided: tuple[int, Cut, list[Finding]] = best[0]
         return decided
 
-    def _window(self, micro_batch: MicroBatchInFlight, num_micro_batches: int, cuttable: Cuttable) -> Cut:
+    def _window(
+        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
+    ) -> Cut:
         """Return the window of a micro-batch that shows most."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, self._stage.token_multiple
         assert labels is not None
-        of_rows = cuttable.rows or 1
-        rows = MOST_ROWS if of_rows > MOST_ROWS else None
-        if cuttable.tokens:
+        rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
+        if may_cut_tokens:
             granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
             stages = self._stage.layout.num_stages
             plan, unit = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
-        cut = Cut(plan, labels.length, rows=rows, of_rows=of_rows)
+        cut = Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
         return choose_window(cut, labels, unit, self._config.ignore_index, self._slice_weight)
 
     def _weighted(self, micro_batch: MicroBatchInFlight, cut: Cut) -> Cut:
@@ -282,14 +274,6 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(stage.device)
-
-
-def _gathered(value: Any, group: Any) -> list[Any]:
-    """Return the values of all ranks of a group; None is a group of one."""
-    everyone: list[Any] = [value] if group is None else [None] * torch_dist.get_world_size(group)
-    if group is not None:
-        torch_dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 # -- whose layers they are ---------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from terapipe_ds.runtime.verify.report import Finding, Findings
 from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
 
 _T = TypeVar("_T")
-_NO_MEMORY = "there is not enough memory beside what training needs"
+_NO_MEMORY = torch.OutOfMemoryError.__name__
 _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
 
 
@@ -63,8 +63,8 @@ class StageCheck:
                 return check.run()
 
         difference, failed = self._try(run, f"verifying {layer}")
-        if failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
-            self.found.notes.append(f"{layer}: not checked: {_NO_MEMORY}")
+        if failed is not None and failed.kind == _NO_MEMORY:
+            self.found.notes.append(f"{layer}: not checked: {failed.text}")
             return self._run(layer, inputs, f"running {layer} once more")[0]
         if failed is not None:
             self.found.findings.append(Finding(layer.layer_id, str(layer), failed.text, failed.kind))
@@ -112,10 +112,8 @@ class StageCheck:
     def check_loss(self, check: LossCheck, layer_id: int) -> bool:
         """Return whether the loss was compared and agrees."""
         problem, failed = self._try(check.run, "verifying the loss")
-        if failed is not None and failed.kind == torch.OutOfMemoryError.__name__:
-            self.found.notes.append(f"the loss was not compared: {_NO_MEMORY}")
-        elif failed is not None and not self.found.with_layers:
-            self.found.notes.append(f"the loss was not compared: loss_fn {failed.text}")
+        if failed is not None and (failed.kind == _NO_MEMORY or not self.found.with_layers):
+            self.found.notes.append(f"the loss was not compared: {failed.text}")
         elif failed is not None:
             self.found.findings.append(Finding(layer_id, "loss_fn", failed.text, failed.kind))
         elif problem is not None:
@@ -143,7 +141,9 @@ class StageCheck:
         if failed is None:
             return result, None
         text = f"raised {failed}{where}" if failed.rank is None else f"raised on {failed}"
-        if "backward through the graph a second time" in failed.text:
+        if failed.kind == _NO_MEMORY:
+            text = "there is not enough memory beside what training needs"
+        elif "backward through the graph a second time" in failed.text:
             text += ": it keeps tensors with their graph from one slice to the next: use sliced_attention"
         return None, failed._replace(text=text)
 

@@ -22,6 +22,14 @@ from terapipe_ds.runtime.trials import Trials
 _T = TypeVar("_T")
 
 
+def gathered(value: _T, group: Any) -> list[_T]:
+    """Return the values of all ranks of a group; None is a group of one."""
+    everyone: list[Any] = [value] if group is None else [None] * torch_dist.get_world_size(group)
+    if group is not None:
+        torch_dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
 @dataclass(frozen=True)
 class TensorRanks:
     """The tensor-parallel ranks of this one. Their layers communicate, so every decision is the same on all."""
@@ -45,10 +53,7 @@ class TensorRanks:
 
     def exchange(self, value: _T) -> list[_T]:
         """Return the values of all ranks."""
-        everyone: list[Any] = [value] * self.size
-        if self.size > 1:
-            torch_dist.all_gather_object(everyone, value, group=self.group)
-        return everyone
+        return gathered(value, self.group)
 
     def first(self, value: _T | None) -> _T | None:
         """Return the value of the first rank that has one."""

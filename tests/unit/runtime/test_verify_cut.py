@@ -17,7 +17,7 @@ from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.untouched import untouched
-from terapipe_ds.runtime.verify.cut import Cut, Cuttable, choose_window, window_plan
+from terapipe_ds.runtime.verify.cut import Cut, choose_window, cuttable, window_plan
 from terapipe_ds.runtime.verify.first_batch import all_own
 
 
@@ -78,7 +78,7 @@ def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTe
     ],
 )
 def test_what_may_be_cut(batch: SliceableTensors, rows: int | None, tokens: bool) -> None:
-    assert Cuttable.of(batch) == Cuttable(rows, tokens)
+    assert cuttable(batch) == (rows, tokens)
 
 
 def test_a_cut_has_its_rows_and_tokens_only() -> None:

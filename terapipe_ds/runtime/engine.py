@@ -169,6 +169,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             self.slice_length_multiple,
             TensorRanks.of(self.grid, Trials.of(self)),
             autocast=partial(autocast_if_enabled, self),
+            weights_of_slices=self.weights_of_slices,
             cast_input=self._cast_inputs_half if self.fp16_auto_cast() else lambda tensor: tensor,
             note=self._watchdog.note,
         )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.groups import PipelineGroups
@@ -32,7 +33,7 @@ from terapipe_ds.runtime.parted import activate, each_part
 from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
-from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck, weights_of
+from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
 from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
 from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks, gathered
@@ -61,6 +62,7 @@ class StageToCheck:
     token_multiple: int  # of the lengths of slices, for the layers
     tensor_ranks: TensorRanks
     autocast: Callable[[], AbstractContextManager[Any]]  # in which the engine runs layers
+    weights_of_slices: Callable[[SliceableTensors, SlicePlan], tuple[float, ...]]  # of their losses, in training
     cast_input: Callable[[Tensor], Tensor]  # brings inputs to the precision of training
     note: Callable[[str], None]  # tells the watch-dog what this rank is busy with
 
@@ -220,7 +222,7 @@ class FirstBatchCheck:
         if sum(slice_counts(labels, cut.plan, self._config.ignore_index, self._slice_weight)) <= 0:
             shares = tuple(length / cut.plan.sequence_length for length in cut.plan.lengths)
             return replace(cut, weights=shares, has_labels=False)
-        return replace(cut, weights=weights_of(labels, cut.plan, self._config, self._stage.module.loss_fn))
+        return replace(cut, weights=self._stage.weights_of_slices(labels, cut.plan))
 
     # -- the check ---------------------------------------------------------------------------------------------------
 

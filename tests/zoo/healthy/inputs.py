@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    HEADS,
-    LONG,
-    WIDTH,
-    Head,
-    Mlp,
-    fixed,
-    weight,
-)
+from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, fixed, weight
 from tests.zoo.members import add
 from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
 

@@ -8,11 +8,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    Embedding,
-    Head,
-    Mlp,
-)
+from tests.zoo.layers import Embedding, Head, Mlp
 from tests.zoo.members import add
 
 

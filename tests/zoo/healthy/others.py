@@ -12,12 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from terapipe_ds.attention import allow_attention_within_slice
 from tests.distributed.engines import VOCAB_SIZE, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    WIDTH,
-    Mlp,
-    seeded,
-    weight,
-)
+from tests.zoo.layers import WIDTH, Mlp, seeded, weight
 from tests.zoo.members import add, stack
 
 

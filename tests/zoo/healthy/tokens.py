@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    WIDTH,
-    Mlp,
-    Residual,
-    scores_of,
-    seeded,
-    weight,
-)
+from tests.zoo.layers import WIDTH, Mlp, Residual, scores_of, seeded, weight
 from tests.zoo.members import add, layer, stack, updates
 from tests.zoo.routers import Experts
 

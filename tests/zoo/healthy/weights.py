@@ -10,11 +10,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    Embedding,
-    Head,
-    Mlp,
-)
+from tests.zoo.layers import Embedding, Head, Mlp
 from tests.zoo.members import add, stack
 
 

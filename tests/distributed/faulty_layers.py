@@ -101,7 +101,7 @@ class AddAuxiliary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.full((), 0.1, dtype=grad.dtype)
+        return grad, torch.ones((), dtype=grad.dtype)
 
 
 class BalancedExperts(nn.Module):

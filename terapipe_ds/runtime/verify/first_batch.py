@@ -180,7 +180,7 @@ class FirstBatchCheck:
         """
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = gathered(tensors, self._groups.control)
-        chosen: list[Any] = []
+        chosen: list[tuple[int, Cut, list[Finding]]] = []
         for which, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
             rows, tokens = zip(*itertools.chain(*(stage[which] for stage in everyone)), strict=True)
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
@@ -194,7 +194,7 @@ class FirstBatchCheck:
                 chosen.append((which, cut, [Finding(*who, text, type(error).__name__)]))
             if cut.has_labels:
                 break
-        best = [next((each for each in chosen if each[1].has_labels), chosen[0] if chosen else None)]
+        best: list[Any] = [next((each for each in chosen if each[1].has_labels), chosen[0] if chosen else None)]
         if self._groups.control is not None:
             source = self._groups.ranks[self._stage.layout.loss_stage]
             torch_dist.broadcast_object_list(best, src=source, group=self._groups.control)

@@ -69,9 +69,13 @@ class MeanSquare(nn.Module):
 
 
 def said(
-    extra: Any = None, data: Any = None, steps: int = 1, loss_fn: Any = gpt.gpt_loss, dtype: str = "float64",
+    extra: Any = None,
+    data: Any = None,
+    steps: int = 1,
+    loss_fn: Any = gpt.gpt_loss,
+    dtype: str = "float64",
     **changes: Any,
-) -> tuple[str, str, str]:  # fmt: skip
+) -> tuple[str, str, str]:
     """What `steps` steps end with on this rank: the type and text of an error, and what was logged of the check."""
     layers = gpt_layers(dtype, max_sequence_length=512)
     layers[4:4] = [LayerSpec(each) for each in (extra if isinstance(extra, tuple) else (extra,)) if each is not None]
@@ -180,7 +184,6 @@ class TestLayers:
     def test_but_not_with_a_loss_of_ones_own(self) -> None:
         kind, _, log = _one(rank_pool(2).run(said, loss_fn=lossy.Plain()))
         assert kind == "" and log.startswith("verify: 7 layers and the loss agree")
-
 
     def test_a_model_that_computes_its_loss_itself(self) -> None:
         kind, text, log = _one(rank_pool(2).run(said, loss_fn=None, data=batches(1, masked=False)[0], verify="off"))

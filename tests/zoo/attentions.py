@@ -291,5 +291,10 @@ def attention_without_weights(x: Tensor) -> Tensor:
 
 @updates(AFTER)
 def attention_by_a_loop(x: Tensor) -> Tensor:
-    return torch.stack([(x[:, t : t + 1] @ x[:, : t + 1].mT).softmax(-1)[:, 0, :, None].mul(x[:, : t + 1]).sum(1)
-                        for t in range(x.shape[1])], 1)  # fmt: skip
+    return torch.stack(
+        [
+            (x[:, t : t + 1] @ x[:, : t + 1].mT).softmax(-1)[:, 0, :, None].mul(x[:, : t + 1]).sum(1)
+            for t in range(x.shape[1])
+        ],
+        1,
+    )

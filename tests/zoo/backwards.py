@@ -104,8 +104,9 @@ class Recomputed(nn.Module):
 add(
     "ScaledByLengthAndRecomputed",
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Recomputed), LayerSpec(Head)],
-    EARLY, engine=checkpointed(Recomputed),
-)  # fmt: skip
+    EARLY,
+    engine=checkpointed(Recomputed),
+)
 
 
 class FrequencyEmbedding(nn.Module):

@@ -107,8 +107,11 @@ class CountingEmbedding(Embedding):
 
 
 for embedding, words in (
-    (PositionedEmbedding, AFTER), (SinusoidalEmbedding, AFTER), (PairEmbedding, FIRST), (CountingEmbedding, AFTER),
-):  # fmt: skip
+    (PositionedEmbedding, AFTER),
+    (SinusoidalEmbedding, AFTER),
+    (PairEmbedding, FIRST),
+    (CountingEmbedding, AFTER),
+):
     layers = [LayerSpec(embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(Head)]
     add(embedding.__name__, lambda layers=layers: layers, ("layer 0 ", words))
 
@@ -156,5 +159,3 @@ def warmed_up(x: Tensor) -> Tensor:
     half = torch.ones(x.shape[1], 1, dtype=x.dtype)
     half[x.shape[1] // 2 :] = 2.0
     return x * half
-
-

@@ -121,5 +121,6 @@ def loss_with_balance(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 add(
     "BalanceHandedOn",
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(CarriedLoss), LayerSpec(HeadBesideLoss)],
-    ONE_VALUE, loss_fn=loss_with_balance,
-)  # fmt: skip
+    ONE_VALUE,
+    loss_fn=loss_with_balance,
+)

@@ -71,13 +71,21 @@ def square_mask_of_heads(seed: int) -> MicroBatch:
 
 MASKED = [LayerSpec(MaskedAttention), LayerSpec(FirstOf, LayerSpec(Mlp))]
 add(
-    "MaskOfTokensByTokens", lambda: tuples(*MASKED), ("input 1", "two dimensions"), data=square_mask,
-    error="BatchError", stops=True,
-)  # fmt: skip
+    "MaskOfTokensByTokens",
+    lambda: tuples(*MASKED),
+    ("input 1", "two dimensions"),
+    data=square_mask,
+    error="BatchError",
+    stops=True,
+)
 add(
-    "MaskOfHeads", lambda: tuples(*MASKED), ("input 1", "two dimensions"), data=square_mask_of_heads,
-    error="BatchError", stops=True,
-)  # fmt: skip
+    "MaskOfHeads",
+    lambda: tuples(*MASKED),
+    ("input 1", "two dimensions"),
+    data=square_mask_of_heads,
+    error="BatchError",
+    stops=True,
+)
 
 
 class PerSequence(nn.Module):
@@ -97,9 +105,12 @@ def table(seed: int) -> MicroBatch:
 
 
 add(
-    "TableAsLongAsTheText", lambda: reading(PerSequence),
-    ("input 1", "sliced_inputs"), data=table, error="BatchError",
-)  # fmt: skip
+    "TableAsLongAsTheText",
+    lambda: reading(PerSequence),
+    ("input 1", "sliced_inputs"),
+    data=table,
+    error="BatchError",
+)
 
 
 def memory_of_the_length(seed: int) -> MicroBatch:
@@ -115,9 +126,11 @@ class ReadsMemory(nn.Module):
 
 
 add(
-    "MemoryAsLongAsTheText", lambda: reading(ReadsMemory), EARLY,
+    "MemoryAsLongAsTheText",
+    lambda: reading(ReadsMemory),
+    EARLY,
     data=memory_of_the_length,
-)  # fmt: skip
+)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
@@ -184,8 +197,11 @@ class Classifier(Head):
         return super().forward(x)[:, -1:].expand(-1, x.shape[1], -1)
 
 
-add("LastTokenClassifies", lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
-    ("layer 3 (Classifier)", EARLY))  # fmt: skip
+add(
+    "LastTokenClassifies",
+    lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
+    ("layer 3 (Classifier)", EARLY),
+)
 
 
 def class_labels(seed: int) -> MicroBatch:
@@ -201,9 +217,13 @@ class OneClass(Head):
 
 
 add(
-    "OneLabelPerSequence", lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(OneClass)],
-    ("no label tensor has dimension 1",), data=class_labels, error="BatchError", stops=True,
-)  # fmt: skip
+    "OneLabelPerSequence",
+    lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(OneClass)],
+    ("no label tensor has dimension 1",),
+    data=class_labels,
+    error="BatchError",
+    stops=True,
+)
 
 
 # -- rows and tokens in one dimension --------------------------------------------------------------------------------
@@ -225,8 +245,11 @@ class FlatShift(nn.Module):
         return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
 
 
-add("FlatRowsShifted", lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
-    "layer 2 (FlatShift)")  # fmt: skip
+add(
+    "FlatRowsShifted",
+    lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
+    "layer 2 (FlatShift)",
+)
 
 
 class Pairs(nn.Module):
@@ -262,6 +285,8 @@ class FirstDimension(nn.Module):
 
 
 add(
-    "PositionIdsWithoutRows", lambda: tuples(LayerSpec(FirstDimension), LayerSpec(FirstOf, LayerSpec(Mlp))),
-    "layer 1 (FirstDimension)", data=positions_of_rows,
-)  # fmt: skip
+    "PositionIdsWithoutRows",
+    lambda: tuples(LayerSpec(FirstDimension), LayerSpec(FirstOf, LayerSpec(Mlp))),
+    "layer 1 (FirstDimension)",
+    data=positions_of_rows,
+)

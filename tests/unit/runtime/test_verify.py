@@ -301,17 +301,25 @@ def test_mutations_of_layers_are_caught(mutation: str, dtype: str) -> None:
 def _stale_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of the prefix are those of another batch."""
     keys_values = SliceEntry.keys_values
-    monkeypatch.setattr(SliceEntry, "keys_values", lambda self, start, stop: tuple(
-        torch.cat([0.5 * t[:, :, : stop // 2], t[:, :, stop // 2 :]], 2) for t in keys_values(self, start, stop)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        SliceEntry,
+        "keys_values",
+        lambda self, start, stop: tuple(
+            torch.cat([0.5 * t[:, :, : stop // 2], t[:, :, stop // 2 :]], 2) for t in keys_values(self, start, stop)
+        ),
+    )
 
 
 def _span_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention leaves the oldest token out."""
     keys_values = SliceEntry.keys_values
-    monkeypatch.setattr(SliceEntry, "keys_values", lambda self, start, stop: tuple(
-        torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for t in keys_values(self, start, stop)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        SliceEntry,
+        "keys_values",
+        lambda self, start, stop: tuple(
+            torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for t in keys_values(self, start, stop)
+        ),
+    )
 
 
 def _doubled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

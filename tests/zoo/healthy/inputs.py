@@ -93,9 +93,12 @@ add("PositionIdsForEveryLayer", lambda: tuples(LayerSpec(Guided, 0), LayerSpec(G
 add("PaddingMask", with_sliced(Weighed), (), data=padding)
 add("ConditionOfEachRow", with_sliced(Conditioned), (), data=lambda s: with_input(s, fixed(2, 1, WIDTH, seed=s)))
 add(
-    "NumberOfEachToken", with_sliced(Weighed), (), data=lambda s: with_input(s, fixed(2, LENGTH, seed=s)),
+    "NumberOfEachToken",
+    with_sliced(Weighed),
+    (),
+    data=lambda s: with_input(s, fixed(2, LENGTH, seed=s)),
     terapipe={"sliced_inputs": [0, 1]},
-)  # fmt: skip
+)
 
 
 class Projection(nn.Module):
@@ -115,5 +118,7 @@ def features(seed: int) -> MicroBatch:
 
 add(
     "ContinuousInputs",
-    lambda: [LayerSpec(Projection), LayerSpec(Sliced, 0), LayerSpec(Mlp), LayerSpec(Head)], (), data=features,
-)  # fmt: skip
+    lambda: [LayerSpec(Projection), LayerSpec(Sliced, 0), LayerSpec(Mlp), LayerSpec(Head)],
+    (),
+    data=features,
+)

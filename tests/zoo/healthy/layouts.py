@@ -74,8 +74,13 @@ class Joined(Head):
 
 
 def reversible() -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(Streams), LayerSpec(TwoStreams, 0), LayerSpec(TwoStreams, 1),
-            LayerSpec(Joined)]  # fmt: skip
+    return [
+        LayerSpec(Embedding),
+        LayerSpec(Streams),
+        LayerSpec(TwoStreams, 0),
+        LayerSpec(TwoStreams, 1),
+        LayerSpec(Joined),
+    ]
 
 
 add("ReversibleStreams", reversible, ())

@@ -19,8 +19,12 @@ def logits_of(tied: Embedding, x: Tensor) -> Tensor:
 
 
 def tied_layers() -> list[Any]:
-    return [TiedLayerSpec("words", Embedding), LayerSpec(Sliced, 0), LayerSpec(Mlp),
-            TiedLayerSpec("words", Embedding, forward_fn=logits_of)]  # fmt: skip
+    return [
+        TiedLayerSpec("words", Embedding),
+        LayerSpec(Sliced, 0),
+        LayerSpec(Mlp),
+        TiedLayerSpec("words", Embedding, forward_fn=logits_of),
+    ]
 
 
 class FrozenEmbedding(Embedding):

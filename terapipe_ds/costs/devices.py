@@ -17,7 +17,7 @@ from terapipe_ds.json_text import STRICT, JsonError, describe_error, parse_json
 from terapipe_ds.messages import show_value
 
 FILE = Path(__file__).parents[1] / "data" / "devices.json"
-FORMAT, VERSION = "terapipe_ds.costs.devices", 1
+FORMAT, VERSION = "terapipe_ds.devices", 1
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 _SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import GuardCapturedNames, SliceStore, guard_plain_attention
 from terapipe_ds.config import TeraPipeConfig
@@ -57,8 +59,8 @@ from terapipe_ds.runtime.stage_links import StageLinks
 from terapipe_ds.runtime.staging import neighbours_staged
 from terapipe_ds.runtime.stock_faults import count_every_stage_in_norm, count_nothing_as_zero, tell_of_clipping
 from terapipe_ds.runtime.trace import Tracer
-from terapipe_ds.runtime.verify import verify_first_batch
-from terapipe_ds.runtime.verify.later_labels import LaterLabels
+from terapipe_ds.runtime.trials import Trials
+from terapipe_ds.runtime.verify import FirstBatchCheck, StageToCheck, TensorRanks
 from terapipe_ds.runtime.watchdog import Watchdog
 from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 from terapipe_ds.schedule.action import Action, Kind
@@ -86,10 +88,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     """
 
     verify_only: bool = False  # the first batch is checked and then the process ends
-    verified: bool = False  # slices were compared with whole sequences, and agree
-    loss_waits: bool = False  # layers agree, and the loss is compared with the next batch on which it has a value
-    labels_agreed: bool = False  # it is known how labels weigh the losses of slices
-    later_labels: LaterLabels | None = None  # waits for labels that tell how `loss_fn` reduces
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     loss: Any  # of the last slice: DeepSpeed's attribute, without type
 
@@ -127,7 +125,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             is_cut=lambda length: self._plans.cuts(length),
             tells=self._tells_of_inputs(),
             check=self._check_options,
-            look_at=self.look_at_labels,
+            look_at=lambda labels: self._first_batch.look_at_labels(labels),
         )
         self._source.also_agree_on("slice_length_multiple", str(self.slice_length_multiple))
         self._store = SliceStore()
@@ -142,6 +140,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._links.waiting = self._watchdog.waiting
         self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
+        self._first_batch = FirstBatchCheck(self._stage_to_check())
         self._batch: BatchInFlight | None = None
         self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
         self._parts = self._make_parts()  # by chunk_id; linear layers accumulate in their products from now on
@@ -159,6 +158,22 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         return tuple(
             PartRunner(self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=weights)
             for place in self._layout.places(self.stage_id)
+        )
+
+    def _stage_to_check(self) -> StageToCheck:
+        return StageToCheck(
+            self.module,
+            self.terapipe_config,
+            self._layout,
+            self._groups,
+            self.stage_id,
+            torch.device(self.device),
+            self.slice_length_multiple,
+            TensorRanks.of(self.grid, Trials.of(self)),
+            autocast=partial(autocast_if_enabled, self),
+            weights_of_slices=self.weights_of_slices,
+            cast_input=self._cast_inputs_half if self.fp16_auto_cast() else lambda tensor: tensor,
+            note=self._watchdog.note,
         )
 
     # -- what a user calls ------------------------------------------------------------------------------------------
@@ -275,7 +290,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
-        verify_first_batch(self, training, micro_batches)
+        self._first_batch.run(micro_batches, training, self._compute_loss, self.verify_only)
         self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
         self._links.open_batch(self._open())
         self._tracer.begin(self.global_steps + 1 if training else None)
@@ -304,11 +319,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         """Whether this is the one rank that logs what of the inputs is cut: the first part need not be on rank 0."""
         ranks = self.grid.get_data_parallel_rank(), self.grid.get_slice_parallel_rank()
         return self._layout.owner(0) == self.stage_id and not any(ranks)
-
-    def look_at_labels(self, labels: SliceableTensors) -> None:
-        """Compare the loss once more, where these labels can tell how it reduces and earlier ones could not."""
-        if self.later_labels is not None and self.later_labels.compare(labels):
-            self.later_labels = None
 
     def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
         """Of their losses, on a stage that has the labels."""

@@ -163,10 +163,10 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from terapipe_ds.commands import verify
     from terapipe_ds.runtime.profiling import one_device
-    from terapipe_ds.runtime.verify import offline as check
 
-    monkeypatch.setattr(check, "verify_model", nothing_is_measured)
+    monkeypatch.setattr(verify, "verify_model", nothing_is_measured)
     monkeypatch.setattr(one_device, "profile_model", nothing_is_measured)
     monkeypatch.setattr(run, "run_benchmark", nothing_is_measured)
     monkeypatch.setattr(gpu, "run_on_gpu", nothing_is_measured)

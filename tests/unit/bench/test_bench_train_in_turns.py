@@ -12,7 +12,7 @@ import pytest
 from terapipe_ds.bench import train_in_turns
 from terapipe_ds.bench.cases import Job
 from terapipe_ds.bench.drivers.recorder import Recorder
-from terapipe_ds.runtime import probe
+from terapipe_ds.runtime.profiling import slice_timer
 from tests.unit.bench.test_bench_run import WORK
 
 
@@ -56,7 +56,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, happened: list[str], on_device: bool) -> None:
-    for module in (train_in_turns, probe):
+    for module in (train_in_turns, slice_timer):
         monkeypatch.setattr(module, "get_accelerator", lambda: Accelerator(happened, on_device))
 
 

@@ -36,7 +36,7 @@ def test_every_number_has_a_source() -> None:
         assert "assumption" in card.source  # efficiencies are no vendor's figures, and say so
     names = [n for c in device_cards().values() for n in (c.name, *c.aliases)]
     assert len(set(names)) == len(names)
-    assert json.loads(FILE.read_text())["format"] == "terapipe_ds.costs.devices"
+    assert json.loads(FILE.read_text())["format"] == "terapipe_ds.devices"
 
 
 def test_names() -> None:

@@ -14,7 +14,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
 from terapipe_ds.models.megatron.gradients import gradient_reader
 from terapipe_ds.models.megatron.module import _SIZES_KEY, _patterns
-from terapipe_ds.runtime.checkpoints import MODEL_SIZES
+from terapipe_ds.runtime.checkpoints.compatibility import MODEL_SIZES
 
 
 def test_what_another_engine_left_on_a_parameter_is_not_read() -> None:

@@ -19,7 +19,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import gathered
+from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layer_moves import move_layers
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.parted import HeldPart, PartedModule, layers_by_name
@@ -117,7 +117,7 @@ def _parameters_of(module: Any, given: Any, before: tuple[set[int], set[int]]) -
             is meant for layers that were elsewhere.
     """
     listed = None if given is None else list(given)
-    meant = gathered(_meant(listed, module, before))
+    meant = gather(_meant(listed, module, before))
     if "choice" in meant or {"all", "trained"} <= set(meant):
         raise TeraPipeConfigError(
             "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "

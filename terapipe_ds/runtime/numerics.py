@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
-from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
 from terapipe_ds.runtime.parted import each_part, module_of, parameters_of_other_parts, replace_layers
 
 
@@ -170,14 +169,10 @@ class FiniteCheck:
         self._looks.clear()
         found = [mine]
         if self._world is not None:
-            anything = torch.tensor(int(mine is not None))
-            torch_dist.all_reduce(anything, op=torch_dist.ReduceOp.MAX, group=self._world)
-            if anything:
-                found = [None] * torch_dist.get_world_size(self._world)
-                torch_dist.all_gather_object(found, mine, group=self._world)
+            found = gather(mine, self._world) if on_any_rank(mine is not None, self._world) else []
         places = {rank: place for rank, place in enumerate(found) if place is not None}
         if places:
-            raise on_every_rank(NonFiniteError(_message(places, step)))
+            raise RaisedEverywhere(NonFiniteError(_message(places, step)))
 
     def _first(self) -> Finding | None:
         """Of all that this rank has looked at, what nothing else has caused; of several the one computed first."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -24,10 +24,10 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.planner.recut import MeasuredParts
 from terapipe_ds.planner.report import describe
-from terapipe_ds.runtime.agreement import portable
+from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
+from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.measuring import PartCosts, measure_parts
 from terapipe_ds.runtime.parted import each_part
 from terapipe_ds.runtime.profile_cache import Measured, cache_path, combine, read_cache, write_cache
@@ -36,6 +36,7 @@ from terapipe_ds.runtime.schedule_choice import Cuts, best_where_layers_stand
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
+T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
 
 
@@ -109,7 +110,7 @@ class AutoPlanner:
         try:
             self._config.check_granularity(length)
         except TeraPipeConfigError as error:
-            raise on_every_rank(error) from None
+            raise RaisedEverywhere(error) from None
         known, size = self._measured, self._engine.train_micro_batch_size_per_gpu()
         if known is None or known.profile.key.sequence_length < length:
             self._measured_by_size[size] = self._measured_for(length, drawn, shapes)
@@ -132,7 +133,8 @@ class AutoPlanner:
         path = self._config.planner.profile
         if path != "measure":
             key = self._key(length=1, rows=1)
-            self._from_rank_0(lambda: _of_this_run(path, key, ignore=("sequence_length", "micro_batch")))
+            ignore = ("sequence_length", "micro_batch")
+            from_rank_0(lambda: _of_this_run(path, key, ignore=ignore), self._groups.world)
 
     def _measured_for(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
@@ -163,9 +165,7 @@ class AutoPlanner:
             mine = measure_parts(self._engine, drawn, shapes, length, self._groups, self._engine.slice_store, progress)
         if self._groups.world is None:
             return mine
-        everyone: list[Any] = [None] * torch_dist.get_world_size()
-        torch_dist.all_gather_object(everyone, mine, group=self._groups.world)
-        return [costs for each in everyone for costs in each]
+        return [costs for each in gather(mine, self._groups.world) for costs in each]
 
     def _key(self, length: int, rows: int) -> ProfileKey:
         """What a profile must have been measured on. A collective over the stages, which know their own layers."""
@@ -176,8 +176,7 @@ class AutoPlanner:
             for chunk_id in each_part(module)
         }
         if self._groups.control is not None:
-            everyone: list[Any] = [None] * len(self._groups.ranks)
-            torch_dist.all_gather_object(everyone, described, group=self._groups.control)
+            everyone = gather(described, self._groups.control)
             described = {part_id: layers for each in everyone for part_id, layers in each.items()}
         layers, each = zip(*(described[part_id] for part_id in sorted(described)), strict=True)
         device = torch.device(engine.device)
@@ -254,21 +253,12 @@ class AutoPlanner:
             placement=engine._layout.placement, schedule_options=config.schedule_options,
         )  # fmt: skip
 
-    def _from_rank_0(self, ask: Callable[[], Any]) -> Any:
-        """What rank 0 gets from ``ask``, on every rank; its errors as well, of whatever kind."""
-        if self._groups.world is None:
-            return ask()
-        outcome: list[Any] = [None, None]
-        own: Exception | None = None
-        if torch_dist.get_rank() == 0:
-            try:
-                outcome[0] = ask()
-            except Exception as error:
-                own, outcome[1] = error, portable(error, 0)
-        torch_dist.broadcast_object_list(outcome, src=0, group=self._groups.world)
-        if outcome[1] is not None:
-            raise on_every_rank(outcome[1] if own is None else own)
-        return outcome[0]
+    def _from_rank_0(self, ask: Callable[[], T]) -> T:
+        """Return what rank 0 gets from `ask` within a batch, on every rank, which all raise its errors."""
+        try:
+            return from_rank_0(ask, self._groups.world)
+        except Exception as error:
+            raise RaisedEverywhere(error) from None
 
 
 def require_profile(engine: Any, groups: PipelineGroups) -> None:

@@ -21,9 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import RaisedEverywhere
+from terapipe_ds.runtime.agreement import gather as gather_objects
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.parted import activate
 from terapipe_ds.runtime.trials import Trials
@@ -74,9 +75,9 @@ def verify_first_batch(engine: Any, training: bool, micro_batches: Sequence[Micr
     if engine.verify_only:
         if engine.global_rank == 0:
             print(report, flush=True)
-        raise on_every_rank(SystemExit(1 if report.findings else 0))
+        raise RaisedEverywhere(SystemExit(1 if report.findings else 0))
     if report.findings:  # a caller who goes on is told again
-        raise on_every_rank(VerifyError(str(report)))
+        raise RaisedEverywhere(VerifyError(str(report)))
     engine.verified, engine.loss_waits = not report.loss_waits, report.loss_waits
     if engine.global_rank == 0 and not (again and report.loss_waits):
         logger.log(logging.WARNING if report.fell_short else logging.INFO, "%s", report)
@@ -93,7 +94,7 @@ def _agreed(engine: Any, sliced: MicroBatchInFlight | None) -> tuple[bool, bool]
         torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=groups.world)
     is_sliced, foreign, unweighted = map(bool, flags.tolist())
     if unweighted:
-        raise on_every_rank(TeraPipeConfigError(_UNWEIGHTED))
+        raise RaisedEverywhere(TeraPipeConfigError(_UNWEIGHTED))
     return is_sliced, engine.verify_only or config.verify == "first_batch" or (config.verify is None and foreign)
 
 
@@ -338,8 +339,6 @@ def _peers(engine: Any) -> TensorPeersOf:
         return torch.cat(everyone)
 
     def exchange(mine: Any) -> list[Any]:
-        everyone: list[Any] = [None] * size
-        torch_dist.all_gather_object(everyone, mine, group=group)
-        return everyone
+        return gather_objects(mine, group)
 
     return TensorPeersOf(size, int(engine.grid.get_slice_parallel_rank()), gather, exchange, Trials.of(engine))

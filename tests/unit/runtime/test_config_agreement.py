@@ -1,7 +1,8 @@
-"""Ranks with different configs: the comparison, with the other ranks played by a stand-in."""
+"""Ranks with different configs: the comparison, with ranks that are threads."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from packaging.version import Version
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime import agreement
-from terapipe_ds.runtime.agreement import COMPARED_SECTIONS, require_equal_configs
+from terapipe_ds.runtime import agreement, config_agreement
+from terapipe_ds.runtime.config_agreement import COMPARED_SECTIONS, require_equal_configs
+from tests.unit.runtime.rank_threads import Ranks
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -19,62 +21,16 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class Ranks:
-    """torch.distributed with ranks whose configs are all known; those of `absent` never come."""
-
-    def __init__(self, configs: list[dict[str, Any]], absent: tuple[int, ...] = ()) -> None:
-        self.configs = configs
-        self.absent = absent
-        self.asked = 0
-        self.distributed_c10d = self  # where the default store is
-
-    def get_rank(self) -> int:
-        return 0
-
-    def _get_default_store(self) -> Ranks:
-        return self
-
-    def set(self, key: str, value: str) -> None:
-        assert key.endswith("/0")
-
-    def add(self, key: str, number: int) -> int:
-        return len(self.configs) - len(self.absent)
-
-    def check(self, keys: list[str]) -> bool:
-        return not any(int(key.rpartition("/")[2]) in self.absent for key in keys)
-
-    def is_initialized(self) -> bool:
-        return bool(self.configs)
-
-    def get_world_size(self) -> int:
-        return len(self.configs)
-
-    def new_group(self, backend: str) -> str:
-        assert backend == "gloo", "the accelerator has no device yet"
-        return "on the CPU"
-
-    def destroy_process_group(self, group: str) -> None:
-        assert group == "on the CPU"
-
-    def all_gather_object(self, everyone: list[Any], mine: Any, group: str) -> None:
-        assert group == "on the CPU"
-        self.asked += 1
-        everyone[:] = [agreement._compared(config) for config in self.configs]
-        assert mine in everyone
-
-
 def check(monkeypatch: pytest.MonkeyPatch, *configs: dict[str, Any]) -> Ranks:
     """Every rank compares."""
-    ranks = Ranks(list(configs))
+    ranks = Ranks(len(configs))
+    monkeypatch.setattr(config_agreement, "torch_dist", ranks)
     monkeypatch.setattr(agreement, "torch_dist", ranks)
+    monkeypatch.setattr(config_agreement, "_meetings", itertools.repeat(1))
     messages = set()
-    for config in configs:
-        try:
-            require_equal_configs(config)
-        except TeraPipeConfigError as error:
-            messages.add(str(error))
-        else:
-            messages.add("")
+    for error in ranks.run(lambda rank: require_equal_configs(configs[rank])):
+        assert error is None or isinstance(error, TeraPipeConfigError), error
+        messages.add(str(error or ""))
     assert len(messages) == 1, "all ranks say the same"
     if messages != {""}:
         raise TeraPipeConfigError(messages.pop())
@@ -87,7 +43,7 @@ def changed(**changes: Any) -> dict[str, Any]:
 
 def test_equal_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     reordered = dict(reversed(CONFIG.items())) | {"optimizer": {"params": {"lr": 1e-3}, "type": "Adam"}}
-    assert check(monkeypatch, CONFIG, reordered, CONFIG).asked == 3
+    assert check(monkeypatch, CONFIG, reordered, CONFIG).calls == [[]] * 3, "the store is enough"
 
 
 def test_both_sides_are_shown_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,22 +89,18 @@ def test_without_an_enabled_section_nothing_is_compared(
     check(monkeypatch, changed(terapipe=section), changed(terapipe=section, gradient_clipping=0.5))
 
 
-@pytest.mark.parametrize("configs", [[], [CONFIG]])
-def test_a_single_process_asks_nobody(monkeypatch: pytest.MonkeyPatch, configs: list[dict[str, Any]]) -> None:
-    ranks = Ranks(configs)
-    monkeypatch.setattr(agreement, "torch_dist", ranks)
-    require_equal_configs(CONFIG)
-    assert ranks.asked == 0
+def test_a_single_process_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_equal_configs(CONFIG)  # without a process group
+    check(monkeypatch, CONFIG)
 
 
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = agreement._compared(CONFIG)
-    ranks = Ranks([CONFIG, CONFIG])
+    ours = config_agreement._compared(CONFIG)
     theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
-    monkeypatch.setattr(agreement, "torch_dist", ranks)
-    monkeypatch.setattr(agreement, "gathered", lambda mine: [mine, theirs])
+    values = {"ours": ours, "theirs": theirs}
+    monkeypatch.setattr(config_agreement, "_compared", lambda raw: values[raw["whose"]])
     with pytest.raises(TeraPipeConfigError) as caught:
-        require_equal_configs(CONFIG)
+        check(monkeypatch, {"whose": "ours"}, {"whose": "theirs"})
     lines = str(caught.value).splitlines()[1:]
     assert lines[0] == f"  version of deepspeed: ranks [0]: {ours['version of deepspeed']}; ranks [1]: 0.0.1"
     assert lines[1].startswith("  version of megatron-core: ranks [0]: ")
@@ -161,7 +113,7 @@ def test_the_versions_are_those_of_this_installation() -> None:
 
     import terapipe_ds
 
-    ours = agreement._compared(CONFIG)
+    ours = config_agreement._compared(CONFIG)
     for package in (torch, deepspeed):  # which may name their build besides: 2.11.0+cu130
         assert Version(ours[f"version of {package.__name__}"]).public == Version(package.__version__).public
     assert ours["version of terapipe_ds"] == terapipe_ds.__version__
@@ -171,27 +123,19 @@ def test_the_versions_are_those_of_this_installation() -> None:
 class TestRanksThatNeverCome:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(agreement, "_LOOK_S", 0.0)
-        monkeypatch.setattr(agreement, "REMIND_S", 0.0)
+        monkeypatch.setattr(config_agreement, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(config_agreement, "REMIND_S", 0.0)
 
     def test_they_are_named(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         config = changed(terapipe={"enabled": True, "stall_timeout_s": 0.05})
-        ranks = Ranks([config] * 4, absent=(1, 3))
+        ranks = Ranks(4)
+        monkeypatch.setattr(config_agreement, "torch_dist", ranks)
         monkeypatch.setattr(agreement, "torch_dist", ranks)
-        with pytest.raises(TeraPipeConfigError, match=r"ranks \[1, 3\] have not come.*terapipe_ds.register\(\)"):
-            require_equal_configs(config)
-        assert ranks.asked == 0, "a collective would wait for them"
-        assert sum("ranks [1, 3] have not come" in message for message in caplog.messages) == 1
-
-    def test_one_that_comes_late_is_waited_for(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        ranks = Ranks([CONFIG, CONFIG], absent=(1,))
-        monkeypatch.setattr(agreement, "torch_dist", ranks)
-        monkeypatch.setattr(agreement.logger, "warning", lambda *_: setattr(ranks, "absent", ()))
-        require_equal_configs(CONFIG)
-        assert ranks.asked == 1
+        error, *_ = ranks.run(lambda rank: require_equal_configs(config) if rank == 0 else None)
+        assert isinstance(error, TeraPipeConfigError)
+        assert "ranks [1, 2, 3] have not come" in str(error) and "terapipe_ds.register()" in str(error)
+        assert ranks.calls[0] == [], "a collective would wait for them"
+        assert sum("have not come" in message for message in caplog.messages) == 1
 
     @pytest.mark.parametrize(
         ("section", "timeout_s"),
@@ -201,4 +145,4 @@ class TestRanksThatNeverCome:
         ],
     )  # fmt: skip
     def test_for_how_long(self, section: Any, timeout_s: float) -> None:
-        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s
+        assert config_agreement._timeout_s(config_agreement._compared(changed(terapipe=section))) == timeout_s

@@ -13,9 +13,9 @@ import torch
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime import data
+from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.data import BatchSource
-from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.header import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 
 TOKENS = torch.arange(24).reshape(2, 12)

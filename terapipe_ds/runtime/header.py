@@ -279,3 +279,6 @@ def _different_data(told: Sequence[_Told]) -> BatchError | None:
         + "\nGive them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
         "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
     )
+
+
+on_every_rank = RaisedEverywhere  # for callers that are not rewritten yet

@@ -98,6 +98,7 @@ class Watchdog:
         Errors that all ranks raise alike leave no rank waiting, and are not published.
         """
         if self._others.failure is not None:
+            self._say(str(self._others.failure))
             raise PipelineAborted(str(self._others.failure))
         self._record.enter(Doing(_OPENING, opening=True))
         try:

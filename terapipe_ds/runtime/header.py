@@ -8,7 +8,7 @@ about to do. Where they do not, they gather what each has to say, and the same p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,11 @@ from terapipe_ds.runtime.batch import BatchError
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
+_OTHER_DATA = "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:"
+_SAME_SAMPLES = (
+    "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
+    "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
+)
 
 
 @dataclass(frozen=True)
@@ -167,13 +172,9 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
 def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
     if header.is_uniform:
         return (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
-    if place.control is None:
-        assert report.shapes is not None
-        return report.shapes
-    shapes = torch.zeros(report.num_micro_batches, 2, dtype=torch.int64)
-    if report.shapes is not None:
-        shapes = torch.tensor([(s.rows, s.length) for s in report.shapes], dtype=torch.int64)
-    torch_dist.broadcast(shapes, group=place.control, group_src=place.loss_stage)
+    shapes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
+    if place.control is not None:
+        torch_dist.broadcast(shapes, group=place.control, group_src=place.loss_stage)
     return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())
 
 
@@ -230,55 +231,35 @@ def _ends_together(one: _Told, failed: Sequence[_Told]) -> bool:
 
 
 def _disagreement(told: Sequence[_Told]) -> BatchError:
-    """Show what the ranks do not have alike."""
-    for what, texts in (
-        ("training or evaluation", ["training" if one.report.training else "evaluation" for one in told]),
-        ("config and plans", [one.report.agreement for one in told]),
-    ):
-        if len(set(texts)) > 1:
-            return BatchError(
-                f"the ranks disagree on {what}: {by_text(dict(enumerate(texts)), 'ranks')}. {_SAME_CALLS}"
-            )
-    return _different_data(told) or _different_stages(told)
+    """Show what the ranks do not have alike: all of them, tensor-parallel ranks, or the stages of a pipeline."""
 
+    def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
+        texts = {rank: text(told[rank].report) for rank in ranks}
+        return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
 
-def _different_stages(told: Sequence[_Told]) -> BatchError:
-    """Name the stages of a pipeline that do not have the same micro-batches."""
-    lines = []
-    for pipeline_id in range(told[0].place.num_pipelines):
-        stages = {rank: one.report for rank, one in enumerate(told) if one.place.pipeline_id == pipeline_id}
-        counts = {rank: str(one.num_micro_batches) for rank, one in stages.items()}
-        shapes = {rank: str([[s.rows, s.length] for s in one.seen]) for rank, one in stages.items() if one.seen}
-        if len(set(counts.values())) > 1:
-            lines.append(f"the number of micro-batches: {by_text(counts, 'ranks')}. {_SAME_CALLS}")
-        elif len(set(shapes.values())) > 1:
-            what = "the [rows, tokens] of the labels of each micro-batch"
-            lines.append(f"{what}: {by_text(shapes, 'ranks')}. {_SAME_DATA}")
-    return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}")
-
-
-def _different_data(told: Sequence[_Told]) -> BatchError | None:
-    """Name the tensor-parallel ranks whose data differ."""
-    lines = []
+    everyone = range(len(told))
+    lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
+    lines += differing("config and plans", everyone, lambda one: one.agreement)
+    if lines:
+        return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
     for peers in dict.fromkeys(one.place.peers for one in told if one.place.peers is not None):
         who = f"tensor-parallel ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
-        reports = {rank: told[rank].report for rank in peers.ranks}
-        counts = {rank: f"{one.num_micro_batches} micro-batches" for rank, one in reports.items()}
-        if len(set(counts.values())) > 1:
-            lines.append(f"{who}: {by_text(counts, 'ranks')}")
-            continue
-        for what in DataSums._fields:
-            sums = {rank: f"checksum {getattr(one.sums, what) or 0:016x}" for rank, one in reports.items()}
-            if len(set(sums.values())) > 1:
-                lines.append(f"{what} of {who}: {by_text(sums, 'ranks')}")
-    if not lines:
-        return None
-    return BatchError(
-        "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:\n  "
-        + "\n  ".join(lines)
-        + "\nGive them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
-        "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
-    )
+        lines += differing(who, peers.ranks, lambda one: f"{one.num_micro_batches} micro-batches") or [
+            *differing(f"inputs of {who}", peers.ranks, lambda one: f"checksum {one.sums.inputs or 0:016x}"),
+            *differing(f"labels of {who}", peers.ranks, lambda one: f"checksum {one.sums.labels or 0:016x}"),
+        ]
+    if lines:
+        return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
+    for pipeline_id in range(told[0].place.num_pipelines):
+        stages = [rank for rank in everyone if told[rank].place.pipeline_id == pipeline_id]
+        labelled = [rank for rank in stages if told[rank].report.seen]
+        lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
+        lines += differing(
+            "the [rows, tokens] of the labels of each micro-batch",
+            labelled,
+            lambda one: str([[shape.rows, shape.length] for shape in one.seen]),
+        )
+    return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {_SAME_CALLS} {_SAME_DATA}")
 
 
 on_every_rank = RaisedEverywhere  # for callers that are not rewritten yet

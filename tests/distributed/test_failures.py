@@ -83,9 +83,9 @@ ALIKE = {
     "not a pair": ("BatchError", r"must give \(inputs, labels\), got dict"),
     "another length than the plan": ("TeraPipeConfigError", r"adds up to 16 tokens, but a sequence has 12: give"),
     "other length on the last stage": ("BatchError", r"ranks \[0\]: \[\[2, 16\].*; ranks \[[12]\]: \[\[2, 8\]"),
-    "one stage evaluates": ("BatchError", r"disagree on training.*ranks \[0\]: evaluation; ranks \[1.*: training.*the same calls"),
-    "other number of micro-batches": ("BatchError", r"disagree on the number of micro-batches: ranks \[0\]: 1; ranks \[1.*: 2"),
-    "one stage accumulates more": ("BatchError", r"disagree on the number of micro-batches: ranks \[0.*: 2; ranks \[[12]\]: 4"),
+    "one stage evaluates": ("BatchError", r"disagree on training.*\[0\]: evaluation; ranks \[1.*: training.*same call"),
+    "other number of micro-batches": ("BatchError", r"the number of micro-batches: ranks \[0\]: 1; ranks \[1.*: 2"),
+    "one stage accumulates more": ("BatchError", r"the number of micro-batches: ranks \[0.*: 2; ranks \[[12]\]: 4"),
 }
 
 

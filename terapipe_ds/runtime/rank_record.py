@@ -67,13 +67,10 @@ class RankRecord:
         calls = [] if frame is None else traceback.format_stack(frame)
         # Where a call that was begun earlier is waited for, the last line of Python says so.
         waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
-        brief = self.brief()
-        return replace(
-            brief,
-            stack="".join(calls[-_SHOWN_CALLS:]),
-            recent=self._past_actions(),
-            is_busy=brief.is_busy and not waits,
-        )
+        state = replace(self.brief(), stack="".join(calls[-_SHOWN_CALLS:]), recent=self._past_actions())
+        if waits and state.is_busy:
+            state = replace(state, is_busy=False, doing=f"{state.doing or OUTSIDE}, in a collective")
+        return state
 
     def _past_actions(self) -> tuple[PastAction, ...]:
         """Return the ring buffer: each action lasted until the next one began."""

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,45 +91,40 @@ class Watchdog:
 
     # -- called by the engine, in the main thread ----------------------------------------------------------------
 
-    @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> AbstractContextManager[None]:
         """Watch everything in which this rank waits for others. Publish the exception that leaves it.
 
         Errors that all ranks raise alike leave no rank waiting, and are not published.
         """
-        if self._others.failure is not None:
-            self._say(str(self._others.failure))
-            raise PipelineAborted(str(self._others.failure))
-        self._record.enter(Doing(_OPENING, opening=True))
+        failure = self._others.failure
+        if failure is not None:
+            self._say(str(failure))
+            raise PipelineAborted(str(failure))
+        return self._watched(Doing(_OPENING, opening=True))
+
+    def long_call(self, what: str) -> AbstractContextManager[None]:
+        """Watch a call outside a batch in which ranks wait for one another and which may take long.
+
+        It may take `LONG_CALL` times `stall_timeout_s`. Its errors are the caller's, but for a connection that another
+        rank's end has cut.
+        """
+        return self._watched(Doing(what, is_long=True))
+
+    @contextmanager
+    def _watched(self, doing: Doing) -> Iterator[None]:
+        self._record.enter(doing)
         try:
             yield
         except RaisedEverywhere:
             raise
         except BaseException as error:
             aborted = self._caused_by_others(error)
-            self._fail(error if aborted is None else aborted)
-            if aborted is None:
-                raise
-            raise aborted from error
-        finally:
-            self._record.now(Doing(""))
-
-    @contextmanager
-    def long_call(self, what: str) -> Iterator[None]:
-        """Watch a call outside a batch in which ranks wait for one another and which may take long.
-
-        It may take `LONG_CALL` times `stall_timeout_s`. Its errors are the caller's, but for a connection that another
-        rank's end has cut.
-        """
-        self._record.enter(Doing(what, is_long=True))
-        try:
-            yield
-        except RuntimeError as error:
-            aborted = self._caused_by_others(error)
-            if aborted is None:
-                raise
-            self._fail(aborted)
-            raise aborted from error
+            if aborted is not None:
+                self._fail(aborted)
+                raise aborted from error
+            if not doing.is_long:
+                self._fail(error)
+            raise
         finally:
             self._record.now(Doing(""))
 

@@ -38,13 +38,6 @@ class Failure(NamedTuple):
         return f"{'' if self.rank is None else f'rank {self.rank}: '}{self.kind}: {self.text}"
 
 
-class _Told(NamedTuple):
-    """What a rank says in the store after a trial."""
-
-    failure: Sequence[str] | None
-    what: str
-
-
 class Trials:
     """The trials of this rank and its tensor-parallel peers, which have to make the same ones in the same order.
 
@@ -97,18 +90,14 @@ class Trials:
 
         name = f"trials/{self._ranks}/{next(_numbers.setdefault(self._ranks, itertools.count(1)))}"
         texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late, self._store)
-        told = {rank: _Told(*json.loads(text)) for rank, text in texts.items()}
-        others = [
-            f"{one.what}, on rank {rank} ({one.failure or 'came through'})"
-            for rank, one in told.items()
-            if one.what != what
-        ]
+        told = {rank: json.loads(text) for rank, text in texts.items()}  # a failure, and of which trial
+        others = [f"{at}, on rank {r} ({failed or 'came through'})" for r, (failed, at) in told.items() if at != what]
         if others:  # what failed there was no trial, or the next one here: the ranks would wait for each other
             raise TrialError(
                 f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are at "
                 + "; ".join(others)
             ) from error
-        failures = (Failure(*one.failure[:2], rank) for rank, one in told.items() if one.failure is not None)
+        failures = (Failure(*failed[:2], rank) for rank, (failed, _) in told.items() if failed is not None)
         return own or next(failures, None)
 
     def _waiting_text(self, own: Failure, missing: Sequence[int], what: str, remedy: str) -> str:

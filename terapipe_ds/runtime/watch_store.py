@@ -86,10 +86,15 @@ class WatchStore:
         """Let the asking thread end."""
         self._questions.put((None, None))
 
+    @property
+    def _is_gone(self) -> bool:
+        """Whether the store gives no answers now: its server has ended, or a question still waits for its answer."""
+        return self._store is None or self.lost_at is not None or self._asked > self._answered
+
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Return what the store answers; None without a store, or where its server is gone or silent."""
         with self._turn:
-            if self._store is None or self.lost_at is not None or self._asked > self._answered or sys.is_finalizing():
+            if self._is_gone or sys.is_finalizing():
                 return None
             self._asked += 1
             answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -145,7 +150,9 @@ class WatchStore:
         self.failure = failure if first is None else Failure(*json.loads(first))
         self._ask(lambda store: store.add("read", 1))
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and (self._ask(lambda store: store.add("read", 0)) or 0) < self._world_size:
+        while time.monotonic() < deadline and not self._is_gone:
+            if (self._ask(lambda store: store.add("read", 0)) or 0) >= self._world_size:
+                return
             time.sleep(_LOOK_S)
 
     # -- all ranks ---------------------------------------------------------------------------------------------------
@@ -162,13 +169,13 @@ class WatchStore:
         """
         before, deadline, ranks = self._read_beats(), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
-        while quiet and time.monotonic() < deadline and self.failure is None:
+        while quiet and time.monotonic() < deadline and self.failure is None and not self._is_gone:
             time.sleep(_LOOK_S)
             self.beat()
             beats = self._read_beats()
             quiet = [r for r in ranks if beats.get(r) == before.get(r) and (r not in beats or not beats[r].has_ended)]
         texts = self._read("state")
-        if self.lost_at is not None or self._asked > self._answered:
+        if self._is_gone:
             return {}
         states = {}
         for rank in ranks:

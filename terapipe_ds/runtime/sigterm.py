@@ -1,7 +1,8 @@
-"""Let a thread notice SIGTERM while the main thread waits in a call that cannot be interrupted."""
+"""What ends a process whose main thread waits in a call that cannot be interrupted: SIGTERM, and a timer in C."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -68,3 +69,29 @@ def _leave_sigterm_to_the_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)
+
+
+# -- the timer -------------------------------------------------------------------------------------------------------
+
+_not_forking = threading.Event()
+_not_forking.set()
+
+
+def arm_timer(seconds: float) -> None:
+    """Let this process end after some time, with all its stacks, unless the timer is armed again before."""
+    if _not_forking.is_set():
+        faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def disarm_timer() -> None:
+    """Let this process live."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _disarm_timer_to_fork() -> None:
+    """Disarm the timer, because a child that has a copy of it would hang at its end."""
+    _not_forking.clear()
+    disarm_timer()
+
+
+os.register_at_fork(before=_disarm_timer_to_fork, after_in_parent=_not_forking.set, after_in_child=_not_forking.set)

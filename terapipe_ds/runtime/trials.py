@@ -97,7 +97,7 @@ class Trials:
                 f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are at "
                 + "; ".join(others)
             ) from error
-        failures = (Failure(*failed[:2], rank) for rank, (failed, _) in told.items() if failed is not None)
+        failures = (Failure(failed[0], failed[1], rank) for rank, (failed, _) in told.items() if failed is not None)
         return own or next(failures, None)
 
     def _waiting_text(self, own: Failure, missing: Sequence[int], what: str, remedy: str) -> str:

@@ -16,7 +16,6 @@ A timer in C ends the process if that thread does not run any more.
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
 import sys
 import threading
@@ -31,7 +30,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.rank_record import RankRecord
-from terapipe_ds.runtime.sigterm import POLL_S, Sigterm
+from terapipe_ds.runtime.sigterm import POLL_S, Sigterm, arm_timer, disarm_timer
 from terapipe_ds.runtime.stall import CLOSED, OUTSIDE, Doing, Wait, stall_report
 from terapipe_ds.runtime.watch_store import Failure, WatchStore, make_store
 
@@ -226,7 +225,7 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while not self._stop.is_set():
-                _arm_timer(max(_TIMER_S, LONG_CALL * self._stall_timeout_s))
+                arm_timer(max(_TIMER_S, LONG_CALL * self._stall_timeout_s))
                 if self._sigterm.wait():
                     self._terminated()
                 self._others.beat()
@@ -235,7 +234,7 @@ class Watchdog:
             traceback.print_exc()
             os._exit(1)
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            disarm_timer()
 
     def _judge(self, doing: Doing) -> None:
         """End this process where the job has failed, or where this rank has waited too long."""
@@ -301,25 +300,6 @@ class Watchdog:
             time.sleep(2 * POLL_S)
         sys.stdout.flush()
         os._exit(128 + 15)
-
-
-_not_forking = threading.Event()
-_not_forking.set()
-
-
-def _arm_timer(seconds: float) -> None:
-    """Let this process end after some time, with all its stacks, unless the timer is armed again before."""
-    if _not_forking.is_set():
-        faulthandler.dump_traceback_later(seconds, exit=True)
-
-
-def _disarm_timer_to_fork() -> None:
-    """Disarm the timer, because a child that has a copy of it would hang at its end."""
-    _not_forking.clear()
-    faulthandler.cancel_dump_traceback_later()
-
-
-os.register_at_fork(before=_disarm_timer_to_fork, after_in_parent=_not_forking.set, after_in_child=_not_forking.set)
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

@@ -21,7 +21,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.attention import GuardCapturedNames, SliceStore, guard_plain_attention
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.agreement import raise_on_every_rank
+from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_everywhere
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
@@ -44,7 +44,7 @@ from terapipe_ds.runtime.data import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.first_layout import first_layout
 from terapipe_ds.runtime.flops import StageFlops, stage_flops
 from terapipe_ds.runtime.groups import make_pipeline_groups
-from terapipe_ds.runtime.header import MicroBatchShape, raised_on_every_rank
+from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.laying_out import lay_out
 from terapipe_ds.runtime.layout import Place
 from terapipe_ds.runtime.log import show_log
@@ -104,22 +104,18 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         check_checkpointing(self.terapipe_config.is_stock_order)
         problem = problem_of_given_slices(self.terapipe_config, self.slice_length_multiple)
         problem = problem or problem_of_copies(self._layout, self.optimizer)
-        raise_on_every_rank(problem_of_layers(self) or problem)
+        refuse_everywhere(problem_of_layers(self) or problem)
         self.terapipe_config = with_multiple(self.terapipe_config, self.slice_length_multiple, self.global_rank)
         self._groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, self._groups)
         self._wires = self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        raise_on_every_rank(problem_of_device_waits(self._wires))
+        refuse_everywhere(problem_of_device_waits(self._wires))
         announce_each = self.module.dynamic_shape and self.terapipe_config.is_stock_order
         self._links = StageLinks(self._wires, self._layout, self.stage_id, announce_each)
         self._source = BatchSource(
             self.terapipe_config,
             self._next_batch,
-            self.stage_id,
-            self.num_stages,
-            self._groups.control,
-            self._groups.everyone,
-            self._groups.peers,
+            self._groups.place(self._layout, self.stage_id),
             self.slice_length_multiple,
             self._layout,
             is_cut=lambda length: self._plans.cuts(length),
@@ -134,7 +130,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             self.stage_id,
             self.terapipe_config.stall_timeout_s,
             asynchronous=not get_accelerator().is_synchronized_device(),
-            peers=() if self._groups.peers is None else self._groups.peers.ranks,
             trace_dir=self.terapipe_config.trace_dir,
         )
         self._links.waiting = self._watchdog.waiting
@@ -184,7 +179,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         Same arguments and result as DeepSpeed's; StopIteration and errors in the data are raised on every stage.
         """
         check_train_call()
-        with self._guarded():
+        with ErrorsUnwrapped(), self._guarded():
             return super().train_batch(data_iter)
 
     def reset_activation_shape(self) -> None:
@@ -210,7 +205,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         check_eval_call(data_iter, *args, **kwargs)
         training_iterator = self.data_iterator
         try:
-            with self._guarded():
+            with ErrorsUnwrapped(), self._guarded():
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
             self.set_dataiterator(training_iterator)
@@ -255,7 +250,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     def _guarded(self) -> Iterator[None]:
         """Around a batch: no stage is left waiting for one that failed, and no state of a failed batch stays."""
         try:
-            with self._watchdog.batch(forgive=self._failed_alike):
+            with self._watchdog.batch():
                 yield
         except BaseException:
             self._forget_batch()
@@ -273,10 +268,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         for timer in self.timers.get_timers().values():
             if timer.started_:
                 timer.stop()
-
-    def _failed_alike(self, error: BaseException) -> bool:
-        """True when no rank is left waiting, because all raise alike."""
-        return raised_on_every_rank(error)
 
     def _train_schedule(self) -> Any:
         return self._open_batch(self.micro_batches, training=True)

@@ -17,10 +17,9 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import PlanResult, choose
 from terapipe_ds.planner.ranking.recut import MeasuredParts
-from terapipe_ds.runtime.agreement import gathered, portable
+from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.checks import slice_length_multiple
 from terapipe_ds.runtime.copies import can_have
-from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.layer_times import parameters_of_layer
 from terapipe_ds.runtime.laying_out import can_move
 from terapipe_ds.runtime.layout import Layout, layout_of
@@ -40,7 +39,6 @@ class _Answer(NamedTuple):
     schedule: str | None = None
     chunks_per_stage: int = 1
     why: str = ""
-    error: Exception | None = None
 
 
 def first_layout(
@@ -66,20 +64,17 @@ def first_layout(
         return layout_of(config, stages), parameters
     if isinstance(module, PartedModule):  # terapipe_ds.lay_out() was here before
         return module.terapipe_layout, parameters
-    rank, own = torch_dist.get_rank(), None
-    try:
+    rank = torch_dist.get_rank()
+
+    def answer_of_rank() -> _Answer:
+        nonlocal parameters
         if isinstance(parameters, Iterator):
             parameters = list(parameters)
-        mine = _Answer(can_move(module, parameters, optimizer))
-        if rank == 0:
-            mine = _answer_of_rank_0(mine.can_move, config, raw, module)
-    except Exception as error:  # of the program's own code, so of any kind; the others wait for an answer
-        own, mine = error, _Answer(False, error=portable(error, rank))
-    everyone = gathered(mine)
-    answer: _Answer = everyone[0]
-    failed = next((each.error for each in everyone if each.error is not None), None)
-    if failed is not None:
-        raise on_every_rank(own or failed)
+        movable = can_move(module, parameters, optimizer)
+        return _answer_of_rank_0(movable, config, raw, module) if rank == 0 else _Answer(movable)
+
+    everyone = [each for each in gather_results(answer_of_rank) if each is not None]
+    answer = everyone[0]
     moves = answer.schedule is not None and all(each.can_move for each in everyone)
     if rank == 0:
         show_log(0)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from terapipe_ds.runtime.header import TensorPeers
+from terapipe_ds.runtime.header import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout import Layout, WireEnds, rounds_of
 from terapipe_ds.runtime.link import LinkError, Wire
 from terapipe_ds.runtime.staging import needs_staging
@@ -71,6 +71,8 @@ class PipelineGroups:
     control: Any = None  # on the CPU; None with one stage
     everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
     peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
+    index: int = 0  # of this pipeline among all
+    count: int = 1  # of pipelines
 
     @property
     def num_replicas(self) -> int:
@@ -83,6 +85,20 @@ class PipelineGroups:
     def world(self) -> Any:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
+
+    def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
+        """Return where this rank is among those that agree on a batch."""
+        return PlaceInJob(
+            stage_id,
+            len(self.ranks),
+            layout.drawing_stages,
+            layout.loss_stage,
+            self.control,
+            self.world,
+            self.index,
+            self.count,
+            self.peers,
+        )
 
     def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
         """Send one number over each wire, all stages in one order, which cannot deadlock; returns those of this stage.
@@ -132,19 +148,20 @@ class PipelineGroups:
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one
     order."""
-    world = list(range(torch_dist.get_world_size()))
+    world, rank = list(range(torch_dist.get_world_size())), torch_dist.get_rank()
     everyone = torch_dist.new_group(world, backend="gloo") if len(world) > grid.pipe_parallel_size else None
     peers = _tensor_peers(grid)
-    mine = PipelineGroups(ranks=(torch_dist.get_rank(),), everyone=everyone, peers=peers)
+    mine = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=len(world))
     if grid.pipe_parallel_size == 1:
         return mine
     rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
-    for ranks in grid.topology().get_axis_comm_lists("pipe"):
+    pipelines = grid.topology().get_axis_comm_lists("pipe")
+    for index, ranks in enumerate(pipelines):
         groups = [(torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for _ in rounds]
         control = torch_dist.new_group(ranks, backend="gloo")
         by_wire = {ends: pair for wires, pair in zip(rounds, groups, strict=True) for ends in wires}
-        if torch_dist.get_rank() in ranks:
-            mine = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers)
+        if rank in ranks:
+            mine = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers, index, len(pipelines))
     return mine
 
 

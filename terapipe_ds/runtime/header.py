@@ -1,31 +1,31 @@
-"""What the stages of a pipeline tell each other once per batch, before its first action.
+"""What the ranks tell one another once per batch, before its first action.
 
-DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then one fixed-size
-header of every stage goes round on the CPU: all learn whether this is training or evaluation, how many micro-batches
-there are and how long each is, and whether some stage could not draw its data. A problem is raised on *every* stage.
+DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then the ranks sum up
+one fixed-size tensor on the CPU. From the sums every rank learns whether this is training or evaluation, how many
+micro-batches there are and how long each is, and whether all ranks have drawn their data and agree on what they are
+about to do. Where they do not, they gather what each has to say, and the same problem is raised on every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
 from terapipe_ds.runtime.batch import BatchError
 
-
-class Status(IntEnum):
-    """How drawing the data went on one stage."""
-
-    OK = 0
-    FAILED = 1
-    EXHAUSTED = 2  # the data iterator is at its end
+_SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
+_SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
+_OTHER_DATA = "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:"
+_SAME_SAMPLES = (
+    "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
+    "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class MicroBatchShape:
 
     rows: int
     length: int
+
+
+Shapes = tuple[MicroBatchShape, ...]
 
 
 class DataSums(NamedTuple):
@@ -57,295 +60,203 @@ class TensorPeers:
 
 
 @dataclass(frozen=True)
-class StageReport:
-    """One stage's part of the header. ``shapes`` is None on stages that draw no labels.
+class PlaceInJob:
+    """Where a rank is among those that agree on a batch.
 
-    ``agreement`` is what ``config_fingerprint`` was made of besides the config, for messages. ``seen``: the shapes of
-    the labels that this stage was given, decisive or not; empty where it was given none.
+    Attributes:
+        drawing: the stages that draw data.
+        loss_stage: the stage whose labels decide on the shapes.
+        control: the group of the pipeline on the CPU; None with one stage.
+        world: the group of all ranks on the CPU; None for a single rank.
+        pipeline_id, num_pipelines: a tensor-parallel rank is in a pipeline of its own.
+        peers: the tensor-parallel ranks of this one; None without tensor parallelism.
+    """
+
+    stage_id: int = 0
+    num_stages: int = 1
+    drawing: tuple[int, ...] = (0,)
+    loss_stage: int = 0
+    control: Any = None
+    world: Any = None
+    pipeline_id: int = 0
+    num_pipelines: int = 1
+    peers: TensorPeers | None = None
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What one rank has to say of a batch.
+
+    Attributes:
+        agreement: the config and what else all ranks must have alike, as text.
+        shapes: of the micro-batches; None on stages that draw no labels.
+        seen: the shapes of the labels that this rank was given, decisive or not; empty where it was given none.
     """
 
     training: bool
     num_micro_batches: int
-    config_fingerprint: int
-    shapes: tuple[MicroBatchShape, ...] | None
+    agreement: str
+    shapes: Shapes | None
     error: BaseException | None = None
-    agreement: str = ""
     sums: DataSums = NOTHING_DRAWN
-    seen: tuple[MicroBatchShape, ...] = ()
-
-    @property
-    def status(self) -> Status:
-        return _status(self.error)
-
-    @property
-    def problem(self) -> str:
-        """What happened to the stage that has the error, as other stages tell it."""
-        what = "refuses the batch" if isinstance(self.error, TeraPipeConfigError) else "failed to draw its data"
-        return f"{what}: {type(self.error).__name__}: {self.error}"
-
-    def encode(self) -> torch.Tensor:
-        first = self.shapes[0] if self.shapes else MicroBatchShape(0, 0)
-        uniform = self.shapes is not None and all(shape == first for shape in self.shapes)
-        ints = [
-            self.status,
-            self.training,
-            self.num_micro_batches,
-            self.config_fingerprint,
-            uniform,
-            first.rows,
-            first.length,
-            _number_of(self.seen),
-        ]
-        return torch.tensor([int(i) for i in ints], dtype=torch.int64)
+    seen: Shapes = ()
 
 
-def raised_on_every_rank(error: BaseException) -> bool:
-    """True for an error that the header exchange raised on all stages of the pipeline alike."""
-    return getattr(error, "_terapipe_on_every_rank", False)
+class _Header(NamedTuple):
+    """What the stages of a pipeline add up. The loss stage alone gives the last three."""
+
+    other_counts: int  # 0: all stages have the same number of micro-batches
+    other_labels: int  # 0: the stages that draw were given labels of the same shapes
+    without_labels: int  # stages that draw, and were given no labels
+    is_uniform: int = 0  # all micro-batches have the shape that follows
+    rows: int = 0
+    length: int = 0
 
 
-def on_every_rank(error: BaseException) -> BaseException:
-    """Mark an error that all stages raise alike: nobody is left waiting, so the job need not be ended."""
-    error._terapipe_on_every_rank = True  # type: ignore[attr-defined]
-    return error
+_SHARED = 3  # the numbers before the headers: failed ranks, other calls, other data
 
 
-Shapes = tuple[MicroBatchShape, ...]
+def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shapes], None]) -> Shapes:
+    """Return the shapes of this pipeline's micro-batches as the stage sees them that knows the loss.
 
-
-def exchange(
-    report: StageReport, group: Any, num_stages: int, loss_stage: int = -1, drawing: tuple[int, ...] | None = None,
-    check: Callable[[Shapes], None] | None = None,
-) -> Shapes:  # fmt: skip
-    """The shapes of the batch's micro-batches as the stage sees them that knows the loss. A collective over the
-    pipeline's stages.
+    A collective over all ranks. Replicas whose data end at different steps all stop at the first end.
 
     Args:
-        group: the pipeline's control group (gloo), or None with one stage.
-        loss_stage: that stage; -1: the last one.
-        drawing: the stages that draw data; None: the first and the last one.
-        check: of what this stage has drawn, with the shapes; called where some stage that draws was given no labels,
-            and could not look at its inputs before.
+        check: looks at what this rank has drawn, once the shapes are known. It is called where a stage that draws was
+            given no labels, and could not look at its inputs before.
 
     Raises:
-        BatchError, StopIteration: on every stage, when one of them could not draw its data or the stages disagree.
+        RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
     """
-    if num_stages == 1:
-        if report.error is not None:
-            raise on_every_rank(report.error)
-        assert report.shapes is not None
-        if check is not None and not report.seen:
-            _checked(check, report.shapes)
-        return report.shapes
-    drawing = (0, num_stages - 1) if drawing is None else drawing
-    headers = [torch.empty_like(report.encode()) for _ in range(num_stages)]
-    torch_dist.all_gather(headers, report.encode(), group=group)
-    rows = [header.tolist() for header in headers]
-    if any(row[0] != Status.OK for row in rows):
-        _raise_everywhere(report, group, num_stages, drawing)
-    _require_agreement(rows, report, group)
-    *_, uniform, first_rows, first_length, _ = rows[loss_stage]
-    if uniform:
-        shapes = (MicroBatchShape(first_rows, first_length),) * report.num_micro_batches
-    else:
-        shapes = _broadcast_shapes(report, group, loss_stage % num_stages)
-    if check is not None and not all(rows[stage][-1] for stage in drawing):
-        _check_on_every_stage(check, shapes, report, group, num_stages, drawing)
+    sums = _numbers(report, place)
+    if place.world is not None:
+        torch_dist.all_reduce(sums, group=place.world)
+    headers = [_Header(*each) for each in sums[_SHARED:].view(-1, len(_Header._fields)).tolist()]
+    differ = any(each.other_counts or (each.other_labels and not each.without_labels) for each in headers)
+    if differ or bool(sums[:_SHARED].any()):
+        raise RaisedEverywhere(_problem(report, place))
+    shapes = _shapes(report, place, headers[place.pipeline_id])
+    if any(each.without_labels for each in headers):
+        report = replace(report, error=_raised_by(check, shapes))
+        failed = report.error is not None
+        if failed if place.world is None else on_any_rank(failed, place.world):
+            raise RaisedEverywhere(_problem(report, place))
     return shapes
 
 
-def _checked(check: Callable[[Shapes], None], shapes: Shapes) -> None:
-    try:
-        check(shapes)
-    except Exception as error:
-        raise on_every_rank(error) from None
-
-
-def _check_on_every_stage(
-    check: Callable[[Shapes], None], shapes: Shapes, report: StageReport, group: Any, num_stages: int,
-    drawing: tuple[int, ...],
-) -> None:  # fmt: skip
-    """What ``check`` raises on one stage is raised on all."""
-    try:
-        check(shapes)
-    except Exception as error:
-        report = replace(report, error=error)
-    failed = torch.tensor([report.error is not None], dtype=torch.int64)
-    torch_dist.all_reduce(failed, op=torch_dist.ReduceOp.MAX, group=group)
-    if bool(failed.item()):
-        _raise_everywhere(report, group, num_stages, drawing)
-
-
-def agree_between_pipelines(
-    error: BaseException | None, report: StageReport, everyone: Any, peers: TensorPeers | None = None
-) -> None:
-    """Raise on every rank when one pipeline cannot go on: the others would wait for it in the reduction of gradients.
-
-    A collective over ``everyone`` (gloo), the only one where all is well. Replicas whose data end at different steps
-    all stop at the first end.
-
-    Args:
-        error: what :func:`exchange` raised in this pipeline.
-        report: what this rank gave to it.
-        peers: of this rank; None without tensor parallelism. Each of them is a pipeline of its own to DeepSpeed and
-            draws its own data, which must be the same: their layers would mix different samples without a word.
-    """
-    pairs = [int(report.training), report.config_fingerprint, *_said_of_data(error, report, peers)]
-    numbers = torch.tensor([_status(error), *(n for pair in pairs for n in _both_ways(pair))], dtype=torch.int64)
-    torch_dist.all_reduce(numbers, op=torch_dist.ReduceOp.MAX, group=everyone)
-    worst, *extremes = numbers.tolist()
-    alike = [largest == -least for largest, least in zip(extremes[::2], extremes[1::2], strict=True)]
-    nobody = [largest == _UNSAID for largest in extremes[::2]]
-    if worst == Status.OK and all(same or none for same, none in zip(alike, nobody, strict=True)):
-        return
-    said: list[Any] = [None] * torch_dist.get_world_size()
-    text = None if error is None else (_status(error), f"{type(error).__name__}: {error}")
-    mine = _Said(text, report.training, report.agreement, report.num_micro_batches, report.sums, peers)
-    torch_dist.all_gather_object(said, mine, group=everyone)
-    if error is not None:
-        raise error
-    raise on_every_rank(_what_differs(said))
-
-
-_SAME_CALLS = "Every rank must make the same calls between the same batches."
-_UNSAID = -(2**62)  # below every number and every negated one: what a rank says that has nothing to say
-
-
-def _both_ways(number: int | None) -> tuple[int, int]:
-    """A number and its negation: where all ranks say the same, the largest ones are equal but for the sign."""
-    return (_UNSAID, _UNSAID) if number is None else (number, -number)
-
-
-def _said_of_data(error: BaseException | None, report: StageReport, peers: TensorPeers | None) -> list[int | None]:
-    """For each replica: the number of micro-batches and the checksums; this rank knows those of its own replica."""
-    if peers is None:
-        return []
-    said: list[int | None] = [None] * (3 * peers.num_replicas)
-    if error is None:
-        said[3 * peers.replica_id : 3 * peers.replica_id + 3] = [report.num_micro_batches, *report.sums]
-    return said
-
-
-class _Said(NamedTuple):
-    """What a rank tells all others once something is wrong."""
-
-    error: tuple[int, str] | None
-    training: bool
-    agreement: str
-    num_micro_batches: int
-    sums: DataSums
-    peers: TensorPeers | None
-
-
-def _what_differs(said: list[_Said]) -> BaseException:
-    failed = {rank: one.error for rank, one in enumerate(said) if one.error is not None}
-    if failed and all(status == Status.EXHAUSTED for status, _ in failed.values()):
-        return StopIteration()
-    if failed:
-        problems = sorted({text for status, text in failed.values() if status != Status.EXHAUSTED})
-        return BatchError(f"another pipeline (ranks {sorted(failed)}) cannot go on: {'; '.join(problems)}")
-    if len({one.training for one in said}) > 1:
-        return BatchError("some pipelines train, others evaluate: every rank must make the same calls")
-    if len({one.agreement for one in said}) > 1:
-        sides = _sides({rank: one.agreement for rank, one in enumerate(said)}, "ranks")
-        return BatchError(f"the ranks disagree on {sides}. {_SAME_CALLS}")
-    return _different_data(said)
-
-
-def _sides(by_place: dict[int, str], places: str) -> str:
-    """Who says what: "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
-    sides: dict[str, list[int]] = {}
-    for place, text in by_place.items():
-        sides.setdefault(text, []).append(place)
-    return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
-
-
-def _different_data(said: list[_Said]) -> BatchError:
-    """Names the tensor-parallel ranks whose data differ."""
-    lines = []
-    for peers in dict.fromkeys(one.peers for one in said if one.peers is not None):
-        ones = {rank: said[rank] for rank in peers.ranks}
-        where = f"(stage {peers.stage_id}, replica {peers.replica_id})"
-        if len({one.num_micro_batches for one in ones.values()}) > 1:
-            counts = {rank: f"{one.num_micro_batches} micro-batches" for rank, one in ones.items()}
-            lines.append(f"tensor-parallel ranks {list(peers.ranks)} {where}: {_sides(counts, 'ranks')}")
-            continue
-        for what in DataSums._fields:
-            sums = {rank: f"checksum {getattr(one.sums, what) or 0:016x}" for rank, one in ones.items()}
-            if len(set(sums.values())) > 1:
-                lines.append(f"{what} of tensor-parallel ranks {list(peers.ranks)} {where}: {_sides(sums, 'ranks')}")
-    return BatchError(
-        "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:\n  "
-        + "\n  ".join(lines)
-        + "\nGive them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
-        "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
+def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
+    """Return what this rank adds to the sums over all ranks."""
+    rank, num_ranks = (0, 1) if place.world is None else (torch_dist.get_rank(), torch_dist.get_world_size())
+    draws = place.stage_id in place.drawing
+    header = _Header(
+        share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
+        share(digest(report.seen), place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0,
+        draws and not report.seen,
     )
-
-
-def _status(error: BaseException | None) -> Status:
-    if error is None:
-        return Status.OK
-    return Status.EXHAUSTED if isinstance(error, StopIteration) else Status.FAILED
-
-
-def _raise_everywhere(report: StageReport, group: Any, num_stages: int, drawing: tuple[int, ...]) -> None:
-    texts: list[Any] = [None] * num_stages
-    mine = None if report.error is None else (report.status, report.problem)
-    torch_dist.all_gather_object(texts, mine, group=group)
-    failed = {stage: text for stage, text in enumerate(texts) if text is not None}
-    exhausted = [stage for stage, (status, _) in failed.items() if status == Status.EXHAUSTED]
-    if exhausted == list(drawing):  # all who draw: the ordinary end of the data
-        raise on_every_rank(report.error or StopIteration())
-    if report.status is Status.FAILED:
-        assert report.error is not None
-        raise on_every_rank(report.error)
-    problems = [_failure_text(stage, status, problem) for stage, (status, problem) in failed.items()]
-    raise on_every_rank(BatchError("; ".join(problems))) from report.error
-
-
-def _failure_text(stage: int, status: Status, problem: str) -> str:
-    if status == Status.EXHAUSTED:
-        return (
-            f"the data iterator of stage {stage} is at its end, but not that of the others: give the first and the "
-            "last stage iterators over the same micro-batches"
+    if place.stage_id == place.loss_stage and report.shapes:
+        first = report.shapes[0]
+        is_uniform = all(shape == first for shape in report.shapes)
+        header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
+    data, peers = 0, place.peers
+    if peers is not None:
+        data = share(
+            digest(peers.ranks, report.num_micro_batches, *report.sums), peers.ranks.index(rank), len(peers.ranks)
         )
-    return f"stage {stage} {problem}"
+    call = share(digest(report.training, report.agreement), rank, num_ranks)
+    numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64)
+    numbers[:_SHARED] = torch.tensor([report.error is not None, call, data])
+    numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = torch.tensor([int(n) for n in header])
+    return numbers
 
 
-def _require_agreement(rows: list[list[int]], report: StageReport, group: Any) -> None:
-    for index, name in ((1, "training (1) or evaluation (0)"), (2, "the number of micro-batches")):
-        values = [row[index] for row in rows]
-        if len(set(values)) > 1:
-            sides = ", ".join(f"stage {stage}: {value}" for stage, value in enumerate(values))
-            raise _disagree(f"{name}: {sides}. Every rank must make the same calls with the same config.")
-    if len({row[3] for row in rows}) > 1:
-        texts: list[Any] = [None] * len(rows)
-        torch_dist.all_gather_object(texts, report.agreement, group=group)
-        sides = _sides(dict(enumerate(texts)), "stages")
-        raise _disagree(f"{sides}. {_SAME_CALLS}")
-    if len({row[-1] for row in rows if row[-1]}) > 1:
-        seen: list[Any] = [None] * len(rows)
-        torch_dist.all_gather_object(seen, [[shape.rows, shape.length] for shape in report.seen], group=group)
-        sides = _sides({stage: str(shapes) for stage, shapes in enumerate(seen) if shapes}, "stages")
-        raise _disagree(
-            f"the [rows, tokens] of the labels of each micro-batch: {sides}. Give the first and the last stage "
-            "iterators over the same micro-batches"
-        )
-
-
-def _number_of(shapes: tuple[MicroBatchShape, ...]) -> int:
-    """The same for the same shapes on every rank, 0 for none."""
-    text = repr([(shape.rows, shape.length) for shape in shapes]).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:7], "big") if shapes else 0
-
-
-def _disagree(text: str) -> BaseException:
-    return on_every_rank(BatchError(f"the stages disagree on {text}"))
-
-
-def _broadcast_shapes(report: StageReport, group: Any, loss_stage: int) -> tuple[MicroBatchShape, ...]:
-    shapes = torch.zeros(report.num_micro_batches, 2, dtype=torch.int64)
-    if report.shapes is not None:
-        shapes = torch.tensor([(s.rows, s.length) for s in report.shapes], dtype=torch.int64)
-    torch_dist.broadcast(shapes, group=group, group_src=loss_stage)
+def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
+    if header.is_uniform:
+        return (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
+    shapes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
+    if place.control is not None:
+        torch_dist.broadcast(shapes, group=place.control, group_src=place.loss_stage)
     return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())
+
+
+def _raised_by(check: Callable[[Shapes], None], shapes: Shapes) -> Exception | None:
+    try:
+        check(shapes)
+    except Exception as error:
+        return error
+    return None
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others once something is wrong; its error as text, "" without one."""
+
+    report: StageReport
+    place: PlaceInJob
+    problem: str = ""
+    is_at_end: bool = False
+
+
+def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
+    """Return what this rank raises: its own error, or the problem of the others."""
+    error, mine = report.error, _Told(replace(report, error=None), replace(place, control=None, world=None))
+    if error is not None:
+        what = "refuses the batch" if isinstance(error, TeraPipeConfigError) else "failed to draw its data"
+        problem = f"stage {place.stage_id} {what}: {type(error).__name__}: {error}"
+        mine = mine._replace(problem=problem, is_at_end=isinstance(error, StopIteration))
+    told = [mine] if place.world is None else gather(mine, place.world)
+    if error is not None and not mine.is_at_end:
+        return error
+    failed = [one for one in told if one.problem]
+    if not failed:
+        return _disagreement(told)
+    unequal = [one for one in failed if one.is_at_end and not _ends_together(one, failed)]
+    if all(one.is_at_end for one in failed) and not unequal:
+        return error or StopIteration()  # the ordinary end of the data
+    texts = [one.problem for one in failed if not one.is_at_end] + [
+        f"the data iterator of stage {one.place.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
+        for one in unequal
+    ]
+    others = BatchError("; ".join(dict.fromkeys(texts)))
+    others.__cause__ = error
+    return others
+
+
+def _ends_together(one: _Told, failed: Sequence[_Told]) -> bool:
+    """Return whether all stages that draw in a rank's pipeline are at the end of their data."""
+    pipeline_id = one.place.pipeline_id
+    at_end = {each.place.stage_id for each in failed if each.is_at_end and each.place.pipeline_id == pipeline_id}
+    return at_end == set(one.place.drawing)
+
+
+def _disagreement(told: Sequence[_Told]) -> BatchError:
+    """Show what the ranks do not have alike: all of them, tensor-parallel ranks, or the stages of a pipeline."""
+
+    def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
+        texts = {rank: text(told[rank].report) for rank in ranks}
+        return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
+
+    everyone = range(len(told))
+    lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
+    lines += differing("config and plans", everyone, lambda one: one.agreement)
+    if lines:
+        return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
+    for peers in dict.fromkeys(one.place.peers for one in told if one.place.peers is not None):
+        who = f"tensor-parallel ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
+        lines += differing(who, peers.ranks, lambda one: f"{one.num_micro_batches} micro-batches") or [
+            *differing(f"inputs of {who}", peers.ranks, lambda one: f"checksum {one.sums.inputs or 0:016x}"),
+            *differing(f"labels of {who}", peers.ranks, lambda one: f"checksum {one.sums.labels or 0:016x}"),
+        ]
+    if lines:
+        return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
+    for pipeline_id in range(told[0].place.num_pipelines):
+        stages = [rank for rank in everyone if told[rank].place.pipeline_id == pipeline_id]
+        labelled = [rank for rank in stages if told[rank].report.seen]
+        lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
+        lines += differing(
+            "the [rows, tokens] of the labels of each micro-batch",
+            labelled,
+            lambda one: str([[shape.rows, shape.length] for shape in one.seen]),
+        )
+    return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {_SAME_CALLS} {_SAME_DATA}")

@@ -20,7 +20,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import gathered
+from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.parted import HeldPart, PartedModule
@@ -130,7 +130,7 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
             they mean for layers that were elsewhere.
     """
     listed = None if parameters is None else list(parameters)
-    kinds = gathered(_kind_of(listed, module, before))
+    kinds = gather(_kind_of(listed, module, before))
     if "choice" in kinds or {"all", "trained"} <= set(kinds):
         raise TeraPipeConfigError(
             "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
-from terapipe_ds.runtime.header import on_every_rank
+from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
 from terapipe_ds.runtime.layer_names import module_of
 from terapipe_ds.runtime.parted import each_part, parameters_of_other_parts, replace_layers
 
@@ -192,16 +191,12 @@ class FiniteCheck:
         places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
         own = min(places, key=lambda place: place[0], default=None)  # of one slice what was computed first
         self._looks.clear()
-        gathered = [own]
+        firsts = [own]
         if self._world is not None:
-            anything = torch.tensor(int(own is not None))
-            torch_dist.all_reduce(anything, op=torch_dist.ReduceOp.MAX, group=self._world)
-            if anything:
-                gathered = [None] * torch_dist.get_world_size(self._world)
-                torch_dist.all_gather_object(gathered, own, group=self._world)
-        ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(gathered) if place is not None)
+            firsts = gather(own, self._world) if on_any_rank(own is not None, self._world) else []
+        ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(firsts) if place is not None)
         if ranks:
-            raise on_every_rank(NonFiniteError(_message(ranks, step)))
+            raise RaisedEverywhere(NonFiniteError(_message(ranks, step)))
 
 
 def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:

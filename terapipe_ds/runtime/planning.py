@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -24,10 +24,10 @@ from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, describe, plan_slices
 from terapipe_ds.planner.ranking.recut import MeasuredParts
-from terapipe_ds.runtime.agreement import portable
+from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
+from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.parted import each_part
 from terapipe_ds.runtime.profiling.all_parts import PartCosts, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, memory_of, read_cache, write_cache
@@ -36,6 +36,7 @@ from terapipe_ds.runtime.schedule_choice import Cuts, best_where_layers_stand
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
+T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
 
 
@@ -106,13 +107,13 @@ class AutoPlanner:
         try:
             self._config.check_granularity(length)
         except TeraPipeConfigError as error:
-            raise on_every_rank(error) from None
+            raise RaisedEverywhere(error) from None
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._profiles.get(size)
         if profile is None or profile.key.sequence_length < length:
             profile = self._profiles[size] = self._profile_for(length, drawn, shapes)
         self._watched("the search for the best slices")
-        choice, log = from_rank_0(self._groups, lambda: self._plan(length, profile))
+        choice, log = self._from_rank_0(lambda: self._plan(length, profile))
         if self._engine.global_rank == 0:
             logger.info("%s", log)
         return choice
@@ -126,13 +127,13 @@ class AutoPlanner:
         planner = self._config.planner
         if planner.profile != "measure":
             granularity = self._config.granularity_for(length)
-            return from_rank_0(self._groups, lambda: _given(planner.profile, key, granularity))
+            return self._from_rank_0(lambda: _given(planner.profile, key, granularity))
         path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._not_in_key(length))
-        cached = from_rank_0(self._groups, lambda: read_cache(path, key))
+        cached = self._from_rank_0(lambda: read_cache(path, key))
         if cached is not None:
             return cached
         costs = self._measure(length, drawn, shapes)
-        return from_rank_0(self._groups, lambda: _combined(path, key, costs, self._engine.num_stages))
+        return self._from_rank_0(lambda: _combined(path, key, costs, self._engine.num_stages))
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
@@ -154,9 +155,7 @@ class AutoPlanner:
             own = measure_parts(engine, engine._layout, groups, engine._wires, *longest, length, progress)
         if groups.world is None:
             return own
-        everyone: list[Any] = [None] * torch_dist.get_world_size()
-        torch_dist.all_gather_object(everyone, own, group=groups.world)
-        return [costs for rank in everyone for costs in rank]
+        return [costs for rank in gather(own, groups.world) for costs in rank]
 
     def _not_in_key(self, length: int) -> dict[str, Any]:
         """Return what a profile in the cache depends on that its key does not tell.
@@ -203,6 +202,13 @@ class AutoPlanner:
         self._write_prediction(result, costs)
         return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
 
+    def _from_rank_0(self, ask: Callable[[], T]) -> T:
+        """Return what rank 0 gets from `ask` within a batch, on every rank, which all raise its errors."""
+        try:
+            return from_rank_0(ask, self._groups.world)
+        except Exception as error:
+            raise RaisedEverywhere(error) from None
+
     def _write_prediction(self, result: PlanResult, costs: Any) -> None:
         """Write the simulated step beside the traces of measured ones, for `terapipe timeline --against`."""
         if self._config.trace_dir is None:
@@ -229,7 +235,8 @@ def require_profile(engine: Any, groups: PipelineGroups) -> None:
     path = config.planner.profile
     if "auto" in (config.slices, config.schedule) and path != "measure":
         key = key_of(engine, groups, length=1, rows=1)
-        from_rank_0(groups, lambda: _of_this_run(path, key, ignore=("sequence_length", "micro_batch")))
+        ignore = ("sequence_length", "micro_batch")
+        from_rank_0(lambda: _of_this_run(path, key, ignore=ignore), groups.world)
 
 
 def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> ProfileKey:
@@ -242,9 +249,8 @@ def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> Profi
         int(placement[engine.stage_id, chunk_id]): describe_part(module) for chunk_id in each_part(module)
     }
     if groups.control is not None:
-        everyone: list[Any] = [None] * len(groups.ranks)
-        torch_dist.all_gather_object(everyone, described, group=groups.control)
-        described = {part_id: layers for stage in everyone for part_id, layers in stage.items()}
+        stages = gather(described, groups.control)
+        described = {part_id: layers for stage in stages for part_id, layers in stage.items()}
     device = torch.device(engine.device)
     with autocast_if_enabled(engine):
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -253,23 +259,6 @@ def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> Profi
         tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
         slice_length_multiple=engine.slice_length_multiple,
     )  # fmt: skip
-
-
-def from_rank_0(groups: PipelineGroups, ask: Callable[[], Any]) -> Any:
-    """Return what rank 0 gets from `ask`, on every rank; raise its errors there as well, of whatever kind."""
-    if groups.world is None:
-        return ask()
-    outcome: list[Any] = [None, None]
-    own: Exception | None = None
-    if torch_dist.get_rank() == 0:
-        try:
-            outcome[0] = ask()
-        except Exception as error:
-            own, outcome[1] = error, portable(error, 0)
-    torch_dist.broadcast_object_list(outcome, src=0, group=groups.world)
-    if outcome[1] is not None:
-        raise on_every_rank(outcome[1] if own is None else own)
-    return outcome[0]
 
 
 def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:

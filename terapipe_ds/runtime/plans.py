@@ -11,10 +11,11 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
+from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.checks import problem_of_lengths
 from terapipe_ds.runtime.data import DrawnMicroBatch
 from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.header import MicroBatchShape, on_every_rank
+from terapipe_ds.runtime.header import MicroBatchShape
 from terapipe_ds.runtime.layout import placement_of
 from terapipe_ds.runtime.planning import AutoPlanner, Choice
 from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
@@ -125,7 +126,7 @@ class Plans:
 
     def _of_shapes(self, error: BaseException) -> BaseException:
         """Mark an error in what the shapes of a batch ask for: all stages, though not all replicas, raise it."""
-        return on_every_rank(error) if self._groups.num_replicas == 1 else error
+        return RaisedEverywhere(error) if self._groups.num_replicas == 1 else error
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

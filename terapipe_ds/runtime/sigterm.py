@@ -1,7 +1,8 @@
-"""Let a thread notice SIGTERM while the main thread waits in a call that cannot be interrupted."""
+"""What ends a process whose main thread waits in a call that cannot be interrupted: SIGTERM, and a timer in C."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -16,8 +17,8 @@ POLL_S = 0.25
 class Sigterm:
     """Lets a thread notice SIGTERM, which launchers send to every rank when one has ended.
 
-    A Python handler alone would not do: it runs in the main thread, which may wait in a call that cannot be
-    interrupted. The wake-up descriptor is written at once. A signal that somebody else handles is left alone.
+    A Python handler alone would run in the main thread, which may wait in a call that cannot be interrupted. The
+    wake-up descriptor is written at once. A signal that others handle is left alone.
     """
 
     installed: Sigterm | None = None
@@ -27,27 +28,25 @@ class Sigterm:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._receiver.settimeout(POLL_S)
-
-    def install(self) -> None:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        if others != -1:
-            signal.set_wakeup_fd(others)
+        descriptor_of_others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        if descriptor_of_others != -1:
+            signal.set_wakeup_fd(descriptor_of_others)
             return
         signal.signal(signal.SIGTERM, self._handle)
         Sigterm.installed = self
 
     def wait(self) -> bool:
-        """True when the signal comes within the next ``POLL_S``. Called by the thread."""
+        """Return whether the signal comes within the next `POLL_S`. Called by the thread."""
         try:
             return signal.SIGTERM in self._receiver.recv(64) and signal.getsignal(signal.SIGTERM) == self._handle
         except TimeoutError:
             return False
 
     def wake(self) -> None:
-        """Let a thread in :meth:`wait` go on."""
+        """Let a thread in `wait` go on."""
         self._sender.send(bytes(1))
 
     def remove(self) -> None:
@@ -64,9 +63,35 @@ class Sigterm:
 
 
 def _leave_sigterm_to_the_parent() -> None:
-    """In a forked child (a data loader's worker): it shares the wake-up descriptor, and must die of its own signals."""
+    """Give the signal back in a forked child, a data loader's worker: it must die of its own signals."""
     if Sigterm.installed is not None:
         Sigterm.installed.remove()
 
 
 os.register_at_fork(after_in_child=_leave_sigterm_to_the_parent)
+
+
+# -- the timer -------------------------------------------------------------------------------------------------------
+
+_not_forking = threading.Event()
+_not_forking.set()
+
+
+def arm_timer(seconds: float) -> None:
+    """Let this process end after some time, with all its stacks, unless the timer is armed again before."""
+    if _not_forking.is_set():
+        faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def disarm_timer() -> None:
+    """Let this process live."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _disarm_timer_to_fork() -> None:
+    """Disarm the timer, because a child that has a copy of it would hang at its end."""
+    _not_forking.clear()
+    disarm_timer()
+
+
+os.register_at_fork(before=_disarm_timer_to_fork, after_in_parent=_not_forking.set, after_in_child=_not_forking.set)

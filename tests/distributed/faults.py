@@ -540,14 +540,14 @@ def messages_one_late() -> Iterator[None]:
 def stale_header() -> Iterator[None]:
     from terapipe_ds.runtime import data
 
-    exchange = data.exchange
+    agree = data.agree_on_batch
     first: list[Any] = []
 
-    def exchange_once(*args: Any) -> Any:
-        first.append(exchange(*args))
+    def agree_once(*args: Any) -> Any:
+        first.append(agree(*args))
         return first[0]
 
-    with mock.patch.object(data, "exchange", exchange_once):
+    with mock.patch.object(data, "agree_on_batch", agree_once):
         yield
 
 
@@ -568,7 +568,7 @@ def header_accepted_blindly() -> Iterator[None]:
         return train_batch(self, *args)
 
     with (
-        mock.patch.object(header, "_require_agreement"),
+        mock.patch.object(header, "share", lambda *_: 0),
         mock.patch.object(TeraPipeEngine, "train_batch", train_otherwise),
     ):
         yield

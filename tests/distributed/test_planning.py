@@ -26,7 +26,6 @@ from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
 from terapipe_ds.runtime import planning
 from terapipe_ds.runtime.batch import BatchError
 from terapipe_ds.runtime.engine import TeraPipeEngine
-from terapipe_ds.runtime.header import raised_on_every_rank
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.schedule_choice import bounds_of
@@ -330,7 +329,6 @@ def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> tuple[st
     ):
         engines.append(engine)
         train(engine, batches(1))
-    assert raised_on_every_rank(caught.value)
     return str(caught.value), not engines
 
 

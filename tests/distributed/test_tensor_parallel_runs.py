@@ -205,10 +205,10 @@ def test_a_tensor_parallel_rank_that_fails_ends_all(kind: str, rank: int) -> Non
             assert f"rank {rank} (stage {rank // 2}) failed at F1.1: BrokenError: the layer is broken" in output
         if kind == "hangs":
             assert "no progress for 2 s" in output and f"rank {rank} (stage {rank // 2}): running F1.1" in output
-            assert f"Stage {rank // 2} (rank {rank}) is where it stands: it has been running F1.1" in output
+            assert f"Stage {rank // 2} (rank {rank}) holds up the job: running F1.1" in output
     if kind == "hangs":
         assert all("in _wait_for_ever" in output for output in outputs), "each shows where that rank stands"
-        peer = f"rank {rank ^ 1} (stage {rank // 2}): running F1.1, in a collective (all_reduce"
+        peer = f"rank {rank ^ 1} (stage {rank // 2}): running F1.1, in a collective"
         assert any(peer in output for output in outputs), outputs[0]
 
 

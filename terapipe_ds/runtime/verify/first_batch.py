@@ -23,10 +23,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch import SliceableTensors
 from terapipe_ds.runtime.buffers import MicroBatchInFlight
 from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.header import on_every_rank
 from terapipe_ds.runtime.layout import Layout
 from terapipe_ds.runtime.loss import slice_counts
 from terapipe_ds.runtime.parted import activate, each_part
@@ -36,7 +36,7 @@ from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
 from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
 from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
-from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks, gathered
+from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -104,9 +104,9 @@ class FirstBatchCheck:
         if ends:
             if is_first_rank:
                 print(text, flush=True)
-            raise on_every_rank(SystemExit(1 if found.findings else 0))
+            raise RaisedEverywhere(SystemExit(1 if found.findings else 0))
         if found.findings:  # a caller who goes on is told again
-            raise on_every_rank(VerifyError(text))
+            raise RaisedEverywhere(VerifyError(text))
         self._is_done, self._loss_waits = not found.loss_waits, found.loss_waits
         if is_first_rank and not (again and found.loss_waits):
             logger.log(logging.WARNING if found.notes else logging.INFO, "%s", text)
@@ -134,7 +134,7 @@ class FirstBatchCheck:
         if self._groups.world is not None:
             torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
         if flags[2]:
-            raise on_every_rank(TeraPipeConfigError(_UNWEIGHTED))
+            raise RaisedEverywhere(TeraPipeConfigError(_UNWEIGHTED))
         return bool(flags[0]), bool(flags[1])
 
     def _check(
@@ -153,7 +153,7 @@ class FirstBatchCheck:
                     self._check_parts(sliced[which], found, found.cut)
                     self._look_at_all_labels(everything, found)
             copies = self._groups.num_replicas * self._stage.tensor_ranks.size
-            found = Findings.of_all(gathered(found, self._groups.world), copies)
+            found = Findings.of_all(gather(found, self._groups.world), copies)
             if not found.findings or not all(finding.is_of_the_cut for finding in found.findings):
                 break
         if not get_accelerator().is_synchronized_device():
@@ -179,7 +179,7 @@ class FirstBatchCheck:
         decides. What `slice_weight` raises there is found on all stages.
         """
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
-        everyone = gathered(tensors, self._groups.control)
+        everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
         chosen: list[tuple[int, Cut, list[Finding]]] = []
         for which, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
             rows, tokens = zip(*itertools.chain(*(stage[which] for stage in everyone)), strict=True)

@@ -17,17 +17,10 @@ from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.trials import Trials
 
 _T = TypeVar("_T")
-
-
-def gathered(value: _T, group: Any) -> list[_T]:
-    """Return the values of all ranks of a group; None is a group of one."""
-    everyone: list[Any] = [value] if group is None else [None] * torch_dist.get_world_size(group)
-    if group is not None:
-        torch_dist.all_gather_object(everyone, value, group=group)
-    return everyone
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class TensorRanks:
 
     def exchange(self, value: _T) -> list[_T]:
         """Return the values of all ranks."""
-        return gathered(value, self.group)
+        return [value] if self.group is None else gather(value, self.group)
 
     def first(self, value: _T | None) -> _T | None:
         """Return the value of the first rank that has one."""

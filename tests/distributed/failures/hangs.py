@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import terapipe_ds
-from terapipe_ds.runtime import agreement, watchdog
+from terapipe_ds.runtime import config_agreement, watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
 from tests.distributed.failures.job import (
@@ -155,9 +155,9 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
     job = Job(stall_timeout_s=patience_s)
     model = build_model(job)
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        next(agreement._meetings)  # the ranks of the pool go on together
+        next(config_agreement._meetings)  # the ranks of the pool go on together
         return Raised("", "", 0.0)
-    usual, agreement.PATIENCE_S = agreement.PATIENCE_S, patience_s
+    usual, config_agreement.PATIENCE_S = config_agreement.PATIENCE_S, patience_s
     try:
         return provoke(
             lambda: terapipe_ds.initialize(
@@ -165,4 +165,4 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
             )
         )
     finally:
-        agreement.PATIENCE_S = usual
+        config_agreement.PATIENCE_S = usual

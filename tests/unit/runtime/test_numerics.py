@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.runtime.header import raised_on_every_rank
+from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.numerics import FiniteCheck, Look, NonFiniteError, layer_name
 
 
@@ -43,9 +43,9 @@ def on_slice(start: int = 4, stop: int = 6, **changes: Any) -> Any:
 def said(check: FiniteCheck) -> str:
     try:
         check.agree(step=7)
-    except NonFiniteError as error:
-        assert raised_on_every_rank(error)
-        return str(error)
+    except RaisedEverywhere as agreed:
+        assert isinstance(agreed.error, NonFiniteError)
+        return str(agreed.error)
     return ""
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,7 +19,9 @@ import pytest
 from torch import distributed
 
 from terapipe_ds.runtime import watchdog as module
+from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.stall import Wait
+from terapipe_ds.runtime.watch_store import Failure
 from terapipe_ds.runtime.watchdog import PipelineAborted, Watchdog
 
 DEADLINE_S = 20.0
@@ -86,14 +89,6 @@ def nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
 
 
-def never(error: BaseException) -> bool:
-    return False
-
-
-def always(error: BaseException) -> bool:
-    return True
-
-
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -103,7 +98,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 def fail(watchdog: Watchdog, error: BaseException, at: str = "F0.1") -> None:
     """A batch of this rank raises."""
-    with pytest.raises(type(error)), watchdog.batch(never):
+    with pytest.raises(type(error)), watchdog.batch():
         watchdog.note(at)
         raise error
 
@@ -111,7 +106,7 @@ def fail(watchdog: Watchdog, error: BaseException, at: str = "F0.1") -> None:
 class TestFailures:
     def test_a_failure_ends_the_other_rank(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         failing, waiting = job.rank(0), job.rank(1)
-        with waiting.batch(never):
+        with waiting.batch():
             waiting.note("F1.0")
             with waiting.waiting("the input of F1.0"):
                 fail(failing, ValueError("the layer is broken"))
@@ -125,9 +120,9 @@ class TestFailures:
 
     def test_the_failing_rank_raises_after_the_others_have_read_why(self, job: Job) -> None:
         failing, waiting = job.rank(0), job.rank(1)
-        with waiting.batch(never):
+        with waiting.batch():
             fail(failing, ValueError("broken"))
-            assert job.server.check(["read/0", "read/1"])
+            assert job.server.add("read", 0) == 2
 
     def test_the_failing_rank_does_not_wait_for_ever(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
@@ -139,43 +134,41 @@ class TestFailures:
     def test_a_rank_outside_a_batch_is_left_alone_until_its_next_one(
         self, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.6)  # longer than the thread sleeps
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
         failing, outside = job.rank(0), job.rank(1)
         fail(failing, ValueError("broken"))
+        until(lambda: outside._others.failure is not None)
+        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), outside.batch():
+            pytest.fail("the batch has begun")
         assert job.exits == []
-        with outside.batch(never):
-            job.wait_for_end()
-        assert job.exits == [1]
 
     def test_on_a_device_that_runs_behind(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         """The main thread may wait for the device after it has left the batch."""
         job.rank(1, asynchronous=True)
         fail(job.rank(0), ValueError("spam"))
         job.wait_for_end()
-        assert "the program outside a batch" in capfd.readouterr().err
+        assert "This rank was outside a batch" in capfd.readouterr().err
 
     def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
         failing = job.rank(0)
         fail(failing, ValueError("broken"))
-        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), failing.batch(never):
+        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), failing.batch():
             pytest.fail("the batch has begun")
 
     def test_the_first_failure_stays(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        job.world_size = 3
         monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
         fail(job.rank(0), ValueError("first"))
-        fail(job.rank(1), ValueError("second"))
-        third = job.rank(2)
-        with pytest.raises(PipelineAborted, match="rank 0 .* ValueError: first"), third.batch(never):
-            raise RuntimeError(GLOO_ERROR)
+        second = job.rank(1)._others
+        second.publish_failure(Failure(1, 1, "F0.0", "second"), wait_s=0.0)
+        assert second.failure is not None and second.failure.error == "ValueError: first"
 
-    def test_a_forgiven_error_is_nobodys_business(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_an_error_that_all_raise_alike_is_not_published(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         watchdog = job.rank(0)
-        with pytest.raises(StopIteration), watchdog.batch(always):
-            raise StopIteration
+        with pytest.raises(RaisedEverywhere), watchdog.batch():
+            raise RaisedEverywhere(StopIteration())
         assert not job.server.check(["abort"])
-        with watchdog.batch(never):
+        with watchdog.batch():
             pass
         assert capfd.readouterr().err == ""
 
@@ -183,7 +176,7 @@ class TestFailures:
         job.world_size = 1
         watchdog = Watchdog(0, 0, LONG_S)
         fail(watchdog, ValueError("broken"))
-        with watchdog.batch(never):
+        with watchdog.batch():
             pass
         watchdog.close()
         assert capfd.readouterr().err == ""
@@ -194,7 +187,7 @@ class TestLostConnections:
         monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
         watchdog = job.rank(1)
         with pytest.raises(PipelineAborted, match="while waiting for the input of F0.0: .*exit code") as raised:
-            with watchdog.batch(never), watchdog.waiting("the input of F0.0"):
+            with watchdog.batch(), watchdog.waiting("the input of F0.0"):
                 raise RuntimeError(GLOO_ERROR)
         assert GLOO_ERROR in str(raised.value.__cause__)
 
@@ -203,7 +196,7 @@ class TestLostConnections:
         fail(job.rank(0), ValueError("broken"))
         watchdog = job.rank(1)
         with pytest.raises(PipelineAborted, match=r"rank 0 \(stage 0\) failed at F0.1: ValueError: broken"):
-            with watchdog.batch(never):
+            with watchdog.batch():
                 raise RuntimeError(GLOO_ERROR)
 
     def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,10 +208,11 @@ class TestLostConnections:
     ) -> None:
         monkeypatch.setattr(module, "LOST_STORE_S", 0.1)
         watchdog = job.rank(1)
-        with watchdog.batch(never), watchdog.waiting("the input of F0.0"):
+        with watchdog.batch(), watchdog.waiting("the input of F0.0"):
             job.server = None
             job.wait_for_end()
-        assert "rank 1 (stage 1) ends: rank 0, which serves the watch-dog's store, is gone" in capfd.readouterr().err
+        text = capfd.readouterr().err
+        assert "rank 1 (stage 1) ends: rank 0, or the launcher that serves the store of the job, is gone" in text
 
     def test_without_the_store_a_rank_that_works_is_left_alone(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LOST_STORE_S", 0.0)
@@ -226,7 +220,7 @@ class TestLostConnections:
         rounds: list[None] = []
         waits = watchdog._waits_without_store
         monkeypatch.setattr(watchdog, "_waits_without_store", lambda doing: rounds.append(None) or waits(doing))
-        with watchdog.batch(never):
+        with watchdog.batch():
             watchdog.note("ST")
             job.server = None
             until(lambda: watchdog._others.lost_at is not None)
@@ -238,7 +232,7 @@ class TestLostConnections:
 class TestStalls:
     def test_the_report_says_what_every_rank_does(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
-        with waiting.batch(never), hanging.batch(never):
+        with waiting.batch(), hanging.batch():
             waiting.note("B0.3")
             hanging.note("F0.2")
             with waiting.waiting("the gradients of B0.3"):
@@ -250,11 +244,10 @@ class TestStalls:
             assert "no progress for 0.6 s (terapipe.stall_timeout_s):" in own
             assert "  rank 0 (stage 0): at B0.3, waiting for the gradients of B0.3 for " in own
             assert "  rank 1 (stage 1): running F0.2 for " in own
-            assert "Stage 1 (rank 1) is where it stands: it has been running F0.2 for " in own
-            assert "and waits for no other rank; rank 0 waits for it.\n" in own
+            assert "Stage 1 (rank 1) holds up the job: running F0.2 for " in own
             assert "raise the limit" in own
         hanging_text = text[text.index("terapipe_ds: rank 1 ") :]
-        assert "It stands here:" in hanging_text
+        assert "Its main thread is here:" in hanging_text
         assert "in test_the_report_says_what_every_rank_does" in hanging_text
         assert job.exits == [1, 1]
 
@@ -262,30 +255,29 @@ class TestStalls:
     def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """It saves a checkpoint, say. The others say so once, and give up much later."""
-        monkeypatch.setattr(module, "PATIENCE", 5)
+        """It may save a checkpoint. The others give up much later."""
+        monkeypatch.setattr(module, "LONG_CALL", 5)
         waiting = job.rank(0, stall_timeout_s=0.4)
         job.rank(1)
         start = time.monotonic()
-        with waiting.batch(never):
+        with waiting.batch():
             until(lambda: len(job.exits) == 1)
         assert time.monotonic() - start > 5 * 0.4
         text = capfd.readouterr().err
-        assert text.count("for a batch to begin:") == 1
-        assert "  rank 1 (stage 1): outside a batch for " in text
+        assert "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for " in text
         assert "no progress for 0.4 s" in text
 
     def test_a_rank_that_hangs_while_it_draws_data_is_not(self, job: Job) -> None:
         waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
-        with waiting.batch(never), hanging.batch(never):
+        with waiting.batch(), hanging.batch():
             until(lambda: job.server.check(["state/1"]) and b"the start" in job.server.get("state/1"))
             start = time.monotonic()
             until(lambda: len(job.exits) == 2)
-        assert time.monotonic() - start < module.PATIENCE * 0.6
+        assert time.monotonic() - start < module.LONG_CALL * 0.6
 
     def test_what_each_rank_did_last(self, job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         waiting, hanging = job.rank(0, 0.6, trace_dir=str(tmp_path)), job.rank(1, trace_dir=str(tmp_path))
-        with waiting.batch(never), hanging.batch(never):
+        with waiting.batch(), hanging.batch():
             for action in ("F0.0", "F0.1"):
                 waiting.note(action)
                 hanging.note(action)
@@ -302,34 +294,37 @@ class TestStalls:
     @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         killed = job.rank(1)
-        with killed.batch(never):
+        with killed.batch():
             killed.note("F0.3")
             until(lambda: b"F0.3" in job.server.get("state/1"))
             killed._stop.set()  # its thread is gone, as if it had been killed
             assert killed._thread is not None
             killed._thread.join()
             waiting = job.rank(0, stall_timeout_s=0.3)
-            with waiting.batch(never), waiting.waiting(Wait("the gradients", (1,))):
+            with waiting.batch(), waiting.waiting(Wait("the gradients", (1,))):
                 job.wait_for_end()
         text = capfd.readouterr().err
-        assert "Stage 1 (rank 1) is where it stands: it does not answer" in text
-        assert "last seen running F0.3; rank 0 waits for it" in text
+        assert "Stage 1 (rank 1) holds up the job: does not answer" in text
+        assert "last seen running F0.3. Ranks that wait for it: 0." in text
 
-    def test_several_that_ask_at_once_all_get_answers(self, job: Job) -> None:
+    def test_several_that_look_at_once_see_all_alive(self, job: Job) -> None:
         others = [job.rank(rank)._others for rank in (0, 1)]
-        for _ in range(3):
-            job.server.add("roll", 1)  # somebody else's
-        before = time.monotonic()
-        states = others[0].call_the_roll(DEADLINE_S)
-        assert time.monotonic() - before < DEADLINE_S / 2
-        assert not any(state.silent for state in states.values())
-        until(lambda: job.server.check([f"answer/{number}/{rank}" for number in (1, 2, 3) for rank in (0, 1)]))
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda one=one: found.append(one.live_states(DEADLINE_S))) for one in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(found) == 2 and not any(state.silent for states in found for state in states.values())
 
     def test_a_rank_that_goes_on_while_the_others_answer_is_left_alone(self, job: Job) -> None:
-        slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: the roll call takes its time
-        with slow.batch(never):
+        slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: to wait for its sign of life takes a while
+        looks: list[None] = []
+        look = slow._others.live_states
+        slow._others.live_states = lambda wait_s: (looks.append(None), look(wait_s))[1]  # type: ignore[method-assign]
+        with slow.batch():
             slow.note("F0.0")
-            until(lambda: job.server.add("roll", 0) > 0)
+            until(lambda: bool(looks))
             slow.note("F0.1")
         slow.close()
         assert job.exits == []
@@ -338,36 +333,35 @@ class TestStalls:
     def test_a_rank_that_is_done_is_not_waited_for(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         job.rank(1).close()
         waiting = job.rank(0, stall_timeout_s=0.3)
-        with waiting.batch(never), waiting.waiting(Wait("the header", (1,))):
+        with waiting.batch(), waiting.waiting(Wait("the header", (1,))):
             job.wait_for_end()
-        assert "Stage 1 (rank 1) is where it stands: it is done with its engine" in capfd.readouterr().err
+        assert "Stage 1 (rank 1) holds up the job: done with its engine" in capfd.readouterr().err
 
     @pytest.mark.usefixtures("nobody_reads")
     def test_a_long_call_outside_a_batch(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(module, "PATIENCE", 4)
+        monkeypatch.setattr(module, "LONG_CALL", 4)
         saving = job.rank(0, stall_timeout_s=0.3)
         job.rank(1)
         start = time.monotonic()
-        with saving.apart("save_checkpoint"):
+        with saving.long_call("save_checkpoint"):
             job.wait_for_end()
         assert time.monotonic() - start > 4 * 0.3
         text = capfd.readouterr().err
-        assert len(re.findall(r"rank 0 has waited \d s in save_checkpoint:", text)) == 1
-        assert "it has been running save_checkpoint for" in text
+        assert "holds up the job: running save_checkpoint for" in text
 
     def test_an_error_in_a_long_call_is_the_callers(self, job: Job) -> None:
         saving = job.rank(0)
-        with pytest.raises(OSError, match="no space"), saving.apart("save_checkpoint"):
+        with pytest.raises(OSError, match="no space"), saving.long_call("save_checkpoint"):
             raise OSError("no space")
         assert not job.server.check(["abort"])
 
     def test_no_batch_no_stall(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         watchdog = job.rank(0, stall_timeout_s=1e-6)
         rounds: list[None] = []
-        publish = watchdog._publish_state
-        monkeypatch.setattr(watchdog, "_publish_state", lambda: (rounds.append(None), publish()))
+        beat = watchdog._others.beat
+        monkeypatch.setattr(watchdog._others, "beat", lambda **ended: (rounds.append(None), beat(**ended)))
         until(lambda: len(rounds) > 1)
         assert job.exits == []
 
@@ -429,11 +423,11 @@ class TestSigterm:
             with pytest.raises(SystemExit):
                 job.rank(rank)._terminated()
         text = capfd.readouterr().err
-        assert "All ranks answer." in text[text.index("rank 1 (stage 1) ends") :]
+        assert "All ranks are alive." in text[text.index("rank 1 (stage 1) ends") :]
 
     def test_the_last_words(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         watchdog = job.rank(1)
-        with watchdog.batch(never):
+        with watchdog.batch():
             watchdog.note("F0.2")
             with pytest.raises(SystemExit):
                 watchdog._terminated()
@@ -441,6 +435,43 @@ class TestSigterm:
         text = capfd.readouterr().err
         assert "rank 1 (stage 1) ends: it was sent SIGTERM" in text
         assert "This rank was running F0.2." in text
+
+
+class TestTimer:
+    """What ends a process whose watching thread does not run any more."""
+
+    SCRIPT = """
+import os, sys, threading, time
+from torch import distributed
+from terapipe_ds.runtime import watchdog
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+distributed.get_world_size = lambda group=None: 2
+watchdog._TIMER_S = 1.0
+dog = watchdog.Watchdog(0, 0, 0.1, distributed.HashStore())
+{act}
+time.sleep(30)
+"""
+
+    def run(self, act: str) -> tuple[int, str]:
+        ended = subprocess.run(
+            [sys.executable, "-c", self.SCRIPT.format(act=act)], capture_output=True, text=True, timeout=60
+        )
+        return ended.returncode, ended.stderr
+
+    def test_a_thread_that_blocks(self) -> None:
+        """Python's lock is held by native code, or the thread hangs: the timer needs neither."""
+        code, text = self.run("import ctypes; ctypes.PyDLL(None).sleep(30)")
+        assert code == 1 and "Timeout (0:00:01)!" in text and "most recent call first" in text
+
+    def test_a_thread_that_dies(self) -> None:
+        code, text = self.run("dog._judge = None")
+        assert code == 1 and "TypeError" in text
+
+    def test_a_forked_child_ends_by_itself(self) -> None:
+        """A child that had a copy of the timer would wait for its thread, which it has not."""
+        act = "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\nos._exit(7)"
+        code, text = self.run(act)
+        assert code == 7, text
 
 
 class TestEnd:
@@ -464,9 +495,9 @@ class TestEnd:
     def test_nothing_is_asked_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         watchdog = job.rank(0)
         monkeypatch.setattr(sys, "is_finalizing", lambda: True)
-        assert watchdog._others.last_states() == {}
+        assert watchdog._others._read("state") == {}
         monkeypatch.undo()
-        assert set(watchdog._others.last_states()) == {0}
+        assert set(watchdog._others._read("state")) == {0}
 
 
 def _wakeup_descriptor() -> int:

@@ -35,6 +35,7 @@ from terapipe_ds.bench.ranks import (
     prepare_rank,
     spawn_ranks,
 )
+from terapipe_ds.files import write_atomically
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
@@ -101,7 +102,7 @@ def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
             position.failed(error)
             raise
         found["attention"] = attention
-        Path(folder, f"rank{rank}.pickle").write_bytes(pickle.dumps(found))
+        write_atomically(Path(folder, f"rank{rank}.pickle"), lambda path: path.write_bytes(pickle.dumps(found)))
         finish_rank(drivers)
 
 

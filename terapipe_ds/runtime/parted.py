@@ -141,6 +141,8 @@ def parameters_of_part(module: Any) -> list[nn.Parameter]:
 
 def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
     """Return the parameters that only those parts of this stage use which `module` does not run now."""
+    if not isinstance(module, PartedModule):
+        return []
     active = {id(parameter) for parameter in parameters_of_part(module)}
     return [parameter for parameter in module.parameters() if id(parameter) not in active]
 

@@ -31,7 +31,7 @@ from terapipe_ds.bench.ranks import (
     progress_bar,
     spawn_ranks,
 )
-from terapipe_ds.files import write_text
+from terapipe_ds.files.atomic import write_text
 
 EXAMPLES = """examples:
   python -m studies.memory

@@ -20,7 +20,7 @@ from typing import Any
 
 from studies.parametric_costs import ParametricCosts, StepTotal
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.files import write_text
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import solve
 

@@ -35,7 +35,7 @@ from terapipe_ds.bench.ranks import (
     prepare_rank,
     spawn_ranks,
 )
-from terapipe_ds.files import write_atomically
+from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
@@ -91,7 +91,7 @@ def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
     from terapipe_ds.bench.attention import one_attention  # these import torch
     from terapipe_ds.bench.train_in_turns import measure_systems
-    from terapipe_ds.runtime.staging import neighbours_staged
+    from terapipe_ds.runtime.links.staging import neighbours_staged
 
     config = gpt_config(job.work, job.gpt)
     position = Position(Path(folder), rank)

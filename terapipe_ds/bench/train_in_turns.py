@@ -27,9 +27,9 @@ from terapipe_ds.bench.metrics import SliceMeasurements
 from terapipe_ds.bench.planned_cases import PlannedCases
 from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_host
 from terapipe_ds.runtime.profiling.key import device_name
 from terapipe_ds.runtime.profiling.slice_timer import synchronize
-from terapipe_ds.runtime.staging import host_buffer, needs_staging, to_host
 
 _PINGS = 5
 _DRIVERS: dict[str, Callable[[Case, Job], Driver]] = {

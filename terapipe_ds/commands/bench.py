@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
         result = _train(arguments)
     result = {"command": command_line(arguments.words), **result}
     if arguments.json:  # first: whatever the table and the report come to, the figures are kept
-        from terapipe_ds.files import write_text
+        from terapipe_ds.files.atomic import write_text
 
         write_text(arguments.json, json.dumps(result, indent=1, allow_nan=False))
     from terapipe_ds.bench.table import render

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if arguments.out:
-        from terapipe_ds.files import write_text
+        from terapipe_ds.files.atomic import write_text
 
         write_text(arguments.out, result.plan.to_json() + "\n")
     if arguments.picture:

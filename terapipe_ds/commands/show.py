@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(error.picture)
         raise
     if arguments.csv not in (None, "-"):
-        from terapipe_ds.files import write_text
+        from terapipe_ds.files.atomic import write_text
 
         write_text(arguments.csv, to_csv(schedule))
     elif arguments.csv:

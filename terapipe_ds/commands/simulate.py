@@ -257,7 +257,7 @@ def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
 
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
-    from terapipe_ds.files import write_text
+    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.timeline.export import to_chrome_trace, to_csv
     from terapipe_ds.timeline.picture import draw_timelines
 

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from terapipe_ds.json_text import STRICT, JsonError, describe_error, parse_json
+from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
 from terapipe_ds.messages import show_value
 
 FILE = Path(__file__).parents[1] / "data" / "devices.json"

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from terapipe_ds.files import write_text
-from terapipe_ds.json_text import STRICT, JsonError, describe_error, parse_json
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
 from terapipe_ds.messages import show_value
 
 FORMAT, VERSION = "terapipe_ds.profile", 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.files import write_atomically
+from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.timeline.timeline import COMPUTE_KINDS, FORMAT, Timeline, TimelineError, TimelineEvent
 
 if TYPE_CHECKING:

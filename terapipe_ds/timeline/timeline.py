@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from terapipe_ds.files import write_text
-from terapipe_ds.json_text import JsonError, parse_as
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.strict_json import JsonError, parse_as
 
 COMPUTE_KINDS = ("F", "B", "W")
 FORMAT, VERSION = "terapipe_ds.timeline", 1

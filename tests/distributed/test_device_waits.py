@@ -19,9 +19,9 @@ from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.checks import problem_of_device_waits
-from terapipe_ds.runtime.groups import Wires
-from terapipe_ds.runtime.link import Wire
+from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.refusals import problem_of_device_waits
 from tests.distributed import engines
 from tests.distributed.device_waits import Waits, counted_waits
 from tests.distributed.harness import rank_pool
@@ -81,7 +81,7 @@ class _StockProfiler(FlopsProfiler):
 
 
 def job_count_stock_hooks() -> list[str]:
-    with mock.patch("terapipe_ds.runtime.engine.stage_flops", lambda engine: _StockProfiler(engine.module)):
+    with mock.patch("terapipe_ds.runtime.engine.engine.stage_flops", lambda engine: _StockProfiler(engine.module)):
         return job_count(flops_profiler=FLOPS)[0].device
 
 

@@ -14,8 +14,8 @@ from deepspeed.pipe import PipelineModule
 import terapipe_ds
 from terapipe_ds.costs.profile import ProfileError
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime import engine as engine_module
-from terapipe_ds.runtime.parted import PartedModule
+from terapipe_ds.runtime.engine.engine import engine as engine_module
+from terapipe_ds.runtime.layout.parted_module import PartedModule
 from terapipe_ds.schedule import placement_for
 from tests.distributed.engines import (
     LENGTH,

@@ -18,7 +18,7 @@ import torch
 
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.closing import ClosingOfBatches
+from terapipe_ds.runtime.engine.batch_end import ClosingOfBatches
 from terapipe_ds.runtime.profiling import slice_timer
 from terapipe_ds.schedule import build
 from tests.distributed import training

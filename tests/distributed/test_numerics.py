@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.slice_store import SliceEntry
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.numerics import NonFiniteError
+from terapipe_ds.runtime.layers.finite import NonFiniteError
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     LENGTH,

@@ -23,12 +23,12 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
-from terapipe_ds.runtime import planning
-from terapipe_ds.runtime.batch import BatchError
-from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.planning.auto_planner import auto_planner
+from terapipe_ds.runtime.planning.schedule_choice import bounds_of
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.runtime.schedule_choice import bounds_of
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import (
     EXACT,
@@ -92,7 +92,7 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[st
     """The plan that ran, and whether a run given that plan as a list is the same to the last bit."""
     torch.manual_seed(5)
     layers = options.pop("layers", {})
-    cut = mock.patch.object(planning, "plan_slices", _cut_anyway)
+    cut = mock.patch.object(auto_planner, "plan_slices", _cut_anyway)
     with cut, engine_of(gpt_layers(**layers), _auto(), **options) as engine:
         assert isinstance(engine, TeraPipeEngine)
         planned = train(engine, batches(3))

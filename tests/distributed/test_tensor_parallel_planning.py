@@ -15,8 +15,8 @@ import torch
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
-from terapipe_ds.runtime import planning
-from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.planning.auto_planner import auto_planner
 from terapipe_ds.runtime.profiling import own_time, rounds, slice_timer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
@@ -69,7 +69,7 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, bool]:
     """The plan, the slices that were measured, and whether a run with that plan as a list is the same to the bit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "plan_slices", _cut_anyway)
+        patch.setattr(auto_planner, "plan_slices", _cut_anyway)
         patch.setattr(rounds, "MAX_ROUNDS", 4)
         patch.setattr(rounds, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)
@@ -109,10 +109,10 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
 def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: int) -> tuple[int, tuple[int, ...]]:
     """How many slices were measured, and the plan; each rank sees another folder, as on machines of their own."""
     module_class = tp.InMultiplesOfTwo if multiple == 2 else tp.TensorParallelModule
-    usual = planning.cache_path
+    usual = auto_planner.cache_path
     with pytest.MonkeyPatch.context() as patch:
         own = str(Path(folder, str(torch.distributed.get_rank())))
-        patch.setattr(planning, "cache_path", lambda _, *rest: usual(own, *rest))
+        patch.setattr(auto_planner, "cache_path", lambda _, *rest: usual(own, *rest))
         patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
         ran = _recorded(patch)
         terapipe = section(**AUTO, planner={"cache_dir": folder})

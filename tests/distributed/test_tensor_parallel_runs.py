@@ -12,8 +12,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.cli import main
-from terapipe_ds.runtime import trials, watchdog
-from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.failures import trials, watchdog
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.timeline import Timeline

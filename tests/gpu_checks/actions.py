@@ -131,7 +131,7 @@ def _first_step(engine: Any, data: Any) -> tuple[float, float]:
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
-    from terapipe_ds.runtime.closing import ClosingOfBatches
+    from terapipe_ds.runtime.engine.batch_end import ClosingOfBatches
     from terapipe_ds.runtime.profiling import slice_timer
 
     real = ClosingOfBatches._timed_closing

@@ -16,8 +16,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from terapipe_ds import compat
 from terapipe_ds.compat import hooks, versions
 from terapipe_ds.runtime import register
-from terapipe_ds.runtime.engine import TeraPipeEngine
-from terapipe_ds.runtime.parted import PartedModule
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.layout.parted_module import PartedModule
 
 TESTED = dict(versions.TESTED_VERSIONS)
 ROOT = Path(register.__file__).parents[2]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.loss import slice_weights
+from terapipe_ds.runtime.batch.loss import slice_weights
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from tests.unit.test_examples import example
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron")

@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule as ds_schedule
 
 from terapipe_ds.bench.metrics import Recorded
-from terapipe_ds.runtime.trace import wait_for_computation
+from terapipe_ds.runtime.engine.trace import wait_for_computation
 from terapipe_ds.schedule.action import Action, Kind
 
 _CLOSING = {Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP}

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
 
-from terapipe_ds.json_text import JsonError, parse_as
+from terapipe_ds.files.strict_json import JsonError, parse_as
 from terapipe_ds.timeline import Timeline
 
 SYSTEMS = {"deepspeed": "DeepSpeed", "terapipe": "terapipe", "torch": "torch.distributed.pipelining"}

@@ -17,8 +17,8 @@ from typing import Any
 import terapipe_ds.bench.report.plots as plots
 import terapipe_ds.bench.report.text as text
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, Group, ReportError, Result, Run, read_result
-from terapipe_ds.files import write_text
-from terapipe_ds.json_text import JsonError, parse_json
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.timeline.picture import build_figure
 
 SETTINGS: dict[str, Any] = {

@@ -24,9 +24,9 @@ from terapipe_ds.runtime.checkpoints.load import read_states
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Groups, Shapes, Shard, StateError, StateForm, form_of
 from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, moved, shards_of, stock_orders
 from terapipe_ds.runtime.checkpoints.save import replaced
-from terapipe_ds.runtime.copies import owners_of
-from terapipe_ds.runtime.layer_names import layer_of_parameter
-from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.tied_and_copied import owners_of
 
 LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters by group of the optimizer
 ENVELOPE = "terapipe_states_of_this_layout"  # around optimizer states that DeepSpeed's own engine would mistake

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.files import sync, write_text
+from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.runtime.agreement import gather, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import LATEST, CheckpointError, CheckpointPaths, Manifest
 

@@ -18,20 +18,20 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import guard_plain_attention
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.data import DrawnMicroBatch
-from terapipe_ds.runtime.groups import PipelineGroups, Wires
-from terapipe_ds.runtime.header import MicroBatchShape
-from terapipe_ds.runtime.layout import Layout, Place
-from terapipe_ds.runtime.link import MessageSpec
-from terapipe_ds.runtime.parted import activate, parameters_of_part
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layout.layout import Layout, Place
+from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
+from terapipe_ds.runtime.links.channel import MessageSpec
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.profiling.link_times import LinkTimes, Specs, measure_links
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.own_time import own_seconds
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
-from terapipe_ds.runtime.trials import Trials
-from terapipe_ds.runtime.untouched import untouched
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two

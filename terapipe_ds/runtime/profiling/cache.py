@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
-from terapipe_ds.files import write_text
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.profiling.all_parts import PartCosts

@@ -16,8 +16,8 @@ from deepspeed.pipe import PipelineModule
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.costs.profile import ProfileKey
-from terapipe_ds.runtime.layer_names import module_of
-from terapipe_ds.runtime.parted import parameters_of_part
+from terapipe_ds.runtime.layout.layer_names import module_of
+from terapipe_ds.runtime.layout.parted_module import parameters_of_part
 
 
 class LayersOfPart(NamedTuple):

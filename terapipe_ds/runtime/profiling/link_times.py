@@ -12,9 +12,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.costs.profile import LinkSample
-from terapipe_ds.runtime.groups import Wires
-from terapipe_ds.runtime.layout import Layout, WireEnds, rounds_of
-from terapipe_ds.runtime.link import MessageSpec, Wire
+from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
+from terapipe_ds.runtime.links.channel import MessageSpec, Wire
+from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.runtime.profiling.slice_timer import synchronize
 

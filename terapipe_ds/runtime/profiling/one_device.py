@@ -21,13 +21,13 @@ from deepspeed.runtime import utils as ds_utils
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
 from terapipe_ds.costs.profile import PartProfile, Profile
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.link import MessageSpec
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.links.channel import MessageSpec
 from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
 from terapipe_ds.runtime.profiling.rounds import PartTimes, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
-from terapipe_ds.runtime.untouched import untouched
-from terapipe_ds.runtime.weight_gradients import accumulate_in_products
 
 
 @dataclass(frozen=True)

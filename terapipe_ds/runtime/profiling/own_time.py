@@ -20,17 +20,17 @@ from torch import nn
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors, Tensors
-from terapipe_ds.runtime.buffers import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.header import MicroBatchShape
-from terapipe_ds.runtime.layout import Place
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec
-from terapipe_ds.runtime.part_runner import PartRunner
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.failures.record import RankRecord
+from terapipe_ds.runtime.failures.report import Wait
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.layout.layout import Place
+from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
-from terapipe_ds.runtime.rank_record import RankRecord
-from terapipe_ds.runtime.stall import Wait
-from terapipe_ds.runtime.trace import Tracer
-from terapipe_ds.runtime.weight_gradients import WeightGradients
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
 

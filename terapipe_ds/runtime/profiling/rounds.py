@@ -20,9 +20,9 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.costs.profile import CostSample, LayerShare
-from terapipe_ds.runtime.layer_times import layer_shares
+from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.profiling.layer_times import layer_shares
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
-from terapipe_ds.runtime.trials import Trials
 
 Point = tuple[int, int]
 """(tokens, prefix)."""

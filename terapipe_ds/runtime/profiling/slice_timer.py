@@ -16,14 +16,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.runtime.batch import SliceableTensors, Tensors, as_tuple
-from terapipe_ds.runtime.buffers import Key
-from terapipe_ds.runtime.checkpointing import checkpointing_with_gradients
-from terapipe_ds.runtime.layer_times import LayerByLayer
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec
-from terapipe_ds.runtime.loss import weighted_loss
+from terapipe_ds.runtime.batch.in_flight import Key
+from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tuple
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.profiling.layer_times import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.runtime.weight_gradients import WeightGradients
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
 

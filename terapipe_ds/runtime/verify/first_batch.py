@@ -24,13 +24,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.buffers import MicroBatchInFlight
-from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.runtime.loss import slice_counts
-from terapipe_ds.runtime.parted import activate, each_part
-from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
+from terapipe_ds.runtime.batch.loss import slice_counts
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.parted_module import activate, each_part
+from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck

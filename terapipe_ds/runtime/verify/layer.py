@@ -14,7 +14,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch import Tensor, nn
 
 from terapipe_ds.attention import push_slice
-from terapipe_ds.runtime.batch import Tensors, as_tuple
+from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
 from terapipe_ds.runtime.verify.compare import (
     EXACT,
     Difference,

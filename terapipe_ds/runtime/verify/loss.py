@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.attention import guard_plain_attention, push_slice
-from terapipe_ds.attention.guard import GuardCapturedNames
+from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Difference, compare_tokens, compare_values, tolerance_of
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
 from terapipe_ds.runtime.verify.layer import Activations

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from terapipe_ds.attention import guard_plain_attention
-from terapipe_ds.attention.guard import GuardCapturedNames
+from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.checkpointing import checkpoint_with_gradients
-from terapipe_ds.runtime.trials import Failure
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.failures.trials import Failure
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.verify.compare import Difference
 from terapipe_ds.runtime.verify.layer import Activations, LayerCheck, NamedLayer
 from terapipe_ds.runtime.verify.loss import LossCheck

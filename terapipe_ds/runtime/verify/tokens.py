@@ -18,7 +18,7 @@ from torch import Tensor
 from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.trials import Trials
+from terapipe_ds.runtime.failures.trials import Trials
 
 _T = TypeVar("_T")
 

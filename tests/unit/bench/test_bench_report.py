@@ -19,7 +19,7 @@ from terapipe_ds.bench.report.data import read_result
 from terapipe_ds.bench.report.page import SETTINGS, timeline_pair
 from terapipe_ds.bench.report.text import digits, headline, notes, seconds
 from terapipe_ds.cli import main
-from tests.unit.drawn_texts import overlaps
+from tests.unit.timeline.drawn_texts import overlaps
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.models.megatron import kernels, linears
 from terapipe_ds.models.megatron.linears import split_backwards
-from terapipe_ds.runtime.buffers import InFlightError
-from terapipe_ds.runtime.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.batch.in_flight import InFlightError
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 
 UNITS = ((0, 0, 1), (0, 0, 0))
 TOKENS, ROWS, IN, OUT = 5, 2, 6, 4

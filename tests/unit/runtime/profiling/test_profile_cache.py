@@ -19,9 +19,8 @@ from torch import nn
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime import planning
-from terapipe_ds.runtime.header import MicroBatchShape
-from terapipe_ds.runtime.planning import AutoPlanner
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, auto_planner
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
 from terapipe_ds.runtime.profiling.cache import combine, memory_of
 from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
@@ -101,7 +100,7 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
     config = TeraPipeConfig(enabled=True, planner={"profile": str(path)}, **section).with_multiple(multiple)
     alone: Any = SimpleNamespace(world=None)
     planner = AutoPlanner(SimpleNamespace(terapipe_config=config), alone, pytest.fail)
-    monkeypatch.setattr(planning, "key_of", lambda engine, groups, length, rows: key)
+    monkeypatch.setattr(auto_planner, "key_of", lambda engine, groups, length, rows: key)
     with caplog.at_level("WARNING", logger="terapipe_ds"):
         given = planner._profile_for(768, [], [MicroBatchShape(2, 768)])
     assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns

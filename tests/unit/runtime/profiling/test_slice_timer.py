@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.link import MessageSpec, TensorSpec
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
-from terapipe_ds.runtime.untouched import untouched
 
 LENGTH, ROWS = 24, 2
 

@@ -24,6 +24,14 @@ RINGS = {
     "runtime": 2, "run": 2,
     "models": 3, "bench": 3, "integrations": 3,
 }  # fmt: skip
+# In a folder, what is listed may import only what is listed after it. What is not listed is there for all of these.
+WINGS = {
+    "runtime": (
+        "register", "engine", "checkpoints", "verify", "planning", "profiling", "layers", "links", "batch", "layout",
+        "failures",
+    ),
+}  # fmt: skip
+MOST_NAMES = {"runtime": 15}
 LAZY = ("", "cli", "__main__", "commands")  # and what is in commands: ring 0 at import, inside functions everything
 
 # Third parties: the first ring that may import them. What is not listed is not a dependency of the package.
@@ -219,6 +227,108 @@ def test_no_module_breaks_its_ring() -> None:
 
 def test_every_module_has_a_ring() -> None:
     assert [module for module in modules_in(PACKAGE) if not is_lazy(module) and ring_of(module) is None] == []
+
+
+# --- wings, and circles
+
+Arrows = set[tuple[str, str]]
+
+
+def arrows(package: Path) -> Arrows:
+    """Return (importer, imported) of all modules of the package, faces (`__init__`) among the imported only."""
+    files = modules_in(package)
+    inside = ((each.module, each.target.removeprefix("terapipe_ds.")) for each in imports_of(package))
+    return {(one, other) for one, other in inside if other in files and one != other and not _is_face(files[one])}
+
+
+def _is_face(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
+def circles(links: Arrows) -> list[set[str]]:
+    """Return the sets of nodes that reach one another, two or more."""
+    reached: dict[str, set[str]] = {}
+    for start in {node for link in links for node in link}:
+        seen, waiting = set(), [start]
+        while waiting:
+            node = waiting.pop()
+            following = {after for before, after in links if before == node} - seen
+            seen |= following
+            waiting += following
+        reached[start] = seen
+    found = []
+    for node in sorted(reached):
+        circle = {other for other in reached[node] if node in reached[other]}
+        if len(circle) > 1 and circle not in found:
+            found.append(circle)
+    return found
+
+
+def entries(links: Arrows, folder: str) -> Arrows:
+    """Return the arrows between the files and folders that lie in `folder`; "" is the package."""
+    prefix = folder and folder + "."
+
+    def entry(module: str) -> str | None:
+        return module.removeprefix(prefix).partition(".")[0] if module.startswith(prefix) else None
+
+    pairs = {(entry(one), entry(other)) for one, other in links}
+    return {(one, other) for one, other in pairs if one and other and one != other}
+
+
+def wing_breaches(links: Arrows, folder: str) -> list[str]:
+    """Return the arrows in `folder` that lead up: from a wing to one before it, or from the ground to a wing."""
+    order = WINGS[folder]
+    place = {name: index for index, name in enumerate(order)}
+    low = len(order)
+    return sorted(
+        f"{one} imports {other}" for one, other in entries(links, folder) if place.get(one, low) > place.get(other, low)
+    )
+
+
+LINKS = arrows(PACKAGE)
+FOLDERS = [module for module, path in modules_in(PACKAGE).items() if _is_face(path) and module]
+
+
+def test_no_two_files_import_one_another() -> None:
+    files = modules_in(PACKAGE)
+    assert circles({(one, other) for one, other in LINKS if not _is_face(files[other])}) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_two_entries_of_a_folder_import_one_another(folder: str) -> None:
+    assert circles(entries(LINKS, folder)) == []
+
+
+@pytest.mark.parametrize("folder", WINGS)
+def test_a_wing_imports_only_wings_after_it(folder: str) -> None:
+    assert wing_breaches(LINKS, folder) == []
+
+
+@pytest.mark.parametrize("folder", MOST_NAMES)
+def test_a_folder_has_few_names(folder: str) -> None:
+    names = {
+        module.removeprefix(folder + ".").partition(".")[0]
+        for module in modules_in(PACKAGE)
+        if module.startswith(folder + ".")
+    }
+    assert len(names) <= MOST_NAMES[folder], sorted(names)
+    assert set(WINGS[folder]) <= names
+
+
+def test_circles_and_breaches_are_found() -> None:
+    links = {
+        ("runtime.links.a", "runtime.engine.b"),
+        ("runtime.engine.b", "runtime.log"),
+        ("a.x", "a.y"),
+        ("a.y", "a.x"),
+    }
+    assert circles(links) == [{"a.x", "a.y"}]
+    assert wing_breaches(links, "runtime") == ["links imports engine"]
+    assert wing_breaches(links | {("runtime.log", "runtime.batch.c")}, "runtime") == [
+        "links imports engine",
+        "log imports batch",
+    ]
+    assert circles(entries(links | {("runtime.engine.c", "runtime.links.d")}, "runtime")) == [{"links", "engine"}]
 
 
 # --- the walk itself

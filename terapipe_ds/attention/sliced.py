@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
+from terapipe_ds.attention.active_slice import ActiveSlice, Store, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
-from terapipe_ds.attention.slice_store import SliceEntry, SliceStore, SliceStoreError
+from terapipe_ds.attention.slice_store import SliceEntry, SliceStoreError
 
 Tensor = torch.Tensor
 
@@ -65,7 +65,7 @@ class _Call:
     """What one call has besides tensors, and what its backward needs of the store."""
 
     def __init__(
-        self, active: ActiveSlice, store: SliceStore, layer: Hashable, backend: Backend, scale: float, dropout_p: float
+        self, active: ActiveSlice, store: Store, layer: Hashable, backend: Backend, scale: float, dropout_p: float
     ) -> None:
         self.active, self.store, self.layer = active, store, layer
         self.backend, self.scale, self.dropout_p = backend, scale, dropout_p

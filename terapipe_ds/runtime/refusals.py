@@ -18,7 +18,6 @@ from torch import nn
 
 from terapipe_ds.compat.insertions import problem_of_insertions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.links.groups import Wires
 
 logger = logging.getLogger("terapipe_ds")
 
@@ -159,13 +158,16 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
     return config.with_multiple(multiple)
 
 
-def problem_of_device_waits(wires: Wires) -> str | None:
+def problem_of_device_waits(receives_on_device: bool) -> str | None:
     """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
 
     Such a wait ends when every receive that is posted ahead has its message, which may be a gradient that follows from
     the very slice that is running. It may be switched on late.
+
+    Args:
+        receives_on_device: whether receives that are posted ahead are at work on the device (`Wires.post_on_device`).
     """
-    reasons = [reason for is_on, reason in _DEVICE_WAITS if wires.post_on_device and is_on()]
+    reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
     if not reasons:
         return None
     return (
@@ -175,10 +177,10 @@ def problem_of_device_waits(wires: Wires) -> str | None:
     )
 
 
-def check_batch_options(in_stock_order: bool, wires: Wires) -> None:
+def check_batch_options(in_stock_order: bool, receives_on_device: bool) -> None:
     """Refuse before a batch what may have been switched on after the engine was built. Ranks may differ in it."""
     check_checkpointing(in_stock_order)
-    problem = problem_of_device_waits(wires)
+    problem = problem_of_device_waits(receives_on_device)
     if problem is not None:
         raise TeraPipeConfigError(problem)
 

@@ -109,11 +109,11 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_replaced_is_refused_where_receives_are_on_a_device(words: str) -> None:
     with REFUSED[words]():
-        assert re.search(rf"{words}.*a hang", problem_of_device_waits(wires("cuda")) or "")
-        assert problem_of_device_waits(wires("cpu")) is None
-        assert problem_of_device_waits(wires("cuda", staged=True)) is None  # receives are in the host's memory
-        assert problem_of_device_waits(Wires({})) is None  # one stage
-    assert problem_of_device_waits(wires("cuda")) is None
+        assert re.search(rf"{words}.*a hang", problem_of_device_waits(wires("cuda").post_on_device) or "")
+        assert problem_of_device_waits(wires("cpu").post_on_device) is None
+        assert problem_of_device_waits(wires("cuda", staged=True).post_on_device) is None  # receives in host memory
+        assert problem_of_device_waits(Wires({}).post_on_device) is None  # one stage
+    assert problem_of_device_waits(wires("cuda").post_on_device) is None
 
 
 @contextlib.contextmanager

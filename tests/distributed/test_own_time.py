@@ -9,9 +9,10 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.profiling import all_parts
-from terapipe_ds.runtime.profiling.own_time import own_seconds
 from tests.distributed.engines import Run, batches, build, gpt_layers, section, train
 from tests.distributed.harness import rank_pool
 
@@ -135,7 +136,7 @@ def _measured(own_s: float) -> list[tuple[float, float]]:
         return costs
 
     engine = build(gpt_layers(), section(slices="auto", granularity_tokens=4))
-    told = mock.patch.object(all_parts, "own_seconds", lambda *args: (own_s, 2 * own_s))
+    told = mock.patch.object(TeraPipeEngine, "own_seconds", lambda *args: (own_s, 2 * own_s))
     with told, mock.patch("terapipe_ds.runtime.planning.auto_planner.measure_parts", watched):
         train(engine, batches(1))
     engine.destroy()

@@ -114,16 +114,16 @@ def _measured(
 
 def _first_step(engine: Any, data: Any) -> tuple[float, float]:
     """Run the step in which slices are measured, and return the engine's own time of F and B as it was found."""
-    from terapipe_ds.runtime.profiling import all_parts
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     found: list[tuple[float, float]] = []
-    real = all_parts.own_seconds
+    real = TeraPipeEngine.own_seconds
 
     def watched(*args: Any) -> tuple[float, float]:
         found.append(real(*args))
         return found[-1]
 
-    with mock.patch.object(all_parts, "own_seconds", watched):
+    with mock.patch.object(TeraPipeEngine, "own_seconds", watched):
         _step(engine, data)
     return found[0]
 

@@ -11,9 +11,8 @@ import torch
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
-from terapipe_ds.runtime.links.channel import Unit
 from terapipe_ds.schedule import Schedule
-from terapipe_ds.schedule.action import Kind
+from terapipe_ds.schedule.action import Kind, SliceKey
 
 Key = tuple[int, int, int]
 """(part_id, micro_batch_id, slice_id)."""
@@ -31,9 +30,9 @@ class Places:
 
     def __init__(self, schedule: Schedule) -> None:
         self._orders = schedule.orders
-        self._by_stage: dict[int, dict[tuple[Kind, int, Unit], int]] = {}
+        self._by_stage: dict[int, dict[tuple[Kind, int, SliceKey], int]] = {}
 
-    def find(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> int:
+    def find(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> int:
         """The index of F, B or W of ``unit`` in the order of ``stage_id``."""
         if stage_id not in self._by_stage:
             order = self._orders[stage_id]
@@ -79,7 +78,7 @@ class BatchInFlight:
         how = self.training, self.schedule.name
         return frozenset((how, each.shape.rows, each.shape.length, each.plan.lengths) for each in self.micro_batches)
 
-    def signature(self, unit: Unit) -> tuple[bool, int, int, int]:
+    def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """What the shapes of a slice's activations depend on: (mode, rows, sequence length, slice length)."""
         micro_batch = self.micro_batches[unit[0]]
         shape = micro_batch.shape

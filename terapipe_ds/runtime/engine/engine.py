@@ -36,6 +36,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     tell_of_clipping,
 )
 from terapipe_ds.runtime.engine.first_and_last_part import StageEnds
+from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner, ds_timed
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.trials import Trials
@@ -113,7 +114,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, self._groups)
         self._wires = self._groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        refuse_everywhere(problem_of_device_waits(self._wires))
+        refuse_everywhere(problem_of_device_waits(self._wires.post_on_device))
         announce_each = self.module.dynamic_shape and self.terapipe_config.is_stock_order
         self._links = StageLinks(self._wires, self._layout, self.stage_id, announce_each)
         self._source = BatchSource(
@@ -185,6 +186,10 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         check_train_call()
         with ErrorsUnwrapped(), self._guarded():
             return super().train_batch(data_iter)
+
+    def own_seconds(self, is_last: bool, between: Callable[[], object], share: float) -> tuple[float, float]:
+        """Return what the engine itself takes of an F and of a B, in seconds; the arguments are those of `own_time`."""
+        return own_seconds(self, is_last, between, share, self.slice_clock)
 
     def reset_activation_shape(self) -> None:
         """Let stages hand on other shapes from the next batch on. As with DeepSpeed's, every rank must call."""
@@ -297,7 +302,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
     def _check_options(self) -> None:
         """Of DeepSpeed and of the environment, before each batch."""
         in_stock_order = self.terapipe_config.is_stock_order and not self._plans.cut_by_hand
-        check_batch_options(in_stock_order, self._wires)
+        check_batch_options(in_stock_order, self._wires.post_on_device)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = labels = None

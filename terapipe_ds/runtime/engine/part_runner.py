@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import (
     PIPE_RECV_INPUT_TIMER,
     PIPE_SEND_GRAD_TIMER,
     PIPE_SEND_OUTPUT_TIMER,
+    PipelineEngine,
 )
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
@@ -36,14 +37,11 @@ from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.schedule.action import Action, Kind
 
-if TYPE_CHECKING:
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
 logger = logging.getLogger("terapipe_ds")
 
 
 @contextmanager
-def ds_timed(engine: Any, name: str) -> Iterator[None]:
+def ds_timed(engine: PipelineEngine, name: str) -> Iterator[None]:
     """One of DeepSpeed's timers, with ``wall_clock_breakdown``. Receives are timed while they are waited for."""
     if not engine.wall_clock_breakdown():
         yield
@@ -65,7 +63,7 @@ class PartRunner:
 
     def __init__(
         self,
-        engine: TeraPipeEngine,
+        engine: PipelineEngine,
         place: Place,
         *,
         links: StageLinks,

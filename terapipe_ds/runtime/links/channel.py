@@ -24,8 +24,8 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.sliceable import Tensors
 from terapipe_ds.runtime.links.staging import host_buffer, to_host
+from terapipe_ds.schedule.action import SliceKey
 
-Unit = tuple[int, int]
 Signature = Hashable
 
 _DTYPES: tuple[torch.dtype, ...] = (
@@ -209,7 +209,7 @@ class SendChannel(_Channel):
 
 @dataclass
 class _Posted:
-    unit: Unit
+    unit: SliceKey
     spec: MessageSpec | None = None
     works: tuple[Any, ...] = ()
     buffers: Tensors = ()
@@ -224,14 +224,14 @@ class ReceiveChannel(_Channel):
     """
 
     def __init__(
-        self, wire: Wire, spec_of: Callable[[Unit], MessageSpec | None], learn: Callable[[Unit], None]
+        self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None], learn: Callable[[SliceKey], None]
     ) -> None:
         super().__init__(wire)
         self._spec_of = spec_of
         self._learn = learn
         self._posted: deque[_Posted] = deque()
 
-    def post(self, unit: Unit) -> None:
+    def post(self, unit: SliceKey) -> None:
         """Ask for the message of ``unit`` as soon as its shape is known. Units are posted in the order of the
         schedule."""
         self._posted.append(_Posted(unit))
@@ -248,7 +248,7 @@ class ReceiveChannel(_Channel):
             posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
             posted.works = tuple(self.wire.irecv(buffer) for buffer in posted.buffers)
 
-    def wait(self, unit: Unit) -> tuple[MessageSpec, Tensors]:
+    def wait(self, unit: SliceKey) -> tuple[MessageSpec, Tensors]:
         """The message of ``unit``, which must be the next one of the schedule. Blocks until it is here."""
         if not self._posted or self._posted[0].unit != unit:
             expected = self._posted[0].unit if self._posted else "nothing"
@@ -273,15 +273,15 @@ class ReceiveChannel(_Channel):
 class AnnouncedSpecs:
     """Specs that the sender announces: the receiving side of :meth:`SendChannel.announce`."""
 
-    def __init__(self, wire: Wire, signature_of: Callable[[Unit], Signature]) -> None:
+    def __init__(self, wire: Wire, signature_of: Callable[[SliceKey], Signature]) -> None:
         self._wire = wire
         self._signature_of = signature_of
         self.known: dict[Signature, MessageSpec] = {}
 
-    def spec_of(self, unit: Unit) -> MessageSpec | None:
+    def spec_of(self, unit: SliceKey) -> MessageSpec | None:
         return self.known.get(self._signature_of(unit))
 
-    def learn(self, unit: Unit) -> None:
+    def learn(self, unit: SliceKey) -> None:
         """Receive the announcement of the unit's signature: the next one that the sender has made."""
         announcement = MessageSpec.blank()
         torch_dist.recv(announcement, self._wire.peer, group=self._wire.control, tag=self._wire.tag)

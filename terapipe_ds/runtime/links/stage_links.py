@@ -21,10 +21,9 @@ from terapipe_ds.runtime.links.channel import (
     ReceiveChannel,
     SendChannel,
     Signature,
-    Unit,
 )
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 _EVALUATION_SENDS = 8
 """On their way at once over each link. On a line the next stage waits for nothing but these. Round a loop less than
@@ -67,7 +66,7 @@ class StageLinks:
         self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
         self._towards: dict[int, list[SendChannel]] = defaultdict(list)  # by the stage that receives
-        self._handed: dict[tuple[Kind, int, Unit], tuple[MessageSpec, Tensors]] = {}
+        self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id == source:
@@ -78,7 +77,7 @@ class StageLinks:
     def _add_next(self, mine: _PartChannels, wires: Wires, ends: WireEnds) -> None:
         sending = mine.activations_out = SendChannel(wires.activations(ends))
 
-        def gradient_spec(unit: Unit) -> MessageSpec | None:
+        def gradient_spec(unit: SliceKey) -> MessageSpec | None:
             sent = sending.announced.get(self._signature(unit))
             return None if sent is None else sent.gradient()
 
@@ -133,7 +132,7 @@ class StageLinks:
             raise LinkError("no batch is open")
         return self._batch
 
-    def _signature(self, unit: Unit) -> Signature:
+    def _signature(self, unit: SliceKey) -> Signature:
         return unit if self._announce_each else self._open().signature(unit)
 
     def forget_announced(self) -> None:
@@ -144,7 +143,7 @@ class StageLinks:
             if channels.activations_out is not None:
                 channels.activations_out.announced.clear()
 
-    def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: Unit) -> None:
+    def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
         """A message has come that ``stage_id`` sends after this computation."""
         sent_at = self._places.find(stage_id, kind, part_id, unit)
         for channel in self._towards[stage_id]:
@@ -236,5 +235,5 @@ def _wait_of_send(channel: SendChannel) -> Wait:
     return Wait(f"the arrival of {channel.wire.name}", (channel.wire.peer,))
 
 
-def _never_learned(unit: Unit) -> None:
+def _never_learned(unit: SliceKey) -> None:
     raise LinkError(f"gradients of slice {unit} are due, but its activations were never sent")

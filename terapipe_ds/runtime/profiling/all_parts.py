@@ -29,7 +29,6 @@ from terapipe_ds.runtime.links.channel import MessageSpec
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.profiling.link_times import LinkTimes, Specs, measure_links
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.runtime.profiling.own_time import own_seconds
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -158,12 +157,10 @@ def _measure_part(
     """Measure one part, without its links; the other stages measure one of theirs."""
     activate(engine.module, place.chunk_id)
     smallest = min(specs)
-    timer.own_s = own_seconds(
-        engine,
+    timer.own_s = engine.own_seconds(
         place.is_last,
         lambda: timer.issue_backward(timer.issue_forward(smallest, 0)),
         smallest / timer.sequence_length,
-        engine.slice_clock,
     )
     config = engine.terapipe_config
     times = time_part(

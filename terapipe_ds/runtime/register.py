@@ -14,7 +14,7 @@ from typing import Any
 
 from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.config_agreement import require_equal_configs
+from terapipe_ds.runtime.agreement import require_equal_configs
 
 _registered = False
 _verify_only = False

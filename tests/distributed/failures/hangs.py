@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import terapipe_ds
-from terapipe_ds.runtime import config_agreement
+from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.failures import watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
@@ -156,9 +156,9 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
     job = Job(stall_timeout_s=patience_s)
     model = build_model(job)
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        next(config_agreement._meetings)  # the ranks of the pool go on together
+        next(agreement._meetings)  # the ranks of the pool go on together
         return Raised("", "", 0.0)
-    usual, config_agreement.PATIENCE_S = config_agreement.PATIENCE_S, patience_s
+    usual, agreement.PATIENCE_S = agreement.PATIENCE_S, patience_s
     try:
         return provoke(
             lambda: terapipe_ds.initialize(
@@ -166,4 +166,4 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
             )
         )
     finally:
-        config_agreement.PATIENCE_S = usual
+        agreement.PATIENCE_S = usual

@@ -10,8 +10,8 @@ import pytest
 from packaging.version import Version
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime import agreement, config_agreement
-from terapipe_ds.runtime.config_agreement import COMPARED_SECTIONS, require_equal_configs
+from terapipe_ds.runtime import agreement
+from terapipe_ds.runtime.agreement import COMPARED_SECTIONS, require_equal_configs
 from tests.unit.runtime.rank_threads import Ranks
 
 CONFIG: dict[str, Any] = {
@@ -24,9 +24,9 @@ CONFIG: dict[str, Any] = {
 def check(monkeypatch: pytest.MonkeyPatch, *configs: dict[str, Any]) -> Ranks:
     """Every rank compares."""
     ranks = Ranks(len(configs))
-    monkeypatch.setattr(config_agreement, "torch_dist", ranks)
     monkeypatch.setattr(agreement, "torch_dist", ranks)
-    monkeypatch.setattr(config_agreement, "_meetings", itertools.repeat(1))
+    monkeypatch.setattr(agreement, "torch_dist", ranks)
+    monkeypatch.setattr(agreement, "_meetings", itertools.repeat(1))
     messages = set()
     for error in ranks.run(lambda rank: require_equal_configs(configs[rank])):
         assert error is None or isinstance(error, TeraPipeConfigError), error
@@ -95,10 +95,10 @@ def test_a_single_process_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = config_agreement._compared(CONFIG)
+    ours = agreement._compared(CONFIG)
     theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
     values = {"ours": ours, "theirs": theirs}
-    monkeypatch.setattr(config_agreement, "_compared", lambda raw: values[raw["whose"]])
+    monkeypatch.setattr(agreement, "_compared", lambda raw: values[raw["whose"]])
     with pytest.raises(TeraPipeConfigError) as caught:
         check(monkeypatch, {"whose": "ours"}, {"whose": "theirs"})
     lines = str(caught.value).splitlines()[1:]
@@ -113,7 +113,7 @@ def test_the_versions_are_those_of_this_installation() -> None:
 
     import terapipe_ds
 
-    ours = config_agreement._compared(CONFIG)
+    ours = agreement._compared(CONFIG)
     for package in (torch, deepspeed):  # which may name their build besides: 2.11.0+cu130
         assert Version(ours[f"version of {package.__name__}"]).public == Version(package.__version__).public
     assert ours["version of terapipe_ds"] == terapipe_ds.__version__
@@ -123,13 +123,13 @@ def test_the_versions_are_those_of_this_installation() -> None:
 class TestRanksThatNeverCome:
     @pytest.fixture(autouse=True)
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(config_agreement, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(config_agreement, "REMIND_S", 0.0)
+        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(agreement, "REMIND_S", 0.0)
 
     def test_they_are_named(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         config = changed(terapipe={"enabled": True, "stall_timeout_s": 0.05})
         ranks = Ranks(4)
-        monkeypatch.setattr(config_agreement, "torch_dist", ranks)
+        monkeypatch.setattr(agreement, "torch_dist", ranks)
         monkeypatch.setattr(agreement, "torch_dist", ranks)
         error, *_ = ranks.run(lambda rank: require_equal_configs(config) if rank == 0 else None)
         assert isinstance(error, TeraPipeConfigError)
@@ -145,4 +145,4 @@ class TestRanksThatNeverCome:
         ],
     )  # fmt: skip
     def test_for_how_long(self, section: Any, timeout_s: float) -> None:
-        assert config_agreement._timeout_s(config_agreement._compared(changed(terapipe=section))) == timeout_s
+        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s

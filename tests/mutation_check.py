@@ -116,7 +116,7 @@ def caught_by_verify(fault: Fault) -> Verdict:
         )  # fmt: skip
     except RankFailure as failure:
         verdict = _refusal(failure)
-        if "runtime/verify" not in str(failure):
+        if "VerifyError" not in str(failure):
             return Verdict(SURVIVED, f"verify passed it ({verdict.said})")
         named = re.search(r"^\s*(layer \d+ \(.*)$", failure.first.detail, re.MULTILINE)
         return Verdict("verify", named[1][:90] if named else verdict.said)

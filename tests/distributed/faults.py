@@ -223,7 +223,7 @@ known("unweighted_losses", "loss", UNEVEN, "slices weigh the same")
 
 @fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels")
 def weights_of_tokens() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import engine
+    from terapipe_ds.runtime.engine import engine
 
     slice_weights = engine.slice_weights
 
@@ -236,7 +236,7 @@ def weights_of_tokens() -> Iterator[None]:
 
 @fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches")
 def slices_counted_as_micro_batches() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import engine
+    from terapipe_ds.runtime.engine import engine
 
     slice_weights = engine.slice_weights
 
@@ -250,7 +250,7 @@ def slices_counted_as_micro_batches() -> Iterator[None]:
 
 @fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN")
 def empty_slices_not_left_out() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import part_runner
+    from terapipe_ds.runtime.engine import part_runner
 
     def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
         return loss_fn(outputs, labels) * weight
@@ -261,7 +261,7 @@ def empty_slices_not_left_out() -> Iterator[None]:
 
 @fault("loss", EQUAL, "the evaluation loss is that of the last slice")
 def evaluation_of_the_last_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import part_runner
+    from terapipe_ds.runtime.engine import part_runner
 
     with mock.patch.object(part_runner, "sum_of_slices", lambda losses: losses[-1]):
         yield
@@ -315,7 +315,7 @@ def _first_stage_reads(span: Callable[[Any], tuple[int, int]]) -> Iterator[None]
 
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
 def gradients_of_another_micro_batch() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import engine
+    from terapipe_ds.runtime.engine import engine
     from terapipe_ds.runtime.engine.part_runner import PartRunner
     from terapipe_ds.schedule import Kind
 
@@ -350,7 +350,7 @@ def recomputed_with_the_first_slice() -> Iterator[None]:
 
 @fault("engine", CHECKPOINTED, "layers are recomputed without a slice", stopped_by="mat1 and mat2 shapes")
 def recomputed_without_a_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import part_runner
+    from terapipe_ds.runtime.engine import part_runner
 
     push_slice = part_runner.push_slice
 
@@ -429,7 +429,7 @@ def weight_gradients_added_twice() -> Iterator[None]:
 
 @fault("engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does")
 def norm_of_the_first_stage() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import engine
+    from terapipe_ds.runtime.engine import engine
 
     with mock.patch.object(engine, "count_every_stage_in_norm"):
         yield
@@ -444,7 +444,7 @@ known("backward_in_forward_order_unnoticed", "schedule", UNEVEN, "the same, and 
 @contextlib.contextmanager
 def _orders(change: Callable[[tuple[Any, ...]], tuple[Any, ...]], validated: bool) -> Iterator[None]:
     """Every stage's order changed after it was built."""
-    from terapipe_ds.runtime.planning.auto_planner import batch_plans
+    from terapipe_ds.runtime.planning import batch_plans
 
     build = batch_plans.build
 
@@ -538,7 +538,7 @@ def messages_one_late() -> Iterator[None]:
 @fault("runtime", replace(EQUAL, mixed=True), "the shapes in the header are taken for those of the first batch",
        section={"stall_timeout_s": 5}, stopped_by="split_with_sizes expects")  # fmt: skip
 def stale_header() -> Iterator[None]:
-    from terapipe_ds.runtime.batch.sliceable import source
+    from terapipe_ds.runtime.batch import source
 
     agree = source.agree_on_batch
     first: list[Any] = []
@@ -557,7 +557,7 @@ def header_accepted_blindly() -> Iterator[None]:
     import torch.distributed as torch_dist
 
     from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.runtime.batch.sliceable import batch_agreement
+    from terapipe_ds.runtime.batch import batch_agreement
     from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     train_batch = TeraPipeEngine.train_batch

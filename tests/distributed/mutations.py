@@ -31,7 +31,7 @@ def train_mutated(case: Case, mutation: str) -> RankRecord:
 @contextlib.contextmanager
 def backward_in_forward_order() -> Iterator[None]:
     """The backwards of a micro-batch begin with its first slice; the proof that refuses this is skipped."""
-    from terapipe_ds.runtime.planning.auto_planner import batch_plans
+    from terapipe_ds.runtime.planning import batch_plans
 
     build = batch_plans.build
 
@@ -117,7 +117,7 @@ def dropped_kv_gradient() -> Iterator[None]:
 @contextlib.contextmanager
 def unweighted_losses() -> Iterator[None]:
     """The loss of a micro-batch is the plain mean of its slices' losses (of those that have a label)."""
-    from terapipe_ds.runtime.engine.engine import engine
+    from terapipe_ds.runtime.engine import engine
 
     slice_weights = engine.slice_weights
 
@@ -167,7 +167,7 @@ def weight_twice() -> Iterator[None]:
 @contextlib.contextmanager
 def _lowered(change: Callable[[list[Any], int], list[Any]]) -> Iterator[None]:
     """The last W of every stage, at its index in what the engine runs, is changed; the proof is skipped."""
-    from terapipe_ds.runtime.planning.auto_planner import batch_plans
+    from terapipe_ds.runtime.planning import batch_plans
     from terapipe_ds.schedule import Kind, Schedule
 
     for_stage = Schedule.for_stage

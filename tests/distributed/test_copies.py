@@ -16,8 +16,8 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine.engine import batch_end
-from terapipe_ds.runtime.layout.layout import tied_and_copied
+from terapipe_ds.runtime.engine import batch_end
+from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed.engines import (
     batches,
     config,

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.planning.auto_planner import batch_plans as plans_module
+from terapipe_ds.runtime.planning import batch_plans as plans_module
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,

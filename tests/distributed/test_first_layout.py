@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from deepspeed.pipe import PipelineModule
 import terapipe_ds
 from terapipe_ds.costs.profile import ProfileError
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine.engine import engine as engine_module
+from terapipe_ds.runtime.engine import engine as engine_module
 from terapipe_ds.runtime.layout.parted_module import PartedModule
+from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.schedule import placement_for
 from tests.distributed.engines import (
     LENGTH,
@@ -112,11 +114,10 @@ def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
     with engine_of(gpt_layers(), terapipe, module={"partition_method": "type:Decoder"}) as engine:
         train(engine, batches(1))
         planner = engine._plans._planner
-        found: list[float] = []
-        search = planner._search
-        planner._search = lambda costs, *rest: found.extend(c.forward_s(23, 0) for c in costs) or search(costs, *rest)
-        planner._plan(LENGTH)
-        return list(engine.module.parts), found
+        (profile,) = planner._profiles.values()
+        with mock.patch.object(auto_planner, "plan_slices", wraps=auto_planner.plan_slices) as search:
+            planner._plan(LENGTH, profile)
+        return list(engine.module.parts), [costs.forward_s(23, 0) for costs in search.call_args.args[0]]
 
 
 def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
-from terapipe_ds.runtime.planning.auto_planner import auto_planner
+from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import EXACT, violations
 from tests.distributed.harness import RankFailure, rank_pool

@@ -615,7 +615,7 @@ def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], s
     with engine_of(gpt_layers(), planned) as engine:
         ours = train(engine, batches(2))
         planner = engine._plans._planner
-        choice, profile = planner.known(LENGTH), planner._measured.profile
+        choice, (profile,) = planner.known(LENGTH), planner._profiles.values()
         measured = [part.part_id for part in profile.parts]
     return differences(ours, alone(2)), list(choice.plan.lengths), choice.schedule, measured, profile.pipeline_stages
 

@@ -25,7 +25,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
 from terapipe_ds.runtime.batch.sliceable import BatchError
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning.auto_planner import auto_planner
+from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.runtime.planning.schedule_choice import bounds_of
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak

@@ -17,7 +17,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime.engine import own_time
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning.auto_planner import auto_planner
+from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.runtime.profiling import rounds, slice_timer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer

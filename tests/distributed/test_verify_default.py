@@ -248,7 +248,7 @@ class TestCut:
     def test_rows_and_tokens_are_few(self) -> None:
         kind, _, log = _one(rank_pool(2).run(long, verify="first_batch"))
         assert kind == ""
-        assert "on 3 slices (38 + 25 + 65) of tokens 0 to 128 of 400 in 2 of 5 rows with the whole, " in log
+        assert "on 3 slices (50 + 25 + 50) of tokens 0 to 125 of 400 in 2 of 5 rows with the whole, " in log
 
     def test_the_window_lies_where_labels_begin_to_count(self) -> None:
         """A mean over all tokens agrees with one over valid labels wherever all are valid, or none is."""
@@ -271,11 +271,11 @@ class TestCut:
 
     def test_what_differs_on_a_cut_counts_though_another_layer_cannot_run_on_it(self) -> None:
         kind, text, _ = _one(rank_pool(2).run(long_with, extra=(WrongIfShort, OnlyTrained)))
-        assert kind == "VerifyError" and "layer 4 (WrongIfShort): output" in text and "of tokens 0 to 128 of" in text
+        assert kind == "VerifyError" and "layer 4 (WrongIfShort): output" in text and "of tokens 0 to 125 of" in text
 
     def test_attention_that_is_refused_is_not_tried_on_the_whole(self) -> None:
         kind, text, _ = _one(rank_pool(2).run(long_with, extra=PlainAttention))
-        assert kind == "VerifyError" and "raised PlainAttentionError" in text and "of tokens 0 to 128 of 400" in text
+        assert kind == "VerifyError" and "raised PlainAttentionError" in text and "of tokens 0 to 125 of 400" in text
 
     def test_a_slice_weight_that_cannot_tell_of_a_cut(self) -> None:
         kind, text, log = _one(rank_pool(2).run(long_with, extra=None, loss_fn=WeightOfFifty()))

@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 from terapipe_ds.attention import allow_attention_within_slice
-from terapipe_ds.runtime.batch.sliceable import source as terapipe_data
-from terapipe_ds.runtime.engine.engine import engine as terapipe_engine
+from terapipe_ds.runtime.batch import source as terapipe_data
+from terapipe_ds.runtime.engine import engine as terapipe_engine
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from tests.distributed.engines import Batch, Run, build, differences, section, train
 from tests.zoo import ZOO, Member

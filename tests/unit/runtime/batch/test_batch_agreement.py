@@ -11,6 +11,7 @@ import pytest
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.agreement import RaisedEverywhere
+from terapipe_ds.runtime.batch import batch_agreement
 from terapipe_ds.runtime.batch.batch_agreement import (
     DataSums,
     MicroBatchShape,
@@ -19,7 +20,7 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     TensorPeers,
 )
-from terapipe_ds.runtime.batch.sliceable import BatchError, batch_agreement
+from terapipe_ds.runtime.batch.sliceable import BatchError
 from tests.unit.runtime.rank_threads import Ranks
 
 SHAPES = (MicroBatchShape(2, 12), MicroBatchShape(2, 12))

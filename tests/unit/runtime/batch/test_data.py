@@ -13,9 +13,9 @@ import torch
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
+from terapipe_ds.runtime.batch import source as data
 from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.sliceable import BatchError
-from terapipe_ds.runtime.batch.sliceable import source as data
 from terapipe_ds.runtime.batch.source import BatchSource
 
 TOKENS = torch.arange(24).reshape(2, 12)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.runtime.batch.sliceable import source as module
+from terapipe_ds.runtime.batch import source as module
 from terapipe_ds.runtime.batch.source import checksum
 
 TOKENS = torch.arange(24).reshape(2, 12)

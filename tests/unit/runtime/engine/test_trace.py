@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from terapipe_ds.bench.drivers.recorder import EngineRecorder
-from terapipe_ds.runtime.engine.engine import trace
+from terapipe_ds.runtime.engine import trace
 from terapipe_ds.runtime.engine.trace import Tracer, is_traced
 from terapipe_ds.schedule.action import Action, Kind
 from terapipe_ds.timeline import Timeline

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.runtime.layout.layout import Layout, tied_and_copied
+from terapipe_ds.runtime.layout import tied_and_copied
+from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import copies_may_differ, owners_of
 from terapipe_ds.schedule.placement import placement_for
 

@@ -20,7 +20,8 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, auto_planner
+from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
 from terapipe_ds.runtime.profiling.cache import combine, memory_of
 from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key

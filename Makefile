@@ -34,6 +34,7 @@ $(STAMP): setup.py constraints.txt pyproject.toml
 
 lint: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 # Two files at a time, but for those that look at the clock.

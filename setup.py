@@ -46,7 +46,12 @@ setup(
         "megatron": ["megatron-core==0.16.1"],
         "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4"],
         "test": [
-            "hypothesis>=6.100", "jinja2>=3.1,<4", "matplotlib>=3.8,<4", "mypy>=1.11", "pytest>=9", "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "jinja2>=3.1,<4",
+            "matplotlib>=3.8,<4",
+            "mypy>=1.11",
+            "pytest>=9",
+            "pytest-xdist>=3.6",
             "ruff>=0.6",
         ],
     },

@@ -128,12 +128,16 @@ def _about_unknown(unknown: Sequence[str]) -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         description="Train a GPT of megatron-core layers on text, over TP x PP x DP, in token slices.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
-        "--deepspeed_config", required=True, metavar="FILE.json",
+        "--deepspeed_config",
+        required=True,
+        metavar="FILE.json",
         help="batch sizes, precision, optimizer, ZeRO, clipping, and the section `terapipe`",
-    )  # fmt: skip
+    )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher gives it
     parser.add_argument("--seed", type=int, default=1234, help="of weights, samples and dropout")
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores")

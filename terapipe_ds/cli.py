@@ -61,9 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     for name in COMMANDS:
         module = importlib.import_module(f"terapipe_ds.commands.{name}")
         command = commands.add_parser(
-            name, help=module.HELP, description=module.DESCRIPTION, epilog=f"examples:\n{module.EXAMPLES}",
+            name,
+            help=module.HELP,
+            description=module.DESCRIPTION,
+            epilog=f"examples:\n{module.EXAMPLES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+        )
         command.set_defaults(run=module.run)
         module.add_arguments(command)
     return parser

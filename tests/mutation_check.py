@@ -89,9 +89,12 @@ def caught_by(fault: Fault) -> Verdict:
     configuration = fault.configuration
     try:
         run = rank_pool(configuration.world_size).run(
-            train_configuration, configuration=configuration, fault=fault.name, timeout_s=TIMEOUT_S,
+            train_configuration,
+            configuration=configuration,
+            fault=fault.name,
+            timeout_s=TIMEOUT_S,
             **{"verify": "off", **fault.section},
-        )  # fmt: skip
+        )
     except RankFailure as failure:
         return _judged(_refusal(failure), fault)
     violations = _violations(run, configuration, fault if fault.in_layers else None)
@@ -111,9 +114,12 @@ def caught_by_verify(fault: Fault) -> Verdict:
     configuration = fault.configuration
     try:
         rank_pool(configuration.world_size).run(
-            train_configuration, configuration=configuration, fault=fault.name, verify="first_batch",
+            train_configuration,
+            configuration=configuration,
+            fault=fault.name,
+            verify="first_batch",
             timeout_s=TIMEOUT_S,
-        )  # fmt: skip
+        )
     except RankFailure as failure:
         verdict = _refusal(failure)
         if "VerifyError" not in str(failure):
@@ -156,7 +162,7 @@ def _refusal(failure: RankFailure) -> Verdict:
 
 
 def _short(line: str) -> str:
-    """ "loss: 1.2e-03 (rank 1, ...) > 1e-10" -> "loss 1e-03". """
+    """ "loss: 1.2e-03 (rank 1, ...) > 1e-10" -> "loss 1e-03"."""
     kind, _, rest = line.partition(": ")
     return f"{kind} {float(rest.split()[0]):.0e}"
 

@@ -42,9 +42,11 @@ Schedules of each system:
   deepspeed: 1f1b, dualpipev
   torch: gpipe, 1f1b, interleaved1f1b, zbv
 """ + textwrap.fill(
-    f"terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, initial_indent="  ",
+    f"terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}",
+    118,
+    initial_indent="  ",
     subsequent_indent="    ",
-)  # fmt: skip
+)
 
 PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
@@ -67,10 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     narrow.add_argument("--systems", type=_names, metavar="NAME[,...]", help="deepspeed, terapipe, torch")
     narrow.add_argument("--schedules", type=_names, metavar="NAME[,...]", help="of any system; see below")
     narrow.add_argument(
-        "--slices", type=_names, metavar="N[,...]",
+        "--slices",
+        type=_names,
+        metavar="N[,...]",
         help="numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the "
         "numbers sum to the sequence length, one plan in tokens",
-    )  # fmt: skip
+    )
     narrow.add_argument("--accumulation", type=_numbers, metavar="M[,...]", help="micro-batches per step")
     narrow.add_argument("--pairs", "--steps", type=int, metavar="N", help="timed turns (cpu-2stage: 5)")
     sizes = parser.add_argument_group("sizes")
@@ -79,29 +83,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in _SIZES:
         sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in the place of the preset's")
     sizes.add_argument(
-        "--granularity", type=int, default=_GRANULARITY, metavar="N",
+        "--granularity",
+        type=int,
+        default=_GRANULARITY,
+        metavar="N",
         help="plans cut at multiples (default: %(default)s)",
-    )  # fmt: skip
+    )
     sizes.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu",
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
         help="default: %(default)s. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
-    )  # fmt: skip
+    )
     sizes.add_argument(
-        "--share-device", action="store_true",
+        "--share-device",
+        action="store_true",
         help="with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
         "pipeline runs where there is one device; its times are not those of stages with a device each",
-    )  # fmt: skip
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
     output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
     output.add_argument(
-        "--from", dest="result", metavar="RESULT",
+        "--from",
+        dest="result",
+        metavar="RESULT",
         help="write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
-    )  # fmt: skip
+    )
     output.add_argument(
-        "--check-replay", action="store_true",
+        "--check-replay",
+        action="store_true",
         help="fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
-    )  # fmt: skip
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -193,23 +206,35 @@ def job_of(arguments: argparse.Namespace) -> Job:
     _check_sizes(work, gpt, counts)
     accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
     cases = choose(
-        preset, full=arguments.full, systems=arguments.systems, schedules=arguments.schedules,
+        preset,
+        full=arguments.full,
+        systems=arguments.systems,
+        schedules=arguments.schedules,
         slices=_slices(arguments.slices, work.sequence_length),
-    )  # fmt: skip
+    )
     if ds_config is not None and arguments.slices is None and arguments.schedules is None:
         cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, arguments.systems))))
     # a preset's competitor for some accumulations stands for all others as well
     known = set(preset.accumulations)
     cases = tuple(
         dataclasses.replace(c, accumulations=(*c.accumulations, *(m for m in accumulations if m not in known)))
-        if c.accumulations and max(known) in c.accumulations else c
+        if c.accumulations and max(known) in c.accumulations
+        else c
         for c in cases
-    )  # fmt: skip
+    )
     replayed = arguments.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
     return Job(
-        work, cases, tuple(accumulations), _pairs(arguments, preset), min(arguments.granularity, work.sequence_length),
-        arguments.device, replayed, ds_config, gpt, arguments.share_device,
-    )  # fmt: skip
+        work,
+        cases,
+        tuple(accumulations),
+        _pairs(arguments, preset),
+        min(arguments.granularity, work.sequence_length),
+        arguments.device,
+        replayed,
+        ds_config,
+        gpt,
+        arguments.share_device,
+    )
 
 
 def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) -> None:
@@ -272,9 +297,13 @@ def _own_model(
     length = given["sequence_length"] or config.max_sequence_length
     gpt = {**config.model_dump(), "max_sequence_length": max(length, config.max_sequence_length)}
     work = dataclasses.replace(
-        work, hidden=config.hidden_size, layers=config.num_layers, heads=config.num_heads, sequence_length=length,
+        work,
+        hidden=config.hidden_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        sequence_length=length,
         micro_batch=given["micro_batch"] or number_of(ds_config or {}, "train_micro_batch_size_per_gpu"),
-    )  # fmt: skip
+    )
     return ds_config, gpt, work
 
 

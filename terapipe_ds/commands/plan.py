@@ -49,13 +49,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument("--zero-stage", type=int, choices=(0, 1), help="default 0")
     batch.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON for all of these that are not given")
     search = parser.add_argument_group("search")
-    search.add_argument("--schedule", metavar="NAME",
-                        help="a schedule (terapipe show --help lists them), or auto (default): all are compared")
-    search.add_argument("--chunks-per-stage", type=int, metavar="V",
-                        help="parts that each stage holds (default: those of the schedule; with auto 1 and 2)")
+    search.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="a schedule (terapipe show --help lists them), or auto (default): all are compared",
+    )
+    search.add_argument(
+        "--chunks-per-stage",
+        type=int,
+        metavar="V",
+        help="parts that each stage holds (default: those of the schedule; with auto 1 and 2)",
+    )
     search.add_argument("--option", action="append", metavar="NAME=VALUE", help=OPTION_HELP)
-    search.add_argument("--granularity", type=int, metavar="N",
-                        help="cut at multiples of N tokens (default: 64, or the sequence where that is shorter)")
+    search.add_argument(
+        "--granularity",
+        type=int,
+        metavar="N",
+        help="cut at multiples of N tokens (default: 64, or the sequence where that is shorter)",
+    )
     search.add_argument("--max-slices", type=int, metavar="S", help="at most so many slices")
     search.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per device (default: what it has)")
     output = parser.add_argument_group("output")
@@ -88,9 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
         print("\n".join(_report(result, ranking, setup, section)))
 
 
-def _search(
-    setup: PlanSetup, max_slices: int | None, options: dict[str, Any]
-) -> tuple[PlanResult, Ranking | None]:  # fmt: skip
+def _search(setup: PlanSetup, max_slices: int | None, options: dict[str, Any]) -> tuple[PlanResult, Ranking | None]:
     """The best plan, and with "auto" all schedules."""
     from terapipe_ds.planner import plan_slices, rank_schedules
 
@@ -100,10 +109,15 @@ def _search(
         if options:
             raise CommandError(f"--option {next(iter(options))}: they are those of one schedule; give --schedule too")
         ranking = rank_schedules(
-            setup.costs_of, *shape, memory_of=setup.memory_of, memory_limit_bytes=setup.limit_bytes,
-            max_slices=max_slices, chunks_per_stage=setup.chunks_per_stage, progress=progress,
+            setup.costs_of,
+            *shape,
+            memory_of=setup.memory_of,
+            memory_limit_bytes=setup.limit_bytes,
+            max_slices=max_slices,
+            chunks_per_stage=setup.chunks_per_stage,
+            progress=progress,
             both_ways_s_of=setup.both_ways_s_of,
-        )  # fmt: skip
+        )
         return ranking.best, ranking
     chunks = setup.chunks_per_stage or 1
     num_parts = _num_parts(setup, chunks)
@@ -111,9 +125,16 @@ def _search(
     if costs is None:
         raise CommandError(f"--schedule {setup.schedule}: the layers cannot be cut in {num_parts} parts; ask for fewer")
     result = plan_slices(
-        costs, *shape, setup.schedule, max_slices, memory, setup.limit_bytes, progress=progress,
-        chunks_per_stage=chunks, schedule_options=options,
-    )  # fmt: skip
+        costs,
+        *shape,
+        setup.schedule,
+        max_slices,
+        memory,
+        setup.limit_bytes,
+        progress=progress,
+        chunks_per_stage=chunks,
+        schedule_options=options,
+    )
     if num_parts < result.chunks_per_stage * setup.stages:
         result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
     return result, None
@@ -141,9 +162,7 @@ def _section(result: PlanResult, granularity: int) -> dict[str, Any]:
     return head | {"slices": list(plan.lengths)}
 
 
-def _report(
-    result: PlanResult, ranking: Ranking | None, setup: PlanSetup, section: dict[str, Any]
-) -> list[str]:  # fmt: skip
+def _report(result: PlanResult, ranking: Ranking | None, setup: PlanSetup, section: dict[str, Any]) -> list[str]:
     from terapipe_ds.planner import describe, describe_ranking
 
     lines = describe(result, schedule_chosen=ranking is not None)
@@ -160,9 +179,13 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str, options: dict[str, An
 
     count = result.plan.num_slices
     schedule = build(
-        result.schedule, result.num_stages, result.num_micro_batches, count, chunks_per_stage=result.chunks_per_stage,
+        result.schedule,
+        result.num_stages,
+        result.num_micro_batches,
+        count,
+        chunks_per_stage=result.chunks_per_stage,
         **options,
-    )  # fmt: skip
+    )
     title = f"{result.schedule}, {count} slices, simulated"
     draw_timelines([(title, simulate(schedule, result.plan, setup.costs_of(schedule.num_parts)))], path)
 

@@ -62,8 +62,15 @@ def plan_setup(arguments: argparse.Namespace) -> PlanSetup:
     values |= asked
     if "stages" not in values:
         raise CommandError("--stages is missing: give the number of pipeline stages")
-    for name in ("stages", "micro_batches", "micro_batch_size", "tensor_parallel", "data_parallel", "granularity",
-                 "chunks_per_stage"):
+    for name in (
+        "stages",
+        "micro_batches",
+        "micro_batch_size",
+        "tensor_parallel",
+        "data_parallel",
+        "granularity",
+        "chunks_per_stage",
+    ):
         if values.get(name, 1) < 1:
             raise CommandError(f"{name.replace('_', '-')} = {values[name]}: give a number >= 1")
     if values["stages"] * values["micro_batches"] > MAX_UNITS:
@@ -128,10 +135,17 @@ def _counted_parts(values: dict[str, Any], size: ModelSize, card: DeviceCard) ->
 
     @functools.cache
     def counted(num_parts: int) -> list[Any]:
-        return list(analytic_costs(
-            size, card, num_stages=num_parts, dtype=values["dtype"], micro_batch=values["micro_batch_size"],
-            tensor_parallel=values["tensor_parallel"], activation_checkpointing=values["activation_checkpointing"],
-        ))  # fmt: skip
+        return list(
+            analytic_costs(
+                size,
+                card,
+                num_stages=num_parts,
+                dtype=values["dtype"],
+                micro_batch=values["micro_batch_size"],
+                tensor_parallel=values["tensor_parallel"],
+                activation_checkpointing=values["activation_checkpointing"],
+            )
+        )
 
     def costs_of(num_parts: int) -> list[Any] | None:
         if num_parts > max(size.num_layers, values["stages"]):
@@ -152,9 +166,11 @@ def _measured(values: dict[str, Any], profile: Any) -> PlanSetup:
     stages, parts = values["stages"], MeasuredParts.of_profile(profile, models)
     if len(models) == 1:
         parts = dataclasses.replace(
-            parts, costs=models * stages, shares=parts.shares and [*parts.shares] * stages,
+            parts,
+            costs=models * stages,
+            shares=parts.shares and [*parts.shares] * stages,
             most_parts=parts.most_parts and parts.most_parts * stages,
-        )  # fmt: skip
+        )
     if parts.most_parts is None:  # who knows how many layers there are
         parts = dataclasses.replace(parts, most_parts=2 * stages)
     if parts.cut(values["stages"]) is None:
@@ -212,11 +228,16 @@ def _memory(values: dict[str, Any], dtype: str) -> PartsOf:
         if num_parts > max(size.num_layers, values["stages"]):
             return None
         return MemoryModel.of_model(
-            size, num_stages=num_parts, dtype=DTYPE_NAMES.get(dtype, dtype), micro_batch=values["micro_batch_size"],
-            tensor_parallel=values["tensor_parallel"], data_parallel=values["data_parallel"],
-            zero_stage=values["zero_stage"], activation_checkpointing=values["activation_checkpointing"],
+            size,
+            num_stages=num_parts,
+            dtype=DTYPE_NAMES.get(dtype, dtype),
+            micro_batch=values["micro_batch_size"],
+            tensor_parallel=values["tensor_parallel"],
+            data_parallel=values["data_parallel"],
+            zero_stage=values["zero_stage"],
+            activation_checkpointing=values["activation_checkpointing"],
             sequence_parallel=values["sequence_parallel"],
-        )  # fmt: skip
+        )
 
     return memory_of
 
@@ -233,10 +254,20 @@ def _finished(
     count, rows, length = values["micro_batches"], values["micro_batch_size"], values["sequence_length"]
     title += f"\n{parallel}, {count} micro-batch{'es' * (count != 1)} of {rows} x {length} tokens"
     return PlanSetup(
-        title, costs_of, memory_of, both_ways_s_of, limit_bytes if memory_of is not None else None, length,
-        values["stages"], count, values["tensor_parallel"], values["granularity"], values["schedule"],
-        values.get("chunks_per_stage"), values.get("options_by_schedule", {}).get(values["schedule"], {}),
-    )  # fmt: skip
+        title,
+        costs_of,
+        memory_of,
+        both_ways_s_of,
+        limit_bytes if memory_of is not None else None,
+        length,
+        values["stages"],
+        count,
+        values["tensor_parallel"],
+        values["granularity"],
+        values["schedule"],
+        values.get("chunks_per_stage"),
+        values.get("options_by_schedule", {}).get(values["schedule"], {}),
+    )
 
 
 def _profile(path: str) -> Any:
@@ -249,10 +280,12 @@ def _from_profile(profile: Any) -> dict[str, Any]:
     key, stages = profile.key, profile.pipeline_stages
     return {
         "stages": key.num_stages if stages is None else stages,
-        "tensor_parallel": key.tensor_parallel, "micro_batch_size": key.micro_batch,
-        "dtype": key.dtype, "activation_checkpointing": key.activation_checkpointing,
+        "tensor_parallel": key.tensor_parallel,
+        "micro_batch_size": key.micro_batch,
+        "dtype": key.dtype,
+        "activation_checkpointing": key.activation_checkpointing,
         "sequence_length": key.sequence_length,
-    }  # fmt: skip
+    }
 
 
 def from_config(path: str | None) -> dict[str, Any]:

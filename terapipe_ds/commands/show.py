@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", metavar="NAME", help=SCHEDULE_HELP)
-    source.add_argument(
-        "--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3"
-    )
+    source.add_argument("--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3")
     source.add_argument("file", nargs="?", metavar="FILE", help="as --from-csv FILE")
     parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")
@@ -48,13 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
-        "--csv", nargs="?", const="-", metavar="FILE",
+        "--csv",
+        nargs="?",
+        const="-",
+        metavar="FILE",
         help="write the orders as CSV to FILE; without a name, or with -, to stdout",
-    )  # fmt: skip
-    form.add_argument("--json", action="store_true", help="print as JSON")
-    form.add_argument(
-        "--stage", type=int, metavar="N", help="print the order of one stage only, one entry per line"
     )
+    form.add_argument("--json", action="store_true", help="print as JSON")
+    form.add_argument("--stage", type=int, metavar="N", help="print the order of one stage only, one entry per line")
     parser.add_argument(
         "--lowered",
         action="store_true",
@@ -90,11 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(to_dict(schedule), indent=1))
     elif arguments.stage is not None:
         stage = schedule.for_stage(arguments.stage)
-        print(
-            "\n".join(
-                map(str, stage.actions) if arguments.lowered else schedule.compute_order(stage.stage_id)
-            )
-        )
+        print("\n".join(map(str, stage.actions) if arguments.lowered else schedule.compute_order(stage.stage_id)))
     else:
         print(render(schedule, width=max(shutil.get_terminal_size((110, 24)).columns, 40)))
 

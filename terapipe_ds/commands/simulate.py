@@ -66,10 +66,13 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")
     parser.add_argument(
-        "--slices", action="append", required=True, metavar="S",
+        "--slices",
+        action="append",
+        required=True,
+        metavar="S",
         help="slice lengths in tokens as 512,384,128, or a number of equal slices with --sequence-length; once,"
         " or once per micro-batch",
-    )  # fmt: skip
+    )
     parser.add_argument("--sequence-length", type=int, metavar="L", help="tokens of a sequence")
     parser.add_argument(
         "--granularity-tokens", type=int, metavar="G", help="a number of slices cuts at its multiples (default 1)"
@@ -115,11 +118,16 @@ def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
             for stage_id, (busy_s, bubble) in enumerate(zip(timeline.busy_s(), timeline.bubbles(), strict=True))
         ],
         "critical_path": [
-            {"stage_id": step.event.stage_id, "action": step.event.action, "start_s": step.event.start_s,
-             "end_s": step.event.end_s, "waited_for": step.waited_for}
+            {
+                "stage_id": step.event.stage_id,
+                "action": step.event.action,
+                "start_s": step.event.start_s,
+                "end_s": step.event.end_s,
+                "waited_for": step.waited_for,
+            }
             for step in timeline.critical_path or ()
         ],
-    }  # fmt: skip
+    }
 
 
 def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
@@ -190,9 +198,14 @@ def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[S
     if num_forwards > _MAX_FORWARDS:
         raise CommandError(f"{num_forwards} forwards are too many: ask for at most {_MAX_FORWARDS}")
     schedule = build(
-        arguments.schedule, arguments.stages, num_micro_batches, counts, forward_only=arguments.forward_only,
-        chunks_per_stage=chunks, **read_options(arguments),
-    )  # fmt: skip
+        arguments.schedule,
+        arguments.stages,
+        num_micro_batches,
+        counts,
+        forward_only=arguments.forward_only,
+        chunks_per_stage=chunks,
+        **read_options(arguments),
+    )
     return schedule, plans
 
 
@@ -230,10 +243,13 @@ def _costs(arguments: argparse.Namespace, schedule: Schedule, plans: list[SliceP
         from terapipe_ds.costs.analytic import analytic_costs
 
         return analytic_costs(
-            arguments.model, arguments.device, dtype=arguments.dtype or "auto", num_stages=schedule.num_parts,
+            arguments.model,
+            arguments.device,
+            dtype=arguments.dtype or "auto",
+            num_stages=schedule.num_parts,
             micro_batch=1 if arguments.micro_batch_size is None else arguments.micro_batch_size,
             tensor_parallel=1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
-        )  # fmt: skip
+        )
     from terapipe_ds.simulator import UnitCosts
 
     tokens = max(plan.sequence_length for plan in plans)
@@ -250,10 +266,12 @@ def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
 
     dtype = device_card(arguments.device).resolve_dtype(arguments.dtype or "auto")
     return MemoryModel.of_model(
-        model_size(arguments.model), num_stages=schedule.num_parts, dtype=DTYPE_NAMES.get(dtype, dtype),
+        model_size(arguments.model),
+        num_stages=schedule.num_parts,
+        dtype=DTYPE_NAMES.get(dtype, dtype),
         micro_batch=1 if arguments.micro_batch_size is None else arguments.micro_batch_size,
         tensor_parallel=1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
-    )  # fmt: skip
+    )
 
 
 def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:

@@ -27,9 +27,14 @@ def offline_job(arguments: argparse.Namespace, ds_config: dict[str, Any], num_st
     shape = (rows_of(ds_config, length), length + 1)
     tokens = torch.randint(0, config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     return OfflineJob(
-        layers, loss_fn, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), num_stages,
-        activation_checkpoint_interval=checkpoint_interval_of(ds_config), **options,
-    )  # fmt: skip
+        layers,
+        loss_fn,
+        tokens[:, :-1].contiguous(),
+        tokens[:, 1:].contiguous(),
+        num_stages,
+        activation_checkpoint_interval=checkpoint_interval_of(ds_config),
+        **options,
+    )
 
 
 def _object(ds_config: dict[str, Any], key: str) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def describe_error(error: ValidationError, whole: str) -> str:
         return f"{_dotted(place) or whole}: {complaint['msg'].removeprefix('Value error, ')}"
     expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
     return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"
+
+
 def parse_as(model: type[_Model], text: str | bytes) -> _Model:
     """Return what a JSON text holds as a value of ``model``, read strictly: no value is converted to another type.
 

@@ -92,9 +92,11 @@ class Setup:
     def _check_names(self) -> None:
         gradient = self.dtype if self.gradient_dtype is None else self.gradient_dtype
         for name, value, known in (
-            ("dtype", self.dtype, ITEMSIZE), ("gradient_dtype", gradient, ITEMSIZE),
-            ("optimizer", self.optimizer, OPTIMIZER_STATES), ("zero_stage", self.zero_stage, (0, 1)),
-        ):  # fmt: skip
+            ("dtype", self.dtype, ITEMSIZE),
+            ("gradient_dtype", gradient, ITEMSIZE),
+            ("optimizer", self.optimizer, OPTIMIZER_STATES),
+            ("zero_stage", self.zero_stage, (0, 1)),
+        ):
             if value not in known or isinstance(value, bool):
                 raise PlannerError(f"{name} = {show_value(value)}: give one of {', '.join(map(str, known))}")
 

@@ -96,10 +96,12 @@ def _compiled(module: nn.Module) -> list[str]:
     layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
     functions = [each for each in layers if not isinstance(each, nn.Module)]
     modules = [
-        name or type(each).__name__ for name, each in module.named_modules()
-        if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
+        name or type(each).__name__
+        for name, each in module.named_modules()
+        if type(each).__name__ == "OptimizedModule"
+        or each._compiled_call_impl is not None
         or _is_compiled_function(each.forward)
-    ]  # fmt: skip
+    ]
     return modules + [getattr(each, "__name__", repr(each)) for each in functions if _is_compiled_function(each)]
 
 
@@ -153,8 +155,12 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
         shorter = "" if "granularity_tokens" in config.model_fields_set else ", of fewer where sequences are short"
         logger.info(
             "terapipe.granularity_tokens is raised from %d to %d%s: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple", config.granularity_tokens, raised, shorter, multiple,
-        )  # fmt: skip
+            "slice_length_multiple",
+            config.granularity_tokens,
+            raised,
+            shorter,
+            multiple,
+        )
     return config.with_multiple(multiple)
 
 

@@ -95,7 +95,13 @@ def configurations(draw: st.DrawFn) -> Configuration:
     mixed = draw(st.booleans())
     slices = draw(st.integers(1, 3) if mixed else st.integers(1, 6) | slice_lengths(length))
     return Configuration(
-        stages, data_parallel, draw(st.integers(1, 4)), draw(st.integers(1, 3)), length, mixed, slices,
+        stages,
+        data_parallel,
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        length,
+        mixed,
+        slices,
         precision=draw(st.sampled_from(["fp64", "fp64", "fp32", "fp32_zero1"])),
         checkpointing=draw(st.sampled_from(["off", "reentrant", "non_reentrant"])),
         tied=draw(st.booleans()),
@@ -108,7 +114,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
         hook=draw(st.booleans()),
         steps=draw(st.integers(2, 3)),
         data_seed=draw(st.integers(0, 2**20)),
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -118,9 +124,12 @@ def drawn() -> tuple[Configuration, ...]:
 
     @seed(0)
     @settings(
-        max_examples=COUNT + COUNT // 4, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=COUNT + COUNT // 4,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     @given(configurations())
     def collect(configuration: Configuration) -> None:
         names = [name for name in SCHEDULES if _can_run(name, configuration.stages)]

@@ -83,9 +83,12 @@ def counted_waits() -> Iterator[Waits]:
 
     accelerator = get_accelerator()
     stand_in = {
-        "is_synchronized_device": lambda: False, "Event": Event, "current_stream": lambda *device: Stream(),
-        "stream": lambda stream: contextlib.nullcontext(), "synchronize": synchronize,
-    }  # fmt: skip
+        "is_synchronized_device": lambda: False,
+        "Event": Event,
+        "current_stream": lambda *device: Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": synchronize,
+    }
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(TeraPipeEngine, "_exec_action", run_counted))
         instructions = {**TeraPipeEngine._INSTRUCTION_MAP, Action: run_counted}
@@ -120,5 +123,3 @@ def _caller(action: Any) -> str:
     frames = traceback.extract_stack(sys._getframe(1))
     lines = [f"{frame.filename}:{frame.lineno} ({frame.name})" for frame in frames if frame.filename != __file__]
     return f"{action}: {' < '.join(lines[:-4:-1])}"
-
-

@@ -231,8 +231,9 @@ def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
     def step(*args: Any, **kwargs: Any) -> Any:
         scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else 1.0
         gradients = {name: _gradient(p) for name, p in engine.module.named_parameters()}
-        run.gradients.append({name: g.float() / scale if scale != 1.0 else g.clone()
-                              for name, g in gradients.items() if g is not None})  # fmt: skip
+        run.gradients.append(
+            {name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None}
+        )
         return optimizer_step(*args, **kwargs)
 
     engine.optimizer.step = step

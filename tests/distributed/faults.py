@@ -78,9 +78,19 @@ def prefix_without_its_first_token() -> Iterator[None]:
         return forward(self, q, keys[:, :, cut:], values[:, :, cut:], start - cut, *rest)
 
     def shorter_backward(
-        self: Any, grad: Any, q: Any, keys: Any, values: Any, out: Any, lse: Any, start: int, scale: float,
-        dropout_p: float, state: Any, add_grads: Any,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        grad: Any,
+        q: Any,
+        keys: Any,
+        values: Any,
+        out: Any,
+        lse: Any,
+        start: int,
+        scale: float,
+        dropout_p: float,
+        state: Any,
+        add_grads: Any,
+    ) -> Any:
         cut = min(start, 1)
 
         def add(offset: int, *parts: Any) -> None:
@@ -535,8 +545,13 @@ def messages_one_late() -> Iterator[None]:
         yield
 
 
-@fault("runtime", replace(EQUAL, mixed=True), "the shapes in the header are taken for those of the first batch",
-       section={"stall_timeout_s": 5}, stopped_by="split_with_sizes expects")  # fmt: skip
+@fault(
+    "runtime",
+    replace(EQUAL, mixed=True),
+    "the shapes in the header are taken for those of the first batch",
+    section={"stall_timeout_s": 5},
+    stopped_by="split_with_sizes expects",
+)
 def stale_header() -> Iterator[None]:
     from terapipe_ds.runtime.batch import source
 
@@ -551,8 +566,13 @@ def stale_header() -> Iterator[None]:
         yield
 
 
-@fault("runtime", EQUAL, "stages with different plans are not noticed by the header",
-       section={"stall_timeout_s": 5}, stopped_by="the active slice .* has 7 tokens")  # fmt: skip
+@fault(
+    "runtime",
+    EQUAL,
+    "stages with different plans are not noticed by the header",
+    section={"stall_timeout_s": 5},
+    stopped_by="the active slice .* has 7 tokens",
+)
 def header_accepted_blindly() -> Iterator[None]:
     import torch.distributed as torch_dist
 

@@ -213,9 +213,7 @@ def main() -> None:
         total.phases += found.phases
         total.wrong += found.wrong
         print(f"{training}: {found.kills} kills {dict(found.phases)}, {found.right} right resumes", flush=True)
-    print(
-        f"{total.kills} kills {dict(total.phases)}: {total.right} right resumes; {time.monotonic() - begin_s:.0f} s"
-    )
+    print(f"{total.kills} kills {dict(total.phases)}: {total.right} right resumes; {time.monotonic() - begin_s:.0f} s")
     for text in total.wrong:
         print(f"WRONG: {text}")
     raise SystemExit(1 if total.wrong or total.right != arguments.kills else 0)

@@ -125,8 +125,9 @@ PRODUCT = ("layout", "schedule", "accumulation", "recompute", "heads", "tied")
 
 def default_cases() -> list[Case]:
     """Every pair of values of all dimensions, and every layout with uneven slices in fp64."""
-    plain = [{"layout": layout, "plan": "uneven", "precision": "fp64", "clipping": False}
-             for layout in DIMENSIONS["layout"]]  # fmt: skip
+    plain = [
+        {"layout": layout, "plan": "uneven", "precision": "fp64", "clipping": False} for layout in DIMENSIONS["layout"]
+    ]
     return _sorted({Case(**assignment) for assignment in covering_set(DIMENSIONS, 2, start=plain)})
 
 

@@ -121,13 +121,26 @@ def transformer_config(layout: Layout, training: Training) -> Any:
         "moe_ffn_hidden_size": 24, "moe_token_dispatcher_type": "allgather", "add_bias_linear": False,
     }  # fmt: skip
     return TransformerConfig(
-        num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=24,
-        tensor_model_parallel_size=layout.tensor, sequence_parallel=layout.sequence_parallel,
-        qk_layernorm=True, normalization="RMSNorm" if training.gated else "LayerNorm",
-        hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.2, use_cpu_initialization=True,
-        params_dtype=dtype, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16,
-        pipeline_dtype=dtype, **(gated if training.gated else {}), **(experts if training.experts else {}),
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=24,
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence_parallel,
+        qk_layernorm=True,
+        normalization="RMSNorm" if training.gated else "LayerNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.2,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        pipeline_dtype=dtype,
+        **(gated if training.gated else {}),
+        **(experts if training.experts else {}),
+    )
 
 
 def data(num_steps: int, first_seed: int = 0) -> list[Batch]:
@@ -191,10 +204,15 @@ def convert(folder: str, tag: str, workers: int = 1, strict: bool = True) -> Non
 
     ds_to_universal.main(
         argparse.Namespace(
-            input_folder=f"{folder}/{tag}", output_folder=f"{folder}/{tag}_universal", num_extract_workers=workers,
-            num_merge_workers=workers, keep_temp_folder=False, strict=strict, inject_missing_state=False,
+            input_folder=f"{folder}/{tag}",
+            output_folder=f"{folder}/{tag}_universal",
+            num_extract_workers=workers,
+            num_merge_workers=workers,
+            keep_temp_folder=False,
+            strict=strict,
+            inject_missing_state=False,
         )
-    )  # fmt: skip
+    )
 
 
 def saved_state(engine: PipelineEngine) -> dict[str, Any]:

@@ -49,22 +49,34 @@ from tests.distributed.megatron_cases import (
 IGNORE_INDEX = -100
 _FEED_FORWARD: dict[str, dict[str, Any]] = {
     "swiglu": {
-        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
     },
     "gelu": {"normalization": "LayerNorm", "activation_func": F.gelu, "add_qkv_bias": True},
     "moe": {
-        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
-        "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.0,
-        "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp64",
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 24,
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64",
     },
-}  # fmt: skip
+}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "off": {},
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    **{name: {"recompute_granularity": "selective", "recompute_modules": [name]}
-       for name in ("core_attn", "layernorm", "mlp")},
-}  # fmt: skip
+    **{
+        name: {"recompute_granularity": "selective", "recompute_modules": [name]}
+        for name in ("core_attn", "layernorm", "mlp")
+    },
+}
 
 
 def dtype_of(case: Case) -> torch.dtype:
@@ -132,11 +144,12 @@ def job_reference(case: Case) -> Record:
         model = GPTModel(
             transformer_config(case),
             get_gpt_layer_local_spec(
-                num_experts=4 if case.block == "moe" else None, qk_layernorm=case.qk_norm,
+                num_experts=4 if case.block == "moe" else None,
+                qk_layernorm=case.qk_norm,
                 normalization=_FEED_FORWARD[case.block]["normalization"],
             ),
             **model_options(case),
-        ).to(dtype_of(case))  # fmt: skip
+        ).to(dtype_of(case))
         draw_weights(model)
         record = Record(initial=_arrays(dict(model.named_parameters())))
         record.losses = {pipeline: [] for pipeline in range(case.data_parallel)}
@@ -214,9 +227,12 @@ def draw_weights(model: torch.nn.Module) -> None:
 def build_model(case: Case, model_class: type[MegatronGPT] = MegatronGPT, **options: Any) -> MegatronGPT:
     tensor, stages, _, sequence_parallel = LAYOUTS[case.layout]
     config = transformer_config(
-        case, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages,
-        sequence_parallel=sequence_parallel, **_RECOMPUTE[case.recompute],
-    )  # fmt: skip
+        case,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=stages,
+        sequence_parallel=sequence_parallel,
+        **_RECOMPUTE[case.recompute],
+    )
     cross_entropy = "megatron" if case.precision == "fp32_megatron" else "exact"
     return model_class(config, loss_fn=VocabParallelLoss(cross_entropy), **model_options(case), **options)
 

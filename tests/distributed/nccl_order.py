@@ -51,9 +51,12 @@ def train_over_nccl(
     """
     chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
     section = engines.section(
-        schedule=schedule, slices=slices, granularity_tokens=8, stall_timeout_s=60,
+        schedule=schedule,
+        slices=slices,
+        granularity_tokens=8,
+        stall_timeout_s=60,
         **{"verify": "first_batch", **chunks, **(changes or {})},
-    )  # fmt: skip
+    )
     num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
     make = tuple_models.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
     data = _mixed_batches() if mixed else engines.batches(3, num_micro_batches=NUM_MICRO_BATCHES, length=LENGTH)
@@ -64,9 +67,12 @@ def train_over_nccl(
     options.pop("module", None)  # recomputing changes no number, and the stock engine cannot do so with an embedding
     stock, expected = _train(make, None, data, stages=1, **options)
     return Trained(
-        engines.differences(ours, stock), engines.error_of(evaluated, expected), nccl.messages,
-        tuple(nccl.connections), seen,
-    )  # fmt: skip
+        engines.differences(ours, stock),
+        engines.error_of(evaluated, expected),
+        nccl.messages,
+        tuple(nccl.connections),
+        seen,
+    )
 
 
 def _mixed_batches() -> list[engines.Batch]:

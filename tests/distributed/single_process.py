@@ -36,12 +36,21 @@ def layers(configuration: Configuration) -> list[Any]:
     """Layer specs; their weights depend on the place of the layer alone."""
     return gpt.gpt_layers(
         gpt.GPTConfig(
-            vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=configuration.kv_heads,
-            ffn_size=24, max_sequence_length=MAX_LENGTH, init_std=0.3, tied_embedding=configuration.tied,
-            positions=configuration.positions, gated_mlp=not configuration.gpt3, bias=configuration.gpt3,
+            vocab_size=VOCAB_SIZE,
+            hidden_size=16,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=configuration.kv_heads,
+            ffn_size=24,
+            max_sequence_length=MAX_LENGTH,
+            init_std=0.3,
+            tied_embedding=configuration.tied,
+            positions=configuration.positions,
+            gated_mlp=not configuration.gpt3,
+            bias=configuration.gpt3,
             dtype="float64" if configuration.dtype == "fp64" else "float32",
         )
-    )  # fmt: skip
+    )
 
 
 def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:

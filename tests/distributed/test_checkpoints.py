@@ -186,9 +186,14 @@ def test_a_checkpoint_has_what_the_stock_engine_saves_and_nothing_else(precision
     assert len(layers) == 7
     names = {place for tensors in layers.values() for place in tensors}
     assert {re.sub(r"attention_norm|feed_forward_norm", "norm", name) for name in names} == {
-        "/weight", "/norm.weight", "/attention.qkv.weight", "/attention.out.weight", "/feed_forward.up.weight",
-        "/feed_forward.down.weight", "/out.weight",
-    }  # fmt: skip
+        "/weight",
+        "/norm.weight",
+        "/attention.qkv.weight",
+        "/attention.out.weight",
+        "/feed_forward.up.weight",
+        "/feed_forward.down.weight",
+        "/out.weight",
+    }
 
 
 def test_only_the_module_may_be_loaded(tmp_path: Path) -> None:

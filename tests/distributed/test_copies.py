@@ -157,10 +157,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "zero1": {"zero_optimization": {"stage": 1}},
     "bf16": {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
     },
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-}  # fmt: skip
+}
 OPTIONS = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 
 

@@ -527,8 +527,10 @@ def job_summing() -> tuple[dict[str, Errors], float]:
     }
     evaluated = both(
         lambda engine: engine.eval_batch(iter(data[0]), return_logits=True, bcast_loss=False),
-        layers, terapipe, **loss,
-    )  # fmt: skip
+        layers,
+        terapipe,
+        **loss,
+    )
     return errors, error_of(*evaluated)
 
 
@@ -741,15 +743,17 @@ def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
     for batch in batches(9):
         before = [p.detach().clone() for p in engine.module.parameters()]
         engine.train_batch(iter(batch))
-        records.append({
-            "overflow": bool(engine.optimizer.overflow),
-            "scale": float(engine._get_optimizer_loss_scale()),
-            "skipped": engine.skipped_steps,
-            "lr": [float(lr) for lr in engine.get_lr()],
-            "steps": (engine.global_steps, engine.global_samples),
-            "moved": any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)),
-            "live bytes": engine._store.live_bytes() if hasattr(engine, "_store") else 0,
-        })  # fmt: skip
+        records.append(
+            {
+                "overflow": bool(engine.optimizer.overflow),
+                "scale": float(engine._get_optimizer_loss_scale()),
+                "skipped": engine.skipped_steps,
+                "lr": [float(lr) for lr in engine.get_lr()],
+                "steps": (engine.global_steps, engine.global_samples),
+                "moved": any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)),
+                "live bytes": engine._store.live_bytes() if hasattr(engine, "_store") else 0,
+            }
+        )
     return records
 
 
@@ -963,9 +967,15 @@ class TestMemory:
         self, schedule: str, stages: int, micro_batches: int, dtype: str, options: dict[str, Any]
     ) -> None:
         results = on_ranks(
-            job_memory, stages, schedule=schedule, stages=stages, micro_batches=micro_batches, num_batches=3,
-            dtype=dtype, **options,
-        )  # fmt: skip
+            job_memory,
+            stages,
+            schedule=schedule,
+            stages=stages,
+            micro_batches=micro_batches,
+            num_batches=3,
+            dtype=dtype,
+            **options,
+        )
         rows, heads, head_dim = 2, 2, 4
         itemsize = 8 if dtype == "float64" else 2
         orders = terapipe_ds.schedule.build(schedule, stages, micro_batches, 3)
@@ -1307,9 +1317,14 @@ def free_port() -> int:
 def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, int]:
     """Output and exit code. A launcher that hangs is killed with all that it has started."""
     process = subprocess.Popen(
-        command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         output, _ = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:

@@ -133,9 +133,12 @@ class TestDifferentConfigs:
 
 
 def end_pool(
-    ranks: int, job: Job, monkeypatch: pytest.MonkeyPatch, grace_s: float = SOON_S,
+    ranks: int,
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_s: float = SOON_S,
     act: Callable[..., object] = run_in_pool,
-) -> Ended:  # fmt: skip
+) -> Ended:
     """Run a job that fails, and take what the ranks of the pool have printed. `grace_s`: for the other ranks to end."""
     monkeypatch.setattr(harness, "LOG_TAIL_CHARS", 1_000_000)
     monkeypatch.setattr(harness, "GRACE_S", grace_s)
@@ -229,8 +232,10 @@ class TestJobsEnd:
     def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end_pool(2, Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
         ended.assert_all_told(
-            "no progress for 2 s", r"rank 0 \(stage 0\): running the start of a batch",
-            r"Stage 1 \(rank 1\) holds up the job: done with its engine", survivors=[0],
+            "no progress for 2 s",
+            r"rank 0 \(stage 0\): running the start of a batch",
+            r"Stage 1 \(rank 1\) holds up the job: done with its engine",
+            survivors=[0],
         )
         assert ended.exit_codes == [1, None]
         ended.assert_soon(STALL_TIMEOUT_S)
@@ -280,9 +285,14 @@ def launch(ranks: int, job: Job, logs: Path) -> tuple[int, Ended]:
     ]
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), ENVIRONMENT: job.to_json()}
     process = subprocess.Popen(
-        command, env={**os.environ, **variables}, cwd=ROOT, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        command,
+        env={**os.environ, **variables},
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
         said, _ = process.communicate(timeout=LAUNCH_TIMEOUT_S)
         end = time.time()

@@ -236,9 +236,12 @@ def test_the_layers_of_every_case_suffice_for_its_parts(size: int) -> None:
         section = training.terapipe_section(case)
         num_slices = section["slices"] if isinstance(section["slices"], int) else len(section["slices"])
         schedule = build(
-            case.schedule, case.stages, case.micro_batches, num_slices,
+            case.schedule,
+            case.stages,
+            case.micro_batches,
+            num_slices,
             chunks_per_stage=section.get("chunks_per_stage", 1),
-        )  # fmt: skip
+        )
         num_layers = len(gpt.gpt_layers(training.gpt_config(case)))
         assert max(schedule.num_parts, case.stages) <= num_layers, case
         assert training.gpt_config(case.stock()) == training.gpt_config(case)

@@ -28,17 +28,21 @@ def end(job: Job, monkeypatch: pytest.MonkeyPatch) -> Ended:
 
 def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: object) -> Job:
     return Job(
-        stages=stages, stall_timeout_s=STALL_TIMEOUT_S, section={"trace_dir": str(folder)},
+        stages=stages,
+        stall_timeout_s=STALL_TIMEOUT_S,
+        section={"trace_dir": str(folder)},
         fault=Fault(kind, stage, **fault),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def assert_named(ended: Ended, stages: int, stage: int) -> None:
     """Every rank ends, with exit code 1, and blames this stage and no other."""
     ended.assert_all_told(
-        r"no progress for 1 s \(terapipe.stall_timeout_s\)", rf"Stage {stage} \(rank {stage}\) holds up the job",
-        "in wait_for_ever", survivors=list(range(stages)),
-    )  # fmt: skip
+        r"no progress for 1 s \(terapipe.stall_timeout_s\)",
+        rf"Stage {stage} \(rank {stage}\) holds up the job",
+        "in wait_for_ever",
+        survivors=list(range(stages)),
+    )
     for other in set(range(stages)) - {stage}:
         assert not any(f"Stage {other} (rank {other}) holds up" in output for output in ended.outputs)
     assert ended.exit_codes == [1] * stages
@@ -54,9 +58,7 @@ class TestHangs:
             pytest.param("hang_data", 0, marks=pytest.mark.full),
         ],
     )
-    def test_the_stage_is_named(
-        self, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_stage_is_named(self, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_named(end(hanging(kind, stage, tmp_path), monkeypatch), stages=2, stage=stage)
         contents = [json.loads((tmp_path / f"last-actions-rank{rank:04d}.json").read_text()) for rank in range(2)]
         assert [content["stage_id"] for content in contents] == [0, 1]

@@ -214,9 +214,14 @@ def job_universal(writer: str, reader: str, folder: str) -> dict[str, Any]:
 def convert(folder: str, tag: str) -> None:
     """DeepSpeed's converter, in this process: `folder`/`tag` -> `folder`/`tag`_universal."""
     arguments = argparse.Namespace(
-        input_folder=f"{folder}/{tag}", output_folder=f"{folder}/{tag}_universal", num_extract_workers=1,
-        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
-    )  # fmt: skip
+        input_folder=f"{folder}/{tag}",
+        output_folder=f"{folder}/{tag}_universal",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
     ds_to_universal.main(arguments)
 
 

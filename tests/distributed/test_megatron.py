@@ -186,9 +186,11 @@ class TestMistakesAreCaught:
     @pytest.mark.parametrize("after_a_model", [False, True])
     def test_a_parallel_state_in_another_order(self, after_a_model: bool) -> None:
         texts = rank_pool(4).run(
-            megatron_mistakes.job_parallel_state_in_another_order, case=Case(), order="pp-cp-ep-dp-tp",
+            megatron_mistakes.job_parallel_state_in_another_order,
+            case=Case(),
+            order="pp-cp-ep-dp-tp",
             after_a_model=after_a_model,
-        )  # fmt: skip
+        )
         for text in texts:
             assert "parallel_state was initialized with other tensor groups: rank 0 is in [0, 2] there" in text
 

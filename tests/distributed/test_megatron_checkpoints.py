@@ -262,9 +262,7 @@ def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: Layout, univ
 def test_and_back(tmp_path: Path) -> None:
     """From four replicas, whose partitions cut through parameters, to TP2 x PP2."""
     training = Training("fp32_zero1", tied=True)
-    written = rank_pool(4).run(
-        job_write, layout=Layout(1, 1), training=training, folder=str(tmp_path), converted=True
-    )
+    written = rank_pool(4).run(job_write, layout=Layout(1, 1), training=training, folder=str(tmp_path), converted=True)
     read = read_universal(TENSOR_STAGES, training, tmp_path)
     assert errors_of(read, written, "whole") == {"lp": 0.0, "fp32": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
@@ -272,9 +270,7 @@ def test_and_back(tmp_path: Path) -> None:
 
 def test_experts_move_too(tmp_path: Path) -> None:
     training = Training("fp32_zero1", experts=3)
-    written = rank_pool(4).run(
-        job_write, layout=TENSOR_STAGES, training=training, folder=str(tmp_path), converted=True
-    )
+    written = rank_pool(4).run(job_write, layout=TENSOR_STAGES, training=training, folder=str(tmp_path), converted=True)
     read = read_universal(Layout(1, 2), training, tmp_path)
     assert any("local_experts.2.linear_fc1" in name for name in read[0]["whole"])
     assert set(errors_of(read, written, "whole").values()) == {0.0}

@@ -67,8 +67,11 @@ def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(sequence_p
     tensor-parallel ranks, where they hold the same tokens, it would raise. Recomputing replays the masks, so the losses
     are the same to the last bit; another seed or no dropout gives others."""
     pool = rank_pool(2)
-    options: dict[str, Any] = {"terapipe": engines.section(slices=[8, 10, 6]), "tensor": 2,
-                               "sequence_parallel": sequence_parallel}  # fmt: skip
+    options: dict[str, Any] = {
+        "terapipe": engines.section(slices=[8, 10, 6]),
+        "tensor": 2,
+        "sequence_parallel": sequence_parallel,
+    }
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     plain = pool.run(train, **options, **dropout)
     assert plain[0] == plain[1]
@@ -114,9 +117,12 @@ def states_drawn_from(sequence_parallel: bool) -> dict[str, list[bytes]]:
         attend = watched("attention", sliced_attention, lambda args, kwargs: kwargs["dropout_p"] > 0)
         patch.setattr(sliced_core_attention, "sliced_attention", attend)
         train(
-            engines.section(slices=[8, 10, 6]), tensor=2, sequence_parallel=sequence_parallel, hidden_dropout=0.2,
+            engines.section(slices=[8, 10, 6]),
+            tensor=2,
+            sequence_parallel=sequence_parallel,
+            hidden_dropout=0.2,
             attention_dropout=0.2,
-        )  # fmt: skip
+        )
     return seen
 
 

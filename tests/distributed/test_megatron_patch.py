@@ -120,4 +120,3 @@ def test_an_insertion_in_a_branch_that_never_runs_stops_before_the_first_step(tm
     assert told.startswith("verify: ") and "(Layer): output of tokens" in told
     (told,) = rank_pool(1).run(refusal, root=str(tmp_path), stages=1, verify="off")
     assert "did not call sliced attention" in told and "transformer.py" in told
-

@@ -59,9 +59,12 @@ def job_one_step(training: Training, layouts: list[Layout], broken: bool = False
                 losses = train(engine, data(1))
                 state, own = whole_state(engine), moment_of_one_rank(engine)
                 found[str(layout)] = {
-                    "losses": losses, "state": state, "own": own, "optimizer": type(engine.optimizer).__name__,
+                    "losses": losses,
+                    "state": state,
+                    "own": own,
+                    "optimizer": type(engine.optimizer).__name__,
                     "products": sum(products),
-                }  # fmt: skip
+                }
     return found
 
 

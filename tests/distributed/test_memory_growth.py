@@ -45,9 +45,13 @@ class Held:
             pages = int(statm.read().split()[1])
         store = engine.slice_store
         return cls(
-            pages * os.sysconf("SC_PAGE_SIZE"), tensors, tensor_bytes, sys.getallocatedblocks(),
-            store.live_bytes(), store.reserved_bytes(),
-        )  # fmt: skip
+            pages * os.sysconf("SC_PAGE_SIZE"),
+            tensors,
+            tensor_bytes,
+            sys.getallocatedblocks(),
+            store.live_bytes(),
+            store.reserved_bytes(),
+        )
 
 
 def _count_tensors() -> tuple[int, int]:

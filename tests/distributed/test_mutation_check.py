@@ -56,7 +56,13 @@ def test_an_unknown_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 def test_each_part_has_faults() -> None:
     parts = [fault.where for fault in FAULTS.values()]
     assert {part: parts.count(part) for part in parts} == {
-        "attention": 4, "store": 6, "loss": 6, "engine": 14, "schedule": 10, "runtime": 4, "layer": 7,
-    }  # fmt: skip
+        "attention": 4,
+        "store": 6,
+        "loss": 6,
+        "engine": 14,
+        "schedule": 10,
+        "runtime": 4,
+        "layer": 7,
+    }
     assert {fault.where for fault in FAULTS.values() if fault.in_layers} == {"layer"}
     assert MUTATIONS.keys() - {"none", "missing_position_offset"} <= FAULTS.keys()

@@ -183,9 +183,7 @@ def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None
 
 def test_loading_kernels_behind_messages_on_the_device_would_hang() -> None:
     with pytest.raises(RankFailure, match="NCCL would hang: a wait for the whole device waits for the receive of"):
-        rank_pool(2).run(
-            train_with, fault=kernels_loaded_at_first, schedule="seq1f1b", stages=2, eager=True, **LOADING
-        )
+        rank_pool(2).run(train_with, fault=kernels_loaded_at_first, schedule="seq1f1b", stages=2, eager=True, **LOADING)
 
 
 def checkpoints_that_synchronize() -> contextlib.AbstractContextManager[Any]:

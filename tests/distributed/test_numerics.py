@@ -286,12 +286,14 @@ def follow(engine: PipelineEngine) -> tuple[list[Any], Run]:
     for batch in batches(9):
         run = dataclasses.replace(run, returned=[*run.returned, float(engine.train_batch(iter(batch)))])
         store = getattr(engine, "slice_store", None)
-        records.append({
-            "scale": float(engine._get_optimizer_loss_scale()),
-            "skipped": engine.skipped_steps,
-            "overflow": bool(engine.optimizer.overflow),
-            "bytes": 0 if store is None else store.live_bytes(),
-        })  # fmt: skip
+        records.append(
+            {
+                "scale": float(engine._get_optimizer_loss_scale()),
+                "skipped": engine.skipped_steps,
+                "overflow": bool(engine.optimizer.overflow),
+                "bytes": 0 if store is None else store.live_bytes(),
+            }
+        )
     run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     return records, run
 

@@ -20,10 +20,12 @@ SETTINGS: dict[str, dict[str, Any]] = {  # each with another of DeepSpeed's opti
     "fp64": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16 with sums in fp32": {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
     },
     "fp32 with ZeRO 1": {"zero_optimization": {"stage": 1}},
-}  # fmt: skip
+}
 
 SAMPLE = ("fp64", "bf16")  # the others only in the full run
 KINDS = [kind if kind in SAMPLE else pytest.param(kind, marks=pytest.mark.full) for kind in SETTINGS]

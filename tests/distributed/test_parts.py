@@ -47,9 +47,12 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 def alone(num_micro_batches: int, steps: int = 2, **model: Any) -> Any:
     """The stock engine with one stage, which holds every parameter."""
     return run_training(
-        lambda: gpt_layers(**model), None, batches(steps, num_micro_batches), stages=1,
+        lambda: gpt_layers(**model),
+        None,
+        batches(steps, num_micro_batches),
+        stages=1,
         gradient_accumulation_steps=num_micro_batches,
-    )  # fmt: skip
+    )
 
 
 # -- more stages, more parts ---------------------------------------------------------------------------------
@@ -58,9 +61,12 @@ def alone(num_micro_batches: int, steps: int = 2, **model: Any) -> Any:
 def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str, float]:
     model = {"num_layers": 9, "tied_embedding": True}
     ours = run_training(
-        lambda: gpt_layers(**model), section(**changes), batches(2, num_micro_batches), stages=4,
+        lambda: gpt_layers(**model),
+        section(**changes),
+        batches(2, num_micro_batches),
+        stages=4,
         gradient_accumulation_steps=num_micro_batches,
-    )  # fmt: skip
+    )
     return differences(ours, alone(num_micro_batches, **model))
 
 
@@ -155,9 +161,7 @@ def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False
     reduce_in_fp64(engine)
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     engine.train_batch(iter(batches(1)[0]))
-    steps = {
-        name: float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters() if p.dim() > 1
-    }
+    steps = {name: float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters() if p.dim() > 1}
     engine.destroy()
     return steps
 
@@ -259,10 +263,12 @@ def test_copies_stay_the_same_to_the_last_bit() -> None:
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16_optimizer": {
-        "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
     },
     "zero1": {"zero_optimization": {"stage": 1}},
-}  # fmt: skip
+}
 
 
 def job_copies(precision: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
@@ -326,9 +332,12 @@ def test_a_module_in_parts_is_not_called_by_anybody_else() -> None:
 def job_watched(changes: dict[str, Any]) -> dict[str, float]:
     """With a check of the first batch, of every number, and DeepSpeed's timers and profiler."""
     ours = run_training(
-        gpt_layers, section(**changes, verify="first_batch", check_finite="every_step"), batches(2),
-        wall_clock_breakdown=True, flops_profiler={"enabled": True, "profile_step": 1, "output_file": "/dev/null"},
-    )  # fmt: skip
+        gpt_layers,
+        section(**changes, verify="first_batch", check_finite="every_step"),
+        batches(2),
+        wall_clock_breakdown=True,
+        flops_profiler={"enabled": True, "profile_step": 1, "output_file": "/dev/null"},
+    )
     return differences(ours, alone(2))
 
 
@@ -628,7 +637,9 @@ def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], s
         pytest.param(LOOP, {"seq1f1b-interleaved"}, 4, marks=pytest.mark.full),
         pytest.param(BOTH_WAYS, {"chimera-seq"}, 2, marks=pytest.mark.full),
         pytest.param(
-            {"schedule": "auto", "chunks_per_stage": 2}, {"interleaved", "seq1f1b-interleaved"}, 4,
+            {"schedule": "auto", "chunks_per_stage": 2},
+            {"interleaved", "seq1f1b-interleaved"},
+            4,
             marks=pytest.mark.full,
         ),
     ],

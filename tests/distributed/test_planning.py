@@ -158,8 +158,11 @@ def _ranking_and_cuts() -> tuple[list[str], dict[str, Any]]:
     counts = [sum(p.numel() for p in spec.build().parameters()) for spec in gpt_layers()]
     with logged() as lines:
         for method, knows_method in (
-            ("uniform", False), ("parameters", False), ("uniform", True), ("type:Decoder", True)
-        ):  # fmt: skip
+            ("uniform", False),
+            ("parameters", False),
+            ("uniform", True),
+            ("type:Decoder", True),
+        ):
             options = {"module": {"partition_method": method}}
             if knows_method:
                 terapipe_ds.register()
@@ -398,9 +401,11 @@ def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
     files = ["--config", str(ds_config), "--model", str(model), "--out", str(path)]
     subprocess.run(
         [sys.executable, "-m", "terapipe_ds", "profile", *files, "--stages", "2", "--sequence-length", str(LENGTH)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], check=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        check=True,
         timeout=240,
-    )  # fmt: skip
+    )
     plans = on_ranks(2, _planned_from, path=str(path))
     assert plans[0] == plans[1] and sum(plans[0]) == LENGTH
 
@@ -553,9 +558,7 @@ def _traced(folder: str) -> None:
         train(engine, batches(2))
 
 
-def test_the_predicted_step_lies_beside_the_measured_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_predicted_step_lies_beside_the_measured_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     on_ranks(2, _traced, folder=str(tmp_path))
     predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
     assert main(["timeline", str(tmp_path), "--against", str(predicted)]) == 0

@@ -65,9 +65,19 @@ class TestConfigurations:
         few, many = configurations.covering(14), configurations.drawn()
         assert {each.schedule for each in few} == set(configurations.SCHEDULES)
         for name in (
-            "precision", "checkpointing", "tied", "kv_heads", "positions", "gpt3", "masked", "loss_reduction",
-            "clipping", "hook", "mixed", "data_parallel",
-        ):  # fmt: skip
+            "precision",
+            "checkpointing",
+            "tied",
+            "kv_heads",
+            "positions",
+            "gpt3",
+            "masked",
+            "loss_reduction",
+            "clipping",
+            "hook",
+            "mixed",
+            "data_parallel",
+        ):
             values = {getattr(each, name) for each in many if each.world_size == 2}
             assert {getattr(each, name) for each in few} == values and len(values) > 1, name
 

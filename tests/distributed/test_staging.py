@@ -138,9 +138,7 @@ def test_every_kind_of_schedule_shares_a_device(schedule: str) -> None:
 @pytest.mark.full
 def test_zero_and_bf16_share_a_device() -> None:
     changes = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
-    runs = rank_pool(2).run(
-        _train_on_devices_over_gloo, stages=2, terapipe=section(), stock_too=True, changes=changes
-    )
+    runs = rank_pool(2).run(_train_on_devices_over_gloo, stages=2, terapipe=section(), stock_too=True, changes=changes)
     _same(runs, 3e-2)
 
 

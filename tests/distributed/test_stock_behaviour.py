@@ -68,9 +68,14 @@ def image_layers() -> list[Any]:
     """Modules, layer specs and plain functions, as a `PipelineModule` takes them."""
     torch.manual_seed(5)
     return [
-        LayerSpec(Block, 3, 8), LayerSpec(Block, 8, 12), LayerSpec(Block, 12, 12),
-        lambda images: images.flatten(1), nn.Linear(12, 16), F.relu, nn.Linear(16, NUM_CLASSES),
-    ]  # fmt: skip
+        LayerSpec(Block, 3, 8),
+        LayerSpec(Block, 8, 12),
+        LayerSpec(Block, 12, 12),
+        lambda images: images.flatten(1),
+        nn.Linear(12, 16),
+        F.relu,
+        nn.Linear(16, NUM_CLASSES),
+    ]
 
 
 def images(seed: int, rows: int = 4) -> tuple[Tensor, Tensor]:
@@ -233,8 +238,10 @@ def sizeless_layers() -> list[Any]:
 def images_of_sizes(count: int) -> list[Batch]:
     """Micro-batches of a batch differ in the size of their images, and have labels of one shape."""
     sizes = [(8, 8), (16, 8), (12, 20), (8, 12), (24, 16), (16, 8)]
-    resized = [(F.interpolate(pixels, sizes[i % len(sizes)]), classes) for i, (pixels, classes) in
-               enumerate(one for batch in image_batches(count) for one in batch)]  # fmt: skip
+    resized = [
+        (F.interpolate(pixels, sizes[i % len(sizes)]), classes)
+        for i, (pixels, classes) in enumerate(one for batch in image_batches(count) for one in batch)
+    ]
     return [resized[2 * i : 2 * i + 2] for i in range(count)]
 
 
@@ -358,9 +365,7 @@ def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
 
 def job_set_before() -> float:
     with in_parts():
-        stock, ours = both(
-            lambda engine: vars(train(engine, batches(1))), fp32_layers, WHOLE, pipeline=CHECKPOINTED
-        )
+        stock, ours = both(lambda engine: vars(train(engine, batches(1))), fp32_layers, WHOLE, pipeline=CHECKPOINTED)
     return error_of(ours, stock)
 
 
@@ -508,8 +513,9 @@ def test_registration_rebinds_two_names_and_one_method_and_nothing_else() -> Non
         gc.enable()
     changed = {key for key in before.keys() | during.keys() if before.get(key) != during.get(key)}
     assert {key for key in changed if not key[-1].endswith("_partition_layers")} == {
-        ("deepspeed", "PipelineEngine"), ("deepspeed", "DualPipeVEngine"),
-    }  # fmt: skip
+        ("deepspeed", "PipelineEngine"),
+        ("deepspeed", "DualPipeVEngine"),
+    }
     assert len(changed) == 3, changed
     assert after == before
     assert len(before) > 5000

@@ -45,9 +45,11 @@ def sharded(engine: PipelineEngine, run: Run) -> Run:
 def parallel(grid: tuple[int, int, int], module_class: Any = tp.TensorParallelModule) -> dict[str, Any]:
     """Options of `engine_of` for stages, replicas and tensor-parallel ranks."""
     return {
-        "stages": grid[0], "module": {"topology": tp.topology(*grid)}, "module_class": module_class,
+        "stages": grid[0],
+        "module": {"topology": tp.topology(*grid)},
+        "module_class": module_class,
         "loss_fn": tp.vocabulary_parallel_loss,
-    }  # fmt: skip
+    }
 
 
 def whole(data: list[Batch], dtype: str = "float64", tied: bool = True, **changes: Any) -> tuple[Run, list[Any]]:

@@ -122,9 +122,7 @@ CASES = [
 
 @pytest.mark.parametrize(("grid", "kind", "tied"), [case[1:] for case in CASES], ids=[f"{c[0]}-{c[2]}" for c in CASES])
 @pytest.mark.sample(6)
-def test_the_clipped_update_is_that_of_the_whole_gradient(
-    grid: tuple[int, int, int], kind: str, tied: bool
-) -> None:
+def test_the_clipped_update_is_that_of_the_whole_gradient(grid: tuple[int, int, int], kind: str, tied: bool) -> None:
     limit = KINDS[kind][2]
     for error, update, norm, name in rank_pool(4).run(_norm_and_update, grid=grid, kind=kind, tied=tied):
         assert error <= limit and update <= 10 * limit, (error, update, norm, name)

@@ -22,9 +22,14 @@ def weight(*shape: int, seed: int) -> nn.Parameter:
 
 def decoder(index: int) -> gpt.DecoderLayer:
     config = gpt.GPTConfig(
-        hidden_size=HIDDEN_SIZE, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, init_std=0.3,
+        hidden_size=HIDDEN_SIZE,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=24,
+        init_std=0.3,
         dtype="float64",
-    )  # fmt: skip
+    )
     return gpt.DecoderLayer(config, index)
 
 
@@ -125,9 +130,13 @@ class ScaledDecoder(nn.Module):
 def scaled_layers(use_at_the_end: bool) -> list[LayerSpec]:
     """With two stages, the scale crosses between them; the last stage may leave it unused."""
     return [
-        LayerSpec(Embedding), LayerSpec(TrainedScale), LayerSpec(ScaledDecoder, 0, True),
-        LayerSpec(ScaledDecoder, 1, use_at_the_end), LayerSpec(ScaledDecoder, 2, use_at_the_end), LayerSpec(Head),
-    ]  # fmt: skip
+        LayerSpec(Embedding),
+        LayerSpec(TrainedScale),
+        LayerSpec(ScaledDecoder, 0, True),
+        LayerSpec(ScaledDecoder, 1, use_at_the_end),
+        LayerSpec(ScaledDecoder, 2, use_at_the_end),
+        LayerSpec(Head),
+    ]
 
 
 class FlatHead(Head):
@@ -199,9 +208,13 @@ class Merging(nn.Module):
 def doubling_layers() -> list[LayerSpec]:
     """With two stages, what `Doubling` gives crosses between them."""
     return [
-        LayerSpec(Embedding), LayerSpec(BareDecoder, 0), LayerSpec(Doubling), LayerSpec(Merging),
-        LayerSpec(BareDecoder, 1), LayerSpec(Head),
-    ]  # fmt: skip
+        LayerSpec(Embedding),
+        LayerSpec(BareDecoder, 0),
+        LayerSpec(Doubling),
+        LayerSpec(Merging),
+        LayerSpec(BareDecoder, 1),
+        LayerSpec(Head),
+    ]
 
 
 class BareDecoder(nn.Module):
@@ -239,9 +252,11 @@ class SummingHead(Head):
 
 def summing_layers() -> list[LayerSpec]:
     return [
-        LayerSpec(SummingEmbedding), LayerSpec(SummingDecoder, 0), LayerSpec(SummingDecoder, 1),
+        LayerSpec(SummingEmbedding),
+        LayerSpec(SummingDecoder, 0),
+        LayerSpec(SummingDecoder, 1),
         LayerSpec(SummingHead),
-    ]  # fmt: skip
+    ]
 
 
 def summed_loss(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:

@@ -120,21 +120,38 @@ def test_device_cards(data: bytes) -> None:
 
 def row(system: str, step_s: float, **changes: Any) -> dict[str, Any]:
     return {
-        "system": system, "schedule": "1f1b", "slices": [1024], "accumulation": 1, "stages": 2, "step_s": step_s,
-        "step_s_all": [step_s, step_s * 1.1], "tokens_per_s": 1024.0, "bound_s": step_s * 0.9, "predicted_s": step_s,
-        "bubble": 0.25, "peak_bytes": [2**30, 2**29], "predicted_peak_bytes": [2**30, None], "exposed_comm_s": 0.01,
-        "loss": 10.5, "planned": False, "replayed": False, **changes,
-    }  # fmt: skip
+        "system": system,
+        "schedule": "1f1b",
+        "slices": [1024],
+        "accumulation": 1,
+        "stages": 2,
+        "step_s": step_s,
+        "step_s_all": [step_s, step_s * 1.1],
+        "tokens_per_s": 1024.0,
+        "bound_s": step_s * 0.9,
+        "predicted_s": step_s,
+        "bubble": 0.25,
+        "peak_bytes": [2**30, 2**29],
+        "predicted_peak_bytes": [2**30, None],
+        "exposed_comm_s": 0.01,
+        "loss": 10.5,
+        "planned": False,
+        "replayed": False,
+        **changes,
+    }
 
 
 RESULT = {
-    "machine": {"cpu": "Example", "memory_gib": 16, "versions": {"torch": "2.13.0"}}, "preset": "cpu-2stage",
-    "date": "2026-01-01", "command": "terapipe bench",
+    "machine": {"cpu": "Example", "memory_gib": 16, "versions": {"torch": "2.13.0"}},
+    "preset": "cpu-2stage",
+    "date": "2026-01-01",
+    "command": "terapipe bench",
     "runs": [
-        row("deepspeed", 2.0), row("terapipe", 1.5, schedule="seq1f1b", slices=[512, 512]),
+        row("deepspeed", 2.0),
+        row("terapipe", 1.5, schedule="seq1f1b", slices=[512, 512]),
         {"system": "torch", "schedule": "gpipe", "slices": [1024], "accumulation": 1, "stages": 2, "error": "no"},
     ],
-}  # fmt: skip
+}
 
 
 @cases(100, 5000)

@@ -59,9 +59,7 @@ def _judged(settings: Settings, name: str, found: dict[str, Any]) -> Iterator[Ch
         yield settings.timed(f"{name}, {row['slices']} slices: prediction is off by", off, PREDICTED)
 
 
-def _rank_main(
-    rank: int, rendezvous: str, work: Workload, device: str, slices: tuple[int, ...], folder: str
-) -> None:
+def _rank_main(rank: int, rendezvous: str, work: Workload, device: str, slices: tuple[int, ...], folder: str) -> None:
     from terapipe_ds.bench.ranks import build_engine, micro_batches, prepare_rank
 
     prepare_rank(rank, 1, rendezvous, device)
@@ -72,9 +70,12 @@ def _rank_main(
     config, data = gpt_config(work, gpt), micro_batches(work, 1)
     granularity = max(1, work.sequence_length // max(slices))
     section = {
-        "enabled": True, "schedule": "seq1f1b", "slices": "auto", "granularity_tokens": granularity,
+        "enabled": True,
+        "schedule": "seq1f1b",
+        "slices": "auto",
+        "granularity_tokens": granularity,
         "planner": {"cache_dir": folder},
-    }  # fmt: skip
+    }
     with one_attention(device, config.torch_dtype, config.head_dim):
         ours = build_engine(section, work, ds_config=settings, gpt=gpt)
         stock = build_engine(None, work, ds_config=settings, gpt=gpt)
@@ -107,9 +108,10 @@ def _measured(
         makespan_s = float(simulate(build("seq1f1b", 1, 1, count), plan, costs).makespan_s)
         rows.append({"slices": count, "step_s": step_s, "predicted_s": makespan_s + closing_s})
     return {
-        "stock_s": statistics.median(s for s, _ in pairs), "over_stock": statistics.median(o / s for s, o in pairs),
+        "stock_s": statistics.median(s for s, _ in pairs),
+        "over_stock": statistics.median(o / s for s, o in pairs),
         "rows": rows,
-    }  # fmt: skip
+    }
 
 
 def _first_step(engine: Any, data: Any) -> tuple[float, float]:

@@ -80,9 +80,10 @@ def telling_cases(size: int, dry_run: bool) -> tuple[Case, ...]:
     found = [replace(plain, precision=p) for p in ("fp64", "fp32", "bf16", "bf16_zero1")]
     found += [
         replace(plain, plan="single_last", schedule=schedule, precision=precision, masked=True)
-        for schedule in SCHEDULES if not (schedule.startswith("chimera") and size % 2)
+        for schedule in SCHEDULES
+        if not (schedule.startswith("chimera") and size % 2)
         for precision in ("fp32", "bf16_zero1")
-    ]  # fmt: skip
+    ]
     found += [
         replace(plain, checkpointing=how, precision="bf16_zero1", tied=True) for how in ("reentrant", "non_reentrant")
     ]
@@ -92,9 +93,13 @@ def telling_cases(size: int, dry_run: bool) -> tuple[Case, ...]:
 
 
 def world_of(
-    settings: Settings, size: int, telling: Sequence[Case], extra: dict[str, Any], seconds: float,
+    settings: Settings,
+    size: int,
+    telling: Sequence[Case],
+    extra: dict[str, Any],
+    seconds: float,
     more: Sequence[Case] = (),
-) -> World:  # fmt: skip
+) -> World:
     """Return `size` ranks, on a device each where there are enough. `more` are cases for the time that is left."""
     import torch
 

@@ -65,8 +65,14 @@ def prefix(index_text: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 def built(
     data: ModuleType, path: str, samples: Any = (60, 3, 3), tokenizer: str = f"null:{EOD}", **changes: Any
 ) -> Any:
-    usual = {"seq_length": LENGTH, "split": "8,1,1", "seed": 1, "reset_position_ids": False, "eod_mask_loss": False,
-             "data_cache_path": None}  # fmt: skip
+    usual = {
+        "seq_length": LENGTH,
+        "split": "8,1,1",
+        "seed": 1,
+        "reset_position_ids": False,
+        "eod_mask_loss": False,
+        "data_cache_path": None,
+    }
     args = SimpleNamespace(**usual | changes)
     return data.build_datasets(args, path.split(), data.build_tokenizer(tokenizer), samples, reads=True)
 
@@ -342,9 +348,12 @@ def test_masked_slices_add_up_to_the_loss_of_megatron(data: ModuleType, prefix: 
     losses = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plan = SlicePlan((5, 1, 7, 3))
     weights = slice_weights(
-        SliceableTensors.of_labels(labels, 1), plan, loss_reduction="mean", ignore_index=-100,
+        SliceableTensors.of_labels(labels, 1),
+        plan,
+        loss_reduction="mean",
+        ignore_index=-100,
         slice_weight=lambda part: float(part[1].sum()),
-    )  # fmt: skip
+    )
 
     def mean(start: int, stop: int) -> float:
         mask = labels[1][:, start:stop]

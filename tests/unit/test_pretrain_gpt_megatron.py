@@ -91,9 +91,14 @@ def test_the_model_has_what_is_no_part_of_the_config(pretrain: ModuleType, monke
         --max-position-embeddings 300 --tensor-parallel 2 --make-vocab-size-divisible-by 8"""
     pretrain.build_model(parsed(pretrain, *options.split()), vocab_size=257)
     assert built == {
-        "vocab_size": 272, "max_sequence_length": 300, "position_embedding_type": "rope", "rotary_base": 500000,
-        "rotary_percent": 0.5, "share_embeddings_and_output_weights": True, "seed": 7,
-    }  # fmt: skip
+        "vocab_size": 272,
+        "max_sequence_length": 300,
+        "position_embedding_type": "rope",
+        "rotary_base": 500000,
+        "rotary_percent": 0.5,
+        "share_embeddings_and_output_weights": True,
+        "seed": 7,
+    }
     pretrain.build_model(parsed(pretrain, "--untie-embeddings-and-output-weights"), vocab_size=257)
     assert built["share_embeddings_and_output_weights"] is False
     assert (built["vocab_size"], built["max_sequence_length"]) == (384, 512)
@@ -144,9 +149,7 @@ def test_precision_is_deepspeeds(
         ("--seq-length 263 --tensor-parallel 2 --sequence-parallel", "--seq-length 263 does not divide by 2"),
     ],
 )
-def test_wrong_options(
-    arguments: ModuleType, capsys: pytest.CaptureFixture[str], options: str, message: str
-) -> None:
+def test_wrong_options(arguments: ModuleType, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
     error = said(arguments, capsys, f"--deepspeed_config={CONFIG}", *options.split())
     assert error.startswith("pretrain_gpt_megatron.py: error: ")
     assert message in error
@@ -192,8 +195,16 @@ def test_help_has_groups_and_examples() -> None:
         [sys.executable, script, "--help"], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    for words in ("parallelism:", "model:", "recomputation", "data:", "run:", "examples:", "--tensor-parallel",
-                  "python examples/index_text.py books/ --out books"):  # fmt: skip
+    for words in (
+        "parallelism:",
+        "model:",
+        "recomputation",
+        "data:",
+        "run:",
+        "examples:",
+        "--tensor-parallel",
+        "python examples/index_text.py books/ --out books",
+    ):
         assert words in done.stdout
 
 
@@ -211,8 +222,11 @@ def test_a_loaded_run_goes_on_at_the_first_sample_that_no_step_has_used(
     data = object.__new__(pretrain.Data)
     data.num_workers, data.sets = 0, [["a sample"]]
     data.engine = SimpleNamespace(
-        global_samples=24, global_steps=3, grid=grid,
-        train_batch_size=lambda: 4, train_micro_batch_size_per_gpu=lambda: 4,
+        global_samples=24,
+        global_steps=3,
+        grid=grid,
+        train_batch_size=lambda: 4,
+        train_micro_batch_size_per_gpu=lambda: 4,
     )
     assert data.training() == "them"
     assert asked["first_sample"] == 24

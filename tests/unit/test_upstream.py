@@ -51,9 +51,12 @@ for name in ("fails_as_known", "fails_otherwise", "passes"):
 """,
 }
 OUTCOMES = {
-    "test_ranks": "PASSED", "test_fails_as_known": "XFAIL", "test_fails_otherwise": "FAILED", "test_passes": "FAILED",
+    "test_ranks": "PASSED",
+    "test_fails_as_known": "XFAIL",
+    "test_fails_otherwise": "FAILED",
+    "test_passes": "FAILED",
     "test_unlisted": "FAILED",
-}  # fmt: skip
+}
 
 
 def test_exceptions_are_held_to(tmp_path: Path) -> None:

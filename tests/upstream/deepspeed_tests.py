@@ -25,8 +25,11 @@ MOST_RANKS = 4
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tests and return pytest's exit code: 0 where all pass except the listed ones, which fail as listed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.upstream.deepspeed_tests", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.upstream.deepspeed_tests",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("source", type=Path, help="a checkout of DeepSpeed")
     parser.add_argument("--stock", action="store_true", help="with the stock engine")
     options, for_pytest = parser.parse_known_args(arguments)

@@ -139,10 +139,26 @@ def make_data(upstream: Path, folder: Path) -> list[str]:
     with (folder / "text.jsonl").open("w") as lines:
         for _ in range(60):
             lines.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(5, 60))) + "."}) + "\n")
-    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", f"{folder}/vocab.json",
-                 "--merge-file", f"{folder}/merges.txt"]  # fmt: skip
-    tool = [sys.executable, str(upstream / "tools/preprocess_data.py"), "--input", f"{folder}/text.jsonl",
-            "--output-prefix", f"{folder}/data", "--append-eod", "--workers", "1", *tokenizer]  # fmt: skip
+    tokenizer = [
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        f"{folder}/vocab.json",
+        "--merge-file",
+        f"{folder}/merges.txt",
+    ]
+    tool = [
+        sys.executable,
+        str(upstream / "tools/preprocess_data.py"),
+        "--input",
+        f"{folder}/text.jsonl",
+        "--output-prefix",
+        f"{folder}/data",
+        "--append-eod",
+        "--workers",
+        "1",
+        *tokenizer,
+    ]
     run(tool, folder, "preprocess", upstream)
     return ["--data-path", f"{folder}/data_text_document", *tokenizer]
 
@@ -193,10 +209,13 @@ class Runs:
         folder, tensor = self.folder / name, self.case.tensor
         folder.mkdir(parents=True)
         config = {
-            "train_batch_size": 4, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 100,
+            "train_batch_size": 4,
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 100,
             # 1.0 unless set, and DeepSpeed's own fp32 norm leaves out later stages
-            "gradient_clipping": 0.0, **self.case.config,
-        }  # fmt: skip
+            "gradient_clipping": 0.0,
+            **self.case.config,
+        }
         if sliced:
             config["terapipe"] = self.case.section
         (folder / "config.json").write_text(json.dumps(config))
@@ -292,8 +311,13 @@ def check(case: Case, upstream: Path, folder: Path, data: Sequence[str]) -> bool
     with_slices = runs.train("saved-sliced", sliced=True, load="saved")
     without = runs.train("saved-stock", sliced=False, load="saved")
     print(f"{case.name}: slices {case.section['slices']}, {2 * case.tensor} ranks")
-    everyone = {"stock": stock, "sliced": sliced, "saved at 6": saved, "sliced from 6": with_slices,
-                "stock from 6": without}  # fmt: skip
+    everyone = {
+        "stock": stock,
+        "sliced": sliced,
+        "saved at 6": saved,
+        "sliced from 6": with_slices,
+        "stock from 6": without,
+    }
     for name, run in everyone.items():
         steps = " ".join(f"{run.losses[step]:.7f}" if step in run.losses else " " * 9 for step in range(1, STEPS + 1))
         print(f"  {name:<14} {run.engine:<15} {steps}")
@@ -314,8 +338,13 @@ def _means_something(runs: Mapping[str, Trained]) -> bool:
     loss, because a step too many or too few would not be seen then."""
     whole, first, last = set(range(1, STEPS + 1)), set(range(1, SAVED + 1)), set(range(SAVED + 1, STEPS + 1))
     stock, ours = "PipelineEngine", "TeraPipeEngine"
-    expected = {"stock": (stock, whole), "sliced": (ours, whole), "saved at 6": (ours, first),
-                "sliced from 6": (ours, last), "stock from 6": (stock, last)}  # fmt: skip
+    expected = {
+        "stock": (stock, whole),
+        "sliced": (ours, whole),
+        "saved at 6": (ours, first),
+        "sliced from 6": (ours, last),
+        "stock from 6": (stock, last),
+    }
     wrong = [name for name, run in runs.items() if (run.engine, set(run.losses)) != expected[name]]
     losses = sorted(runs["stock"].losses.values())
     alike = [low for low, high in itertools.pairwise(losses) if high - low < LEAST_DIFFERENCE * high]

@@ -77,8 +77,10 @@ def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:
         _logged.add(key)
         _log.info(
             "sliced attention: %s backend %s for %s, %s%s",
-            "automatic" if _forced is None else "forced", *key[:3], ", dropout" if key[3] else "",
-        )  # fmt: skip
+            "automatic" if _forced is None else "forced",
+            *key[:3],
+            ", dropout" if key[3] else "",
+        )
         if _forced is None and isinstance(chosen, Reference):
             fused = [b for b in _BACKENDS if b is not chosen and b.is_available()]
             _log.warning(

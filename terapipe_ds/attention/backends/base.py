@@ -33,9 +33,19 @@ class Backend(Protocol):
         """The output, its log-sum-exp, and the state that `backward` gets back."""
 
     def backward(
-        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
-    ) -> Tensor:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        scale: float,
+        dropout_p: float,
+        state: State,
+        add_grads: AddGrads,
+    ) -> Tensor:
         """The gradient of the queries; those of the keys and values [0, start + T) go to `add_grads` in pieces."""
 
 

@@ -43,9 +43,17 @@ class BlockKernel:
         raise NotImplementedError
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        is_causal: bool, scale: float, state: State,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        state: State,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The kernel's backward on one block with the merged `out` and `lse`: dQ, dK, dV."""
         raise NotImplementedError
 
@@ -73,9 +81,19 @@ class BlockKernel:
         return out, lse, state
 
     def backward(
-        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
-    ) -> Tensor:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        scale: float,
+        dropout_p: float,
+        state: State,
+        add_grads: AddGrads,
+    ) -> Tensor:
         """See `Backend.backward`."""
         dtype = self.backward_dtype(q.dtype)
         rows = grad.to(dtype), q.to(dtype), out.to(dtype)
@@ -101,9 +119,17 @@ class _BlockBackward:
     """One backward, block by block. Rows count from the slice's start, columns from the sequence's."""
 
     def __init__(
-        self, kernel: BlockKernel, rows: tuple[Tensor, Tensor, Tensor], lse: Tensor, keys: Tensor, values: Tensor,
-        start: int, scale: float, state: State, add_grads: AddGrads,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: BlockKernel,
+        rows: tuple[Tensor, Tensor, Tensor],
+        lse: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        scale: float,
+        state: State,
+        add_grads: AddGrads,
+    ) -> None:
         self.kernel, self.rows, self.lse, self.keys, self.values = kernel, rows, lse, keys, values
         self.start, self.scale, self.state, self.add_grads = start, scale, state, add_grads
         batch, heads, tokens, dim = rows[1].shape

@@ -63,9 +63,17 @@ class CpuFlash(BlockKernel):
         return out, lse, ()
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        is_causal: bool, scale: float, state: State,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        state: State,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The kernel's backward."""
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
@@ -100,9 +108,19 @@ class CudaFlash(BlockKernel):
         return super().forward(q, keys, values, start, scale, dropout_p)
 
     def backward(
-        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
-    ) -> Tensor:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        scale: float,
+        dropout_p: float,
+        state: State,
+        add_grads: AddGrads,
+    ) -> Tensor:
         """See `Backend.backward`."""
         if not self._takes_at_once(q, keys, start):
             return super().backward(grad, q, keys, values, out, lse, start, scale, dropout_p, state, add_grads)
@@ -123,15 +141,36 @@ class CudaFlash(BlockKernel):
         return out, lse, (cum_q, cum_k, seed, offset)
 
     def run_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        is_causal: bool, scale: float, state: State,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+        state: State,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The kernel's backward."""
         cum_q, cum_k, seed, offset = state
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), cum_q, cum_k, q.shape[2], k.shape[2], 0.0, is_causal, seed, offset,
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            cum_q,
+            cum_k,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            is_causal,
+            seed,
+            offset,
             scale=scale,
-        )  # fmt: skip
+        )
         return dq, dk, dv
 
 
@@ -156,8 +195,12 @@ def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, h
     if problem is not None:
         _log.warning(
             "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s",
-            kernel.name, device, dtype, head_dim, problem,
-        )  # fmt: skip
+            kernel.name,
+            device,
+            dtype,
+            head_dim,
+            problem,
+        )
     return problem is None
 
 
@@ -200,24 +243,53 @@ class FlashAttn:
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         out, lse, _, rng_state = _flash_attn_forward(
-            *(x.transpose(1, 2) for x in (q, keys, values)), 0.0, scale, causal=True,
-            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
+            *(x.transpose(1, 2) for x in (q, keys, values)),
+            0.0,
+            scale,
+            causal=True,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
         return out.transpose(1, 2), lse, (rng_state,)
 
     def backward(
-        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
-    ) -> Tensor:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        scale: float,
+        dropout_p: float,
+        state: State,
+        add_grads: AddGrads,
+    ) -> Tensor:
         """See `Backend.backward`."""
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
         inputs = [x.transpose(1, 2) for x in (grad, q, keys, values, out)]
         dq, dk, dv = (x.new_empty(x.shape) for x in inputs[1:4])
         _flash_attn_backward(
-            *inputs, lse, dq, dk, dv, 0.0, scale, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None, deterministic=False, rng_state=state[0],
-        )  # fmt: skip
+            *inputs,
+            lse,
+            dq,
+            dk,
+            dv,
+            0.0,
+            scale,
+            causal=True,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=False,
+            rng_state=state[0],
+        )
         add_grads(0, dk.transpose(1, 2), dv.transpose(1, 2))
         return dq.transpose(1, 2)
 

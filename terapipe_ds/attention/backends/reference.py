@@ -43,9 +43,19 @@ class Reference:
         return unfold_groups(out, heads, tokens), unfold_groups(lse, heads, tokens), (seed,)
 
     def backward(
-        self, grad: Tensor, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor,
-        start: int, scale: float, dropout_p: float, state: State, add_grads: AddGrads,
-    ) -> Tensor:  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        start: int,
+        scale: float,
+        dropout_p: float,
+        state: State,
+        add_grads: AddGrads,
+    ) -> Tensor:
         """See `Backend.backward`."""
         heads, tokens, kv_heads = q.shape[1], q.shape[2], keys.shape[1]
         d_out, queries, out = (_widen(fold_groups(x, kv_heads)) for x in (grad, q, out))

@@ -70,9 +70,9 @@ _WITH_EXPERTS = {
     "routing by random numbers is for benchmarks, and slices change it": "moe_router_force_load_balancing",
 }
 _ON_CPU = {
-    "it is a CUDA kernel, and this run is on a CPU":
-        "apply_rope_fusion fused_single_qkv_rope persist_layer_norm masked_softmax_fusion",
-}  # fmt: skip
+    "it is a CUDA kernel, and this run "
+    "is on a CPU": "apply_rope_fusion fused_single_qkv_rope persist_layer_norm masked_softmax_fusion",
+}
 
 _Test = Callable[[TransformerConfig], Any]
 _COMBINATIONS: tuple[tuple[_Test, str], ...] = (

@@ -324,9 +324,12 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         """Of their losses, on a stage that has the labels."""
         config = self.terapipe_config
         return slice_weights(
-            labels, plan, loss_reduction=config.loss_reduction, ignore_index=config.ignore_index,
+            labels,
+            plan,
+            loss_reduction=config.loss_reduction,
+            ignore_index=config.ignore_index,
             slice_weight=getattr(self.module.loss_fn, "slice_weight", None),
-        )  # fmt: skip
+        )
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""

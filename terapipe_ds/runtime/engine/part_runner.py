@@ -91,8 +91,9 @@ class PartRunner:
                 "stage %d, chunk %d: the schedule splits backwards, but no layer here leaves weight gradients to W: "
                 "only torch's own nn.Linear and layers with defer_weight_gradients() do, in the dtype of the weight "
                 "and without autocast. Gradients are right; an unsplit schedule is as fast.",
-                self._engine.stage_id, self.place.chunk_id,
-            )  # fmt: skip
+                self._engine.stage_id,
+                self.place.chunk_id,
+            )
 
     def _open(self) -> BatchInFlight:
         assert self._batch is not None, "no batch is open"
@@ -109,10 +110,15 @@ class PartRunner:
         micro_batch = self._open().micro_batches[action.micro_batch_id]
         start, stop = micro_batch.plan.span(action.slice_id)
         return ActiveSlice(
-            start=start, stop=stop, sequence_length=micro_batch.plan.sequence_length,
-            micro_batch_id=action.micro_batch_id, slice_id=action.slice_id, part_id=self.place.part_id, mode=mode,
+            start=start,
+            stop=stop,
+            sequence_length=micro_batch.plan.sequence_length,
+            micro_batch_id=action.micro_batch_id,
+            slice_id=action.slice_id,
+            part_id=self.place.part_id,
+            mode=mode,
             store=self._store,
-        )  # fmt: skip
+        )
 
     # -- F -----------------------------------------------------------------------------------------------------------
 

@@ -52,9 +52,15 @@ class Tracer:
         yield
         wait_for_computation()
         event = TimelineEvent(
-            stage_id=self._stage_id, action=str(action), micro_batch_id=action.micro_batch_id, slice_id=action.slice_id,
-            kind=action.kind.value, start_s=self._start_s, end_s=time.time(), chunk_id=action.chunk_id,
-        )  # fmt: skip
+            stage_id=self._stage_id,
+            action=str(action),
+            micro_batch_id=action.micro_batch_id,
+            slice_id=action.slice_id,
+            kind=action.kind.value,
+            start_s=self._start_s,
+            end_s=time.time(),
+            chunk_id=action.chunk_id,
+        )
         self._events.append(event)
 
     def input_is_here(self) -> None:

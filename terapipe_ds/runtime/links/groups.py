@@ -127,11 +127,17 @@ class PipelineGroups:
         peer, kinds = self.ranks[peer_id], (("activations", stage_id == source), ("gradients", stage_id == target))
         activations, gradients = (
             Wire(
-                peer, group, self.control, device, f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})",
-                needs_staging(group, device), peer_id, tag,
+                peer,
+                group,
+                self.control,
+                device,
+                f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})",
+                needs_staging(group, device),
+                peer_id,
+                tag,
             )
             for group, (what, sends) in zip(self.by_wire[ends], kinds, strict=True)
-        )  # fmt: skip
+        )
         return activations, gradients
 
     def _warn_of_one_queue(self, device: torch.device) -> None:

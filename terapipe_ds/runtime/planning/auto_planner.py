@@ -120,9 +120,7 @@ class AutoPlanner:
 
     # -- the profile -------------------------------------------------------------------------------------------------
 
-    def _profile_for(
-        self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> Profile:
+    def _profile_for(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Profile:
         key = key_of(self._engine, self._groups, length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
@@ -214,9 +212,13 @@ class AutoPlanner:
         if self._config.trace_dir is None:
             return
         schedule = build(
-            result.schedule, result.num_stages, result.num_micro_batches, result.plan.num_slices,
-            chunks_per_stage=self._engine._layout.chunks_per_stage, **self._config.options_of(result.schedule),
-        )  # fmt: skip
+            result.schedule,
+            result.num_stages,
+            result.num_micro_batches,
+            result.plan.num_slices,
+            chunks_per_stage=self._engine._layout.chunks_per_stage,
+            **self._config.options_of(result.schedule),
+        )
         folder = Path(self._config.trace_dir)
         folder.mkdir(parents=True, exist_ok=True)
         name = f"predicted-{result.plan.sequence_length}-tokens-{result.num_micro_batches}-micro-batches.json"
@@ -245,9 +247,7 @@ def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> Profi
     A collective over the stages, which know their own layers.
     """
     module, placement = engine.module, engine._layout.placement
-    described = {
-        int(placement[engine.stage_id, chunk_id]): describe_part(module) for chunk_id in each_part(module)
-    }
+    described = {int(placement[engine.stage_id, chunk_id]): describe_part(module) for chunk_id in each_part(module)}
     if groups.control is not None:
         stages = gather(described, groups.control)
         described = {part_id: layers for stage in stages for part_id, layers in stage.items()}
@@ -255,10 +255,15 @@ def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> Profi
     with autocast_if_enabled(engine):
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     return profile_key(
-        [described[part_id] for part_id in sorted(described)], module=module, device=device, rows=rows, length=length,
-        tensor_parallel=engine.grid.get_slice_parallel_world_size(), autocast=autocast,
+        [described[part_id] for part_id in sorted(described)],
+        module=module,
+        device=device,
+        rows=rows,
+        length=length,
+        tensor_parallel=engine.grid.get_slice_parallel_world_size(),
+        autocast=autocast,
         slice_length_multiple=engine.slice_length_multiple,
-    )  # fmt: skip
+    )
 
 
 def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Profile:
@@ -279,8 +284,11 @@ def _given(path: str, key: ProfileKey, granularity: int) -> Profile:
         logger.warning(
             "terapipe.planner.profile = %s: slices of fewer than %d tokens were not measured and count as %d, but "
             "plans are cut at multiples of %d; measure again, or raise terapipe.granularity_tokens",
-            path, smallest, smallest, granularity,
-        )  # fmt: skip
+            path,
+            smallest,
+            smallest,
+            granularity,
+        )
     return dataclasses.replace(profile, parts=tuple(dataclasses.replace(p, memory=None) for p in profile.parts))
 
 

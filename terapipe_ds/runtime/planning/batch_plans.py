@@ -162,8 +162,14 @@ class Plans:
         logger.info(
             "resumed from %s under another plan for %d tokens: slices %s by %s before, %s by %s now%s; results are the "
             "same up to rounding",
-            tag, length, before.get("slices"), before.get("schedule"), now["slices"], choice.schedule, of,
-        )  # fmt: skip
+            tag,
+            length,
+            before.get("slices"),
+            before.get("schedule"),
+            now["slices"],
+            choice.schedule,
+            of,
+        )
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run."""

@@ -86,9 +86,11 @@ def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -
     """The best of those on a layout of several parts per stage, searched with the whole budget."""
     layout, config = engine._layout, engine.terapipe_config
     options: dict[str, Any] = {
-        "memory": cuts.measured_memory, "memory_limit_bytes": limit_bytes,
-        "chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement,
-    }  # fmt: skip
+        "memory": cuts.measured_memory,
+        "memory_limit_bytes": limit_bytes,
+        "chunks_per_stage": layout.chunks_per_stage,
+        "placement": layout.placement,
+    }
     costs, shape = cuts.costs(layout.num_parts), (engine.num_stages, engine.micro_batches)
     if config.slices == "auto":
         result = plan_slices(costs, length, *shape, config.granularity_for(length), "auto", **options)
@@ -135,9 +137,10 @@ class Cuts:
         """
         shape = self._layout.num_stages, num_micro_batches
         options: dict[str, Any] = {
-            "both_ways_s_of": self.both_ways_s, "memory_limit_bytes": limit_bytes,
+            "both_ways_s_of": self.both_ways_s,
+            "memory_limit_bytes": limit_bytes,
             "memory_of": None if self.measured_memory is None else self.memory,
-        }  # fmt: skip
+        }
         if config.slices == "auto":
             return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
         return rank_given(self.costs, config.plan_for(length), *shape, **options)
@@ -191,6 +194,9 @@ def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[in
         whole = (len(bounds), bounds[0], bounds[-1]) == (num_parts + 1, 0, len(parameters))
         return bounds if whole and all(a < b for a, b in itertools.pairwise(bounds)) else None
     except Exception as error:  # of the program's own code, so of any kind
-        logger.warning("the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
-                       num_parts, first_line(error))  # fmt: skip
+        logger.warning(
+            "the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
+            num_parts,
+            first_line(error),
+        )
         return None

@@ -71,9 +71,7 @@ class LayerByLayer:
         return found[::-1]
 
 
-def layer_shares(
-    probe: Any, lengths: Sequence[int], trials: Trials | None = None
-) -> tuple[LayerShare, ...] | None:
+def layer_shares(probe: Any, lengths: Sequence[int], trials: Trials | None = None) -> tuple[LayerShare, ...] | None:
     """Of the layers of the part that ``probe`` runs; None where they cannot be told apart: shares are a hint, and what
     trains as a whole may fail layer by layer. Whatever fails is logged and leaves the probe's store empty.
 
@@ -94,8 +92,9 @@ def layer_shares(
         if failure is not None:
             logger.warning(
                 "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
-                probe.part_id, str(failure).splitlines()[0],
-            )  # fmt: skip
+                probe.part_id,
+                str(failure).splitlines()[0],
+            )
             return None
         runs.append(seconds)
     functions = probe.module.forward_funcs

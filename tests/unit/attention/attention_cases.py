@@ -78,9 +78,15 @@ class MicroBatch:
     """One micro-batch, forward and backward slice by slice, as an engine would run it."""
 
     def __init__(
-        self, inputs: Sequence[Tensor], lengths: Sequence[int], store: SliceStore, attend: Attend | None = None,
-        needs_grad: Sequence[bool] = (True, True, True), release: bool = True, **fields: Any,
-    ) -> None:  # fmt: skip
+        self,
+        inputs: Sequence[Tensor],
+        lengths: Sequence[int],
+        store: SliceStore,
+        attend: Attend | None = None,
+        needs_grad: Sequence[bool] = (True, True, True),
+        release: bool = True,
+        **fields: Any,
+    ) -> None:
         self.slices = slices_of(lengths, store, **fields)
         self.attend = attend or (lambda q, k, v: sliced_attention(q, k, v, "layer"))
         self.leaves = [

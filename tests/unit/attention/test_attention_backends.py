@@ -171,19 +171,43 @@ def _fake_flash_attn(calls: list[str]) -> types.ModuleType:
     module = types.ModuleType("flash_attn.flash_attn_interface")
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-        window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         assert causal and (window_size_left, window_size_right) == (-1, -1) and dropout_p == softcap == 0.0
         calls.append("forward")
         out, lse = _bottom_right(q, k, v, softmax_scale)
         return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
 
     def backward(
-        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
-        dv: Tensor, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int,
-        softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
         assert causal and rng_state is not None
         calls.append("backward")
         heads_first = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
@@ -238,9 +262,18 @@ def test_the_cuda_kernel_is_called_as_torch_declares_it(
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
     pieces: list[tuple[int, int]] = []
     dq = kernel.backward(
-        out, q, keys, values, out, lse, 7, 0.125, 0.0, state,
+        out,
+        q,
+        keys,
+        values,
+        out,
+        lse,
+        7,
+        0.125,
+        0.0,
+        state,
         lambda offset, dk, dv, again=False: pieces.append((offset, dk.shape[2])),
-    )  # fmt: skip
+    )
     assert dq.shape == q.shape
     assert pieces == expected
 
@@ -290,11 +323,31 @@ class FlashOps:
         return out, scores.logsumexp(-1).to(scores.dtype), "cum_q", "cum_k", 0, 0, "seed", "offset", None
 
     def _scaled_dot_product_flash_attention_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: str, cum_k: str,
-        max_q: int, max_k: int, dropout_p: float, is_causal: bool, seed: str, offset: str, *, scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        assert (cum_q, cum_k, max_q, max_k, seed, offset) == ("cum_q", "cum_k", *(x.shape[2] for x in (q, k)), "seed",
-                                                              "offset")  # fmt: skip
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cum_q: str,
+        cum_k: str,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        seed: str,
+        offset: str,
+        *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert (cum_q, cum_k, max_q, max_k, seed, offset) == (
+            "cum_q",
+            "cum_k",
+            *(x.shape[2] for x in (q, k)),
+            "seed",
+            "offset",
+        )
         self.calls.append((q.shape[2], k.shape[2], is_causal))
         heads = k.shape[1]
         scores, k, v = self._scores(q, k, v, is_causal, scale)
@@ -352,8 +405,9 @@ def test_cuda_flash_falls_back_to_two_calls(
 
 def test_the_check_takes_every_way_through_the_kernel_with_every_head_dim() -> None:
     for head_dim in (8, 64, 96, 128, 192, 256):
-        shapes = [(torch.empty(b, h, n, head_dim), torch.empty(b, kv, n + p, head_dim))
-                  for b, h, kv, n, p in fused._CHECKED]  # fmt: skip
+        shapes = [
+            (torch.empty(b, h, n, head_dim), torch.empty(b, kv, n + p, head_dim)) for b, h, kv, n, p in fused._CHECKED
+        ]
         ways = {FlashOps._way(q, k) for q, k in shapes}
         assert ways >= {"first", "split", "full", "query"}
 
@@ -390,9 +444,18 @@ def test_the_cuda_kernel_on_tensors_of_a_device_that_is_not_there(
             assert (lse.shape, lse.dtype) == ((2, num_heads, tokens), torch.float32)
             pieces: list[Tensor] = []
             dq = kernel.backward(
-                torch.empty_like(q), q, keys, values, out, lse, start, dim**-0.5, 0.0, state,
+                torch.empty_like(q),
+                q,
+                keys,
+                values,
+                out,
+                lse,
+                start,
+                dim**-0.5,
+                0.0,
+                state,
                 lambda offset, dk, dv, again=False, pieces=pieces: pieces.append(dk),
-            )  # fmt: skip
+            )
             assert (dq.shape, dq.dtype) == (q.shape, dtype)
             assert sum(dk.shape[2] for dk in pieces) == start + tokens
             assert all(dk.shape[1] == kv_heads for dk in pieces)

@@ -182,9 +182,20 @@ def test_a_name_that_was_bound_before() -> None:
             with pytest.raises(PlainAttentionError):  # with weights it calls nothing that could be guarded
                 x, module = torch.ones(4, 3, 8), torch.nn.MultiheadAttention(8, 2)
                 multi_head(
-                    x, x, x, 8, 2, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
-                    module.out_proj.weight, module.out_proj.bias,
-                )  # fmt: skip
+                    x,
+                    x,
+                    x,
+                    8,
+                    2,
+                    module.in_proj_weight,
+                    module.in_proj_bias,
+                    None,
+                    None,
+                    False,
+                    0.0,
+                    module.out_proj.weight,
+                    module.out_proj.bias,
+                )
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(captured(X, X, X), expected)
 

@@ -42,9 +42,11 @@ def _pretended(device: str, one_call: bool) -> Any:
 
     with contextlib.ExitStack() as stack:
         for name, stand_in in (
-            ("_cuda_capability", lambda: (9, 0)), ("_has_flash_attn", lambda: False), ("_cuda_refusal", refuses),
+            ("_cuda_capability", lambda: (9, 0)),
+            ("_has_flash_attn", lambda: False),
+            ("_cuda_refusal", refuses),
             ("_takes_slices", lambda *key: one_call),
-        ):  # fmt: skip
+        ):
             stack.enter_context(mock.patch.object(fused, name, stand_in))
         if device == "meta":
             off = mock.patch.object(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and asks(kind))

@@ -51,9 +51,13 @@ def result(*runs: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def failed(system: str, schedule: str, accumulation: int, why: str, stages: int = 2) -> dict[str, Any]:
     """A run that could not be made."""
     return {
-        "system": system, "schedule": schedule, "slices": [LENGTH], "accumulation": accumulation,
-        "stages": stages, "error": why,
-    }  # fmt: skip
+        "system": system,
+        "schedule": schedule,
+        "slices": [LENGTH],
+        "accumulation": accumulation,
+        "stages": stages,
+        "error": why,
+    }
 
 
 class Maker:
@@ -64,9 +68,17 @@ class Maker:
         self.noise = random.Random(7)
 
     def run(
-        self, system: str, schedule: str, accumulation: int, lengths: tuple[int, ...], *, order: str | None = None,
-        slowdown: float = 1.0, planned: bool = False, timeline: bool = True,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        system: str,
+        schedule: str,
+        accumulation: int,
+        lengths: tuple[int, ...],
+        *,
+        order: str | None = None,
+        slowdown: float = 1.0,
+        planned: bool = False,
+        timeline: bool = True,
+    ) -> dict[str, Any]:
         """A run whose step is that of ``order`` (default: ``schedule``), ``slowdown`` times as long."""
         costs = Costs(2.0e-4 * slowdown * 2 / self.stages)
         plan = SlicePlan(lengths)

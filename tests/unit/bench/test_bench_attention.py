@@ -22,9 +22,7 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(fused, "_has_flash_attn", lambda: True)
     cuda = torch.backends.cuda
-    enabled = (
-        cuda.flash_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
-    )  # fmt: skip
+    enabled = (cuda.flash_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
     before = [ask() for ask in enabled]
     with pytest.raises(RuntimeError, match="stop"), bench.one_attention("cuda", torch.bfloat16, 128) as name:
         assert name == backend_name(torch.empty(1, 1, 1, 128)) == "cuda_flash"

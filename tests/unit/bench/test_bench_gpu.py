@@ -43,8 +43,9 @@ def made_up_profile(name: str) -> Profile:
     spans = {(tokens, prefix) for tokens in sizes for prefix in (0, length // 2, length - tokens)}
     samples = tuple(
         CostSample(tokens, prefix, cost_s := 1e-6 * tokens * (1 + prefix / (2 * length)), 2 * cost_s)
-        for tokens, prefix in sorted(spans) if tokens + prefix <= length
-    )  # fmt: skip
+        for tokens, prefix in sorted(spans)
+        if tokens + prefix <= length
+    )
     return Profile(key, (PartProfile(0, samples),))
 
 

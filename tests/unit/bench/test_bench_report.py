@@ -75,9 +75,16 @@ def large() -> str:
 
 STOCK = row("deepspeed", step_s=2.0, step_s_all=[1.9, 2.0, 2.2])
 SLICED = row(
-    schedule="seq1f1b", slices=[512] * 4, step_s=1.25, step_s_all=[1.2, 1.25, 1.3], bound_s=1.2, predicted_s=1.3,
-    tokens_per_s=1638.4, bubble=0.125, peak_bytes=[1.5 * 2**30, 2**30],
-)  # fmt: skip
+    schedule="seq1f1b",
+    slices=[512] * 4,
+    step_s=1.25,
+    step_s_all=[1.2, 1.25, 1.3],
+    bound_s=1.2,
+    predicted_s=1.3,
+    tokens_per_s=1638.4,
+    bubble=0.125,
+    peak_bytes=[1.5 * 2**30, 2**30],
+)
 
 
 def test_the_headline_is_worked_out_per_accumulation() -> None:
@@ -115,9 +122,19 @@ def test_a_measured_run_goes_before_a_faster_replayed_one() -> None:
 def test_the_table_has_the_figures() -> None:
     page = page_of(result(STOCK, SLICED, failed("torch", "zbv", 1, "too few layers")))
     assert page.row("terapipe seq1f1b") == [
-        "terapipe seq1f1bfastest", "4 × 512", "1.250", "1.200 – 1.300", "1.60", "96.0 %", "1.300 (+4.0 %)",
-        "1,638.4", "12.5 %", "1.50", "0.0100", "10.5",
-    ]  # fmt: skip
+        "terapipe seq1f1bfastest",
+        "4 × 512",
+        "1.250",
+        "1.200 – 1.300",
+        "1.60",
+        "96.0 %",
+        "1.300 (+4.0 %)",
+        "1,638.4",
+        "12.5 %",
+        "1.50",
+        "0.0100",
+        "10.5",
+    ]
     assert page.row("deepspeed 1f1b")[4] == "1.00"
     assert page.row("torch zbv") == ["torch zbvfailed", f"1 × {LENGTH}", "too few layers"]
     heads = page.row("run")

@@ -57,10 +57,16 @@ def record(case: int, stage_id: int, name: str, slices: list[int], scale: float,
         events.append([action.kind.value, 0, action.slice_id, 0, 10.0 * i, 10.0 * i + seconds, seconds])
     events.append(["ST", -1, -1, 0, 500.0, 500.5, 0.5])
     return {
-        "case": case, "accumulation": 1, "slices": slices, "seconds": [8.0 * scale, 6.0 * scale + stage_id],
-        "losses": [None if loss is None else loss + 0.1, loss, loss], "events": [events, events],
-        "peak_bytes": 1000 + stage_id, "static_bytes": 600, "schedule": schedule,
-    }  # fmt: skip
+        "case": case,
+        "accumulation": 1,
+        "slices": slices,
+        "seconds": [8.0 * scale, 6.0 * scale + stage_id],
+        "losses": [None if loss is None else loss + 0.1, loss, loss],
+        "events": [events, events],
+        "peak_bytes": 1000 + stage_id,
+        "static_bytes": 600,
+        "schedule": schedule,
+    }
 
 
 def ranks(**changes: Any) -> list[dict[str, Any]]:
@@ -151,8 +157,13 @@ def cases_of(**options: Any) -> list[str]:
 
 def test_the_usual_competitors() -> None:
     labels = cases_of()
-    assert labels[:5] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", "terapipe seq1f1b, 8 slices",
-                          "terapipe seq1f1b, planned, <= 8", "terapipe seq1f1b, planned"]  # fmt: skip
+    assert labels[:5] == [
+        "deepspeed 1f1b",
+        "terapipe 1f1b, 1 slice",
+        "terapipe seq1f1b, 8 slices",
+        "terapipe seq1f1b, planned, <= 8",
+        "terapipe seq1f1b, planned",
+    ]
     assert any(label.startswith("torch") for label in labels)
     assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 4
 
@@ -165,16 +176,23 @@ def test_the_help_lists_every_schedule() -> None:
 def test_options_narrow_and_widen() -> None:
     assert cases_of(systems=["deepspeed"]) == ["deepspeed 1f1b"]
     assert cases_of(schedules=["terapipe"], slices=[4, PLAN]) == [
-        "deepspeed 1f1b", "terapipe terapipe, 4 slices", "terapipe terapipe, planned",
-    ]  # fmt: skip
+        "deepspeed 1f1b",
+        "terapipe terapipe, 4 slices",
+        "terapipe terapipe, planned",
+    ]
     assert cases_of(schedules=["zbv", "dualpipev"]) == [
-        "deepspeed 1f1b", "deepspeed dualpipev", "terapipe zbv, 8 slices", "terapipe zbv, planned", "torch zbv",
-    ]  # fmt: skip
+        "deepspeed 1f1b",
+        "deepspeed dualpipev",
+        "terapipe zbv, 8 slices",
+        "terapipe zbv, planned",
+        "torch zbv",
+    ]
     widened = cases_of(slices=[4, 16])
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
     assert cases_of(schedules=["terapipe"], slices=[4], systems=["terapipe"]) == [
-        "terapipe 1f1b, 1 slice", "terapipe terapipe, 4 slices",  # something unsliced, for the bound
-    ]  # fmt: skip
+        "terapipe 1f1b, 1 slice",
+        "terapipe terapipe, 4 slices",  # something unsliced, for the bound
+    ]
     assert cases_of(schedules=["zbv"], systems=["torch"]) == ["torch gpipe", "torch zbv"]
     with pytest.raises(BenchError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])

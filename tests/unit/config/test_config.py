@@ -217,9 +217,14 @@ def test_everything_wrong_is_reported_at_once() -> None:
     found = problems(section, zero_optimization={"stage": 3})
     names = sorted(line.split(" = ")[0] for line in found)
     assert names == [
-        "terapipe.7", "terapipe.planner.profile", "terapipe.planner.x", "terapipe.schdule", "terapipe.slices",
-        "terapipe.verify", "zero_optimization.stage",
-    ]  # fmt: skip
+        "terapipe.7",
+        "terapipe.planner.profile",
+        "terapipe.planner.x",
+        "terapipe.schdule",
+        "terapipe.slices",
+        "terapipe.verify",
+        "zero_optimization.stage",
+    ]
     with pytest.raises(TeraPipeConfigError, match="^7 problems with the DeepSpeed config:\n  - terapipe"):
         read(section, zero_optimization={"stage": 3})
 

@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 
 KEY = ProfileKey(
-    model_fingerprint="5f2c", model="tiny, 4 layers", device="cpu", dtype="fp32", micro_batch=2, tensor_parallel=1,
-    num_stages=2, activation_checkpointing=False, sequence_length=1024, attention_backend="cpu_flash",
+    model_fingerprint="5f2c",
+    model="tiny, 4 layers",
+    device="cpu",
+    dtype="fp32",
+    micro_batch=2,
+    tensor_parallel=1,
+    num_stages=2,
+    activation_checkpointing=False,
+    sequence_length=1024,
+    attention_backend="cpu_flash",
     versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
-)  # fmt: skip
+)
 SAMPLES = (CostSample(256, 0, 0.01, 0.02, 0.05, 0.04, 5), CostSample(256, 512, 0.013, 0.029, 0.01, 0.02, 5))
 
 
@@ -34,13 +42,17 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     assert (written["format"], written["version"]) == ("terapipe_ds.profile", 1)
     assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages"}
     assert written["parts"][0]["samples"][1] == {
-        "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
-        "backward_spread": 0.02, "repeats": 5, "weight_s": None,
-    }  # fmt: skip
+        "tokens": 256,
+        "prefix": 512,
+        "forward_s": 0.013,
+        "backward_s": 0.029,
+        "forward_spread": 0.01,
+        "backward_spread": 0.02,
+        "repeats": 5,
+        "weight_s": None,
+    }
     (link,) = written["links"]
-    assert link == {
-        "tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None
-    }  # fmt: skip
+    assert link == {"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None}
     assert written["key"]["versions"] == {"deepspeed": "0.19.8", "torch": "2.13.0"}
 
 
@@ -54,17 +66,32 @@ def samples(draw: st.DrawFn) -> CostSample:
     backward_s = draw(seconds)
     weight_s = draw(st.none() | st.floats(min_value=0, exclude_min=True, max_value=backward_s))
     return CostSample(
-        draw(counts), draw(st.integers(0, 10**6)), draw(seconds), backward_s, draw(spreads), draw(spreads),
-        draw(counts), weight_s,
-    )  # fmt: skip
+        draw(counts),
+        draw(st.integers(0, 10**6)),
+        draw(seconds),
+        backward_s,
+        draw(spreads),
+        draw(spreads),
+        draw(counts),
+        weight_s,
+    )
 
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
     key = ProfileKey(
-        draw(st.text()), draw(st.text()), draw(st.text()), draw(st.text()), draw(counts), draw(counts), draw(counts),
-        draw(st.booleans()), 2 * 10**6, draw(st.text()), draw(st.dictionaries(st.text(), st.text(), max_size=3)),
-    )  # fmt: skip
+        draw(st.text()),
+        draw(st.text()),
+        draw(st.text()),
+        draw(st.text()),
+        draw(counts),
+        draw(counts),
+        draw(counts),
+        draw(st.booleans()),
+        2 * 10**6,
+        draw(st.text()),
+        draw(st.dictionaries(st.text(), st.text(), max_size=3)),
+    )
     lists = st.lists(samples(), min_size=1, max_size=4, unique_by=lambda s: (s.tokens, s.prefix))
     ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
     halves = (LayerShare(0.25, 0.5, 7, draw(st.none() | st.integers(0, 7))), LayerShare(0.75, 0.5, 0))

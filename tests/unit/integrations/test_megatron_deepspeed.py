@@ -82,8 +82,9 @@ def sliced(plan: Sequence[int], rotary: Any, layers: Sequence[nn.Module]) -> tup
         ran.append((active, leaves, outs))
     for active, _, outs in reversed(ran):
         with push_slice(active.replace(mode="recompute")):
-            loss = sum((out * weights[active.start : active.stop].flatten(2) * (n + 1)).sum()
-                       for n, out in enumerate(outs))  # fmt: skip
+            loss = sum(
+                (out * weights[active.start : active.stop].flatten(2) * (n + 1)).sum() for n, out in enumerate(outs)
+            )
             torch.as_tensor(loss).backward()
     store.release(0, 0)
     store.assert_drained()
@@ -195,9 +196,7 @@ def test_the_losses_of_slices_add_up_to_upstreams_loss(plan: tuple[int, ...]) ->
     )
     leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     spans = [cut.span(i) for i in range(cut.num_slices)]
-    shares = [
-        weighted_loss(leaf[a:b], both.part(a, b), w, loss_fn) for (a, b), w in zip(spans, weights, strict=True)
-    ]
+    shares = [weighted_loss(leaf[a:b], both.part(a, b), w, loss_fn) for (a, b), w in zip(spans, weights, strict=True)]
     total = torch.as_tensor(sum(shares))
     expected = loss_fn(other, (labels, mask))
     torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)

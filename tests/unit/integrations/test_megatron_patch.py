@@ -132,9 +132,7 @@ def reach(program: SimpleNamespace, where: str) -> None:
         program.utils.update_rotary_pos_emb(8)
 
 
-def test_training_imports_with_a_deepspeed_without_compression(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_imports_with_a_deepspeed_without_compression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed.compression.compress", None)  # importing it fails
     mini_megatron.write(tmp_path)
     with mini_megatron.imported(tmp_path, mini_megatron.arguments(8)):

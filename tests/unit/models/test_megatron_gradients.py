@@ -35,8 +35,12 @@ def test_patterns_match_every_layer_and_nothing_else() -> None:
     names = [f"{layer}.layer.mlp.linear_fc1.weight" for layer in (1, 2, 13)]
     (pattern,) = _patterns(names)
     assert all(re.match(pattern, name) for name in [*names, "99.layer.mlp.linear_fc1.weight"])
-    for other in ("1.layer.mlp.linear_fc1.weight2", "1.layer.mlp.linear_fc2.weight", "1.layerxmlp.linear_fc1.weight",
-                  "1.layer.mlp.experts.local_experts.0.linear_fc1.weight"):  # fmt: skip
+    for other in (
+        "1.layer.mlp.linear_fc1.weight2",
+        "1.layer.mlp.linear_fc2.weight",
+        "1.layerxmlp.linear_fc1.weight",
+        "1.layer.mlp.experts.local_experts.0.linear_fc1.weight",
+    ):
         assert not re.match(pattern, other), other
 
 

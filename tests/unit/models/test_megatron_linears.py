@@ -66,9 +66,15 @@ def by_torch(layers: Layers, hidden: Tensor) -> Tensor:
 @contextmanager
 def slice_of(unit: tuple[int, int, int]) -> Iterator[None]:
     active = ActiveSlice(
-        start=0, stop=TOKENS, sequence_length=2 * TOKENS, part_id=unit[0], micro_batch_id=unit[1], slice_id=unit[2],
-        mode="train", store=None,
-    )  # fmt: skip
+        start=0,
+        stop=TOKENS,
+        sequence_length=2 * TOKENS,
+        part_id=unit[0],
+        micro_batch_id=unit[1],
+        slice_id=unit[2],
+        mode="train",
+        store=None,
+    )
     with push_slice(active):
         yield
 

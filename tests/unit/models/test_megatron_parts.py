@@ -28,9 +28,12 @@ from terapipe_ds.models.megatron.layers import initial_weights
 from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs, with_sliced_attention
 
 SIZES: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "use_cpu_initialization": True,
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "use_cpu_initialization": True,
     "params_dtype": torch.float64,
-}  # fmt: skip
+}
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -189,14 +192,19 @@ def test_each_layer_has_our_attention_and_torch_norms() -> None:
     for spec in built:
         attention = spec.submodules.self_attention.submodules
         assert attention.core_attention is SlicedCoreAttention
-        norms = [spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm,
-                 attention.q_layernorm, attention.k_layernorm]  # fmt: skip
+        norms = [
+            spec.submodules.input_layernorm,
+            spec.submodules.pre_mlp_layernorm,
+            attention.q_layernorm,
+            attention.k_layernorm,
+        ]
         assert norms == [TorchNorm] * 4
 
 
 def test_experts_stand_where_the_frequency_says() -> None:
-    shape = config(num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none",
-                   add_bias_linear=False)  # fmt: skip
+    shape = config(
+        num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none", add_bias_linear=False
+    )
     assert [spec.submodules.mlp.module is MoELayer for spec in layer_specs(shape)] == [False, True, False, True]
 
 

@@ -38,9 +38,14 @@ def brute(band: Band, limits: np.ndarray, count: int | None, exactly: bool, larg
 
 @pytest.mark.parametrize("narrow", [0, programs.NARROW])
 @given(
-    st.integers(0, 10**6), st.integers(1, 8), st.integers(1, 3), st.integers(1, 8),
-    st.none() | st.integers(1, 8), st.booleans(), st.booleans(),
-)  # fmt: skip
+    st.integers(0, 10**6),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 8),
+    st.none() | st.integers(1, 8),
+    st.booleans(),
+    st.booleans(),
+)
 def test_least_sums(
     narrow: int, seed: int, n: int, shortest: int, width: int, count: int | None, exactly: bool, largest: bool
 ) -> None:

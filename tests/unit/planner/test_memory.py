@@ -35,9 +35,19 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def config_and_size(family: dict[str, Any], dtype: str, num_layers: int = 1) -> tuple[GPTConfig, ModelSize]:
     config = GPTConfig(**{**BASE, **family, "num_layers": num_layers}, max_sequence_length=LENGTH, dtype=dtype)
     size = ModelSize(
-        "test", num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim,
-        config.ffn_size, config.vocab_size, LENGTH, config.gated_mlp, config.bias, positions=config.positions,
-    )  # fmt: skip
+        "test",
+        num_layers,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.ffn_size,
+        config.vocab_size,
+        LENGTH,
+        config.gated_mlp,
+        config.bias,
+        positions=config.positions,
+    )
     return config, size
 
 
@@ -166,9 +176,20 @@ def test_parameters_are_those_of_the_layers(family: dict[str, Any], tied: bool) 
     """fp32 without an optimizer's states: 4 + 4 bytes per parameter; a tied matrix stands on both ends."""
     config, _ = config_and_size({**family, "tied_embedding": tied}, "float32", num_layers=2)
     size = ModelSize(
-        "test", 2, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_size,
-        config.vocab_size, LENGTH, config.gated_mlp, config.bias, tied, config.positions,
-    )  # fmt: skip
+        "test",
+        2,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.ffn_size,
+        config.vocab_size,
+        LENGTH,
+        config.gated_mlp,
+        config.bias,
+        tied,
+        config.positions,
+    )
     ends = [[gpt.TokenEmbedding(config), gpt.DecoderLayer(config, 0)], [gpt.DecoderLayer(config, 1)]]
     if config.positions == "learned":
         ends[0].append(gpt.PositionEmbedding(config))
@@ -259,7 +280,6 @@ def test_impossible_measurements(wrong: Any) -> None:
 # --- the peak of a schedule
 
 
-
 def test_peak_worked_by_hand() -> None:
     """Two stages, 1F1B, two micro-batches of slices 3 and 2: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 on stage 0.
 
@@ -299,9 +319,11 @@ PARTS = st.builds(PartMemory, *[RATES] * 7, st.integers(0, 300), st.none() | RAT
 
 
 @given(
-    st.sampled_from(["gpipe", "terapipe"]), st.lists(PARTS, min_size=1, max_size=4), st.integers(1, 4),
+    st.sampled_from(["gpipe", "terapipe"]),
+    st.lists(PARTS, min_size=1, max_size=4),
+    st.integers(1, 4),
     st.lists(st.integers(1, 9), min_size=1, max_size=6),
-)  # fmt: skip
+)
 def test_the_closed_form_of_all_forwards_before_all_backwards(
     name: str, parts: list[PartMemory], num_micro_batches: int, lengths: list[int]
 ) -> None:

@@ -204,9 +204,7 @@ def test_in_words() -> None:
     ranking = rank_schedules(costs, 8, 2, 4, 4, memory_of=memory_of, memory_limit_bytes=3000)
     head, *lines = describe_ranking(ranking)
     assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
-    assert [line.split()[0] for line in lines] == [
-        one.schedule for one in (*ranking.results, *ranking.refused)
-    ]  # fmt: skip
+    assert [line.split()[0] for line in lines] == [one.schedule for one in (*ranking.results, *ranking.refused)]
     assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11
     free = describe_ranking(rank_schedules(costs, 8, 2, 4, 4))
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)

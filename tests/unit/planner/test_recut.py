@@ -136,10 +136,12 @@ def test_bounds_that_are_no_cut(bounds: list[int]) -> None:
 
 
 def test_memory_by_hand() -> None:
-    memory = MemoryModel((
-        PartMemory(1000, 10.0, 4.0, 2.0, 50, 7.0, 0.5, 600, 8.0, 6.0),
-        PartMemory(3000, 20.0, 8.0, 6.0, 90, 3.0, 0.1, 900, 4.0, 2.0),
-    ))  # fmt: skip
+    memory = MemoryModel(
+        (
+            PartMemory(1000, 10.0, 4.0, 2.0, 50, 7.0, 0.5, 600, 8.0, 6.0),
+            PartMemory(3000, 20.0, 8.0, 6.0, 90, 3.0, 0.1, 900, 4.0, 2.0),
+        )
+    )
     shares = [
         [LayerShare(0.25, 0.1, 300), LayerShare(0.75, 0.9, 100)],
         [LayerShare(0.5, 0.6, 0), LayerShare(0.5, 0.4, 200)],
@@ -161,9 +163,12 @@ def test_frozen_layers_weigh_nothing_in_a_cut_but_hold_memory() -> None:
     layers = [LayerShare(0.25, 0.25, 100, trained) for trained in (0, 0, 100, 100)]
     parts = MeasuredParts([UnitCosts(8)], [layers], 400.0)
     assert parts.bounds(2) == [0, 3, 4]
-    assert parts.memory(MemoryModel((PartMemory(400, 1.0),)), 2) == MemoryModel((
-        PartMemory(300, 0.75), PartMemory(100, 0.25),
-    ))  # fmt: skip
+    assert parts.memory(MemoryModel((PartMemory(400, 1.0),)), 2) == MemoryModel(
+        (
+            PartMemory(300, 0.75),
+            PartMemory(100, 0.25),
+        )
+    )
     # copies sum the gradients of the trained ones alone: both stages 2 x 100 of 4 bytes, 400 bytes a second
     assert parts.both_ways_s(2) == 2.0
 
@@ -201,9 +206,7 @@ def test_the_heaviest_part_is_lightest(weights: list[int], num_parts: int) -> No
 def profile(shares: list[list[LayerShare] | None]) -> Profile:
     key = ProfileKey("f" * 16, "a model", "a device", "fp32", 1, 1, len(shares), False, 256, "math", {})
     sample = CostSample(256, 0, 1.0, 2.0)
-    return Profile(
-        key, tuple(PartProfile(n, (sample,), None, each and tuple(each)) for n, each in enumerate(shares))
-    )  # fmt: skip
+    return Profile(key, tuple(PartProfile(n, (sample,), None, each and tuple(each)) for n, each in enumerate(shares)))
 
 
 def test_parts_of_a_profile_in_other_numbers() -> None:
@@ -225,5 +228,5 @@ def test_parts_without_shares_are_halved_and_joined() -> None:
     assert four is not None and one is not None and unknown.cut(3) is None and unknown.bounds(4) is None
     assert [part.forward_s(8, 0) for part in four] == pytest.approx(
         [models[p].forward_s(8, 0) / 2 for p in (0, 0, 1, 1)]
-    )  # fmt: skip
+    )
     assert one[0].backward_s(8, 4) == pytest.approx(sum(part.backward_s(8, 4) for part in models))

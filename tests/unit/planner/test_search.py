@@ -115,9 +115,13 @@ def test_against_brute_force(
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(SCHEDULES), st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3),
+    st.sampled_from(SCHEDULES),
+    st.integers(0, 10_000),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 3),
     st.integers(3, 14),
-)  # fmt: skip
+)
 def test_promises_of_a_result(
     schedule: str, seed: int, num_stages: int, num_micro_batches: int, granularity: int, length: int
 ) -> None:
@@ -275,9 +279,7 @@ def test_auto_is_the_best_of_all(seed: int) -> None:
 
 def made_up(schedule: str, predicted_s: float, peak_bytes: tuple[int, ...] | None = None) -> PlanResult:
     plan = SlicePlan((1,))
-    return PlanResult(
-        plan, schedule, predicted_s, False, 0.0, 2, 1, 1.0, plan, 1.0, 0.0, peak_bytes, None, 1
-    )
+    return PlanResult(plan, schedule, predicted_s, False, 0.0, 2, 1, 1.0, plan, 1.0, 0.0, peak_bytes, None, 1)
 
 
 def test_choose() -> None:

@@ -67,9 +67,7 @@ def test_every_difference_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     other = changed(gradient_clipping=0.5, bf16={"enabled": True})
     with pytest.raises(TeraPipeConfigError) as caught:
         check(monkeypatch, CONFIG, other)
-    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
-        "bf16", "gradient_clipping"
-    ]  # fmt: skip
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == ["bf16", "gradient_clipping"]
 
 
 def test_a_rank_without_the_section(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ from terapipe_ds.runtime.refusals import (
 def problem(module: nn.Module, slices: Any = 4, has_moe_layers: bool = False) -> str | None:
     config = TeraPipeConfig(enabled=True, slices=slices)
     return problem_of_layers(
-        SimpleNamespace(module=nn.Sequential(nn.Linear(4, 4), module), terapipe_config=config,
-                        has_moe_layers=has_moe_layers)
-    )  # fmt: skip
+        SimpleNamespace(
+            module=nn.Sequential(nn.Linear(4, 4), module), terapipe_config=config, has_moe_layers=has_moe_layers
+        )
+    )
 
 
 MIX_TOKENS = [

@@ -28,9 +28,7 @@ def chunked_schedules(draw: st.DrawFn, max_slices: int = 4) -> Schedule:
     num_stages = draw(st.integers(1, 2)) * 2 if name.startswith("chimera") else draw(st.integers(1, 4))
     chunks = draw(st.integers(2, 3)) if "interleaved" in name else 2
     forward_only = draw(st.integers(0, 4)) == 0
-    return build(
-        name, num_stages, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks
-    )
+    return build(name, num_stages, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks)
 
 
 even_shapes = st.tuples(stage_counts, st.integers(1, 6), st.integers(1, 6))
@@ -55,13 +53,10 @@ def by_hand(
         rows.append(tuple(dataclasses.replace(a, part_id=places[stage_id, a.chunk_id]) for a in parsed))
     units = {action.unit for row in rows for action in row}
     num_slices = tuple(
-        1 + max(s for m, s in units if m == micro_batch_id)
-        for micro_batch_id in sorted({m for m, _ in units})
+        1 + max(s for m, s in units if m == micro_batch_id) for micro_batch_id in sorted({m for m, _ in units})
     )
     chunks = 1 + max(chunk for _, chunk in places)
-    return Schedule(
-        "by hand", len(rows), len(num_slices), num_slices, chunks, forward_only, tuple(rows), places
-    )
+    return Schedule("by hand", len(rows), len(num_slices), num_slices, chunks, forward_only, tuple(rows), places)
 
 
 def zero_bubble() -> Schedule:

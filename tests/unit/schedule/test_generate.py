@@ -37,9 +37,7 @@ def test_orders_equal_the_published_ones(golden: str, name: str, shape: tuple[in
     assert [schedule.compute_order(stage_id) for stage_id in range(4)] == golden_order(golden)
     if "peak_live_slices" in GOLDEN[golden]:
         assert list(schedule.peak_live_slices()) == GOLDEN[golden]["peak_live_slices"]
-        assert [schedule.for_stage(k).peak_live_slices for k in range(4)] == GOLDEN[golden][
-            "peak_live_slices"
-        ]
+        assert [schedule.for_stage(k).peak_live_slices for k in range(4)] == GOLDEN[golden]["peak_live_slices"]
     if "warmup" in GOLDEN[golden]:
         first_backward = [schedule.compute_order(k).index("B0.3") for k in range(4)]
         assert [index - 1 for index in first_backward] == GOLDEN[golden]["warmup"]
@@ -110,9 +108,7 @@ def test_peaks_of_live_slices(shape: tuple[int, int, int]) -> None:
     assert build("gpipe", *shape).peak_live_slices() == (m * s,) * num_stages
     assert build("terapipe", *shape).peak_live_slices() == (m * s,) * num_stages
     assert build("1f1b", *shape).peak_live_slices() == tuple(min(num_stages - i, m) * s for i in stages)
-    assert build("seq1f1b", *shape).peak_live_slices() == tuple(
-        min(num_stages - i + s - 1, m * s) for i in stages
-    )
+    assert build("seq1f1b", *shape).peak_live_slices() == tuple(min(num_stages - i + s - 1, m * s) for i in stages)
 
 
 def test_a_slice_is_live_until_the_last_of_its_b_and_w() -> None:

@@ -55,9 +55,7 @@ def run_as_an_engine(schedule: Schedule, receive_ahead: int) -> int:
 
 
 @given(names, ragged_shapes, st.integers(0, 5), st.booleans())
-def test_lowered_schedules_run(
-    name: str, shape: tuple[int, list[int]], receive_ahead: int, forward_only: bool
-) -> None:
+def test_lowered_schedules_run(name: str, shape: tuple[int, list[int]], receive_ahead: int, forward_only: bool) -> None:
     num_stages, num_slices = shape
     schedule = build(name, num_stages, len(num_slices), num_slices, forward_only=forward_only)
     messages = run_as_an_engine(schedule, receive_ahead)
@@ -133,9 +131,7 @@ def test_batches_are_loaded_once_where_they_are_read(name: str, shape: tuple[int
         actions = schedule.for_stage(stage_id).actions
         loads = [index for index, action in enumerate(actions) if action.kind is Kind.LOAD]
         reads = stage_id in (0, num_stages - 1)
-        assert [actions[index].micro_batch_id for index in loads] == (
-            list(range(len(num_slices))) if reads else []
-        )
+        assert [actions[index].micro_batch_id for index in loads] == (list(range(len(num_slices))) if reads else [])
         for index in loads:
             assert actions[index].slice_id == -1
             assert actions[index + 1].kind is Kind.FORWARD

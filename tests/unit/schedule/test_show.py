@@ -43,15 +43,11 @@ def test_a_grid_in_full() -> None:
 
 def grid_rows(text: str, label: str) -> list[str]:
     """The cells of a row, over all blocks."""
-    return [
-        cell for line in text.splitlines() if line.startswith(label) for cell in line[len(label) :].split()
-    ]
+    return [cell for line in text.splitlines() if line.startswith(label) for cell in line[len(label) :].split()]
 
 
 @given(names, ragged_shapes, st.integers(40, 160))
-def test_the_grid_has_every_entry_once_and_nothing_else(
-    name: str, shape: tuple[int, list[int]], width: int
-) -> None:
+def test_the_grid_has_every_entry_once_and_nothing_else(name: str, shape: tuple[int, list[int]], width: int) -> None:
     num_stages, num_slices = shape
     schedule = build(name, num_stages, len(num_slices), num_slices)
     text = render(schedule, width=width)
@@ -121,9 +117,7 @@ def test_the_dict_is_json() -> None:
 def test_csv_of_every_schedule(name: str, forward_only: bool, num_slices: list[int]) -> None:
     """Placement, chunks, slices and orders; one micro-batch leaves a direction of a bidirectional schedule empty."""
     chunks = 3 if "interleaved" in name else 1
-    schedule = build(
-        name, 4, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks
-    )
+    schedule = build(name, 4, len(num_slices), num_slices, forward_only=forward_only, chunks_per_stage=chunks)
     assert from_csv(to_csv(schedule), name=name) == schedule
 
 

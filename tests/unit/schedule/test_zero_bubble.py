@@ -20,9 +20,17 @@ def torch_order(num_stages: int, num_micro_batches: int, rank: int) -> list[str]
 
     warm_up = min(num_stages - 1 - rank, num_micro_batches)
     actions: Any = schedules._get_1f1b_rank_ops(
-        1, num_stages, warm_up, num_micro_batches - warm_up, warm_up, rank, lambda step: rank, lambda step: rank,
-        num_1f1b_microbatches=rank, enable_zero_bubble=True,
-    )  # fmt: skip
+        1,
+        num_stages,
+        warm_up,
+        num_micro_batches - warm_up,
+        warm_up,
+        rank,
+        lambda step: rank,
+        lambda step: rank,
+        num_1f1b_microbatches=rank,
+        enable_zero_bubble=True,
+    )
     letters = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
     return [f"{letters[a.computation_type.name]}{a.microbatch_index}.0" for a in actions if a is not None]
 
@@ -98,11 +106,27 @@ def test_the_rule_by_hand() -> None:
     F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
     order = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (F, 2, 0), (B, 1, 0), (B, 2, 0)]
     assert with_weights(order, 2) == [
-        (F, 0, 0), (F, 1, 0), (B, 0, 0), (W, 0, 0), (F, 2, 0), (B, 1, 0), (W, 1, 0), (B, 2, 0), (W, 2, 0),
-    ]  # fmt: skip
+        (F, 0, 0),
+        (F, 1, 0),
+        (B, 0, 0),
+        (W, 0, 0),
+        (F, 2, 0),
+        (B, 1, 0),
+        (W, 1, 0),
+        (B, 2, 0),
+        (W, 2, 0),
+    ]
     assert with_weights(order, 3) == [
-        (F, 0, 0), (F, 1, 0), (B, 0, 0), (F, 2, 0), (B, 1, 0), (W, 0, 0), (B, 2, 0), (W, 1, 0), (W, 2, 0),
-    ]  # fmt: skip
+        (F, 0, 0),
+        (F, 1, 0),
+        (B, 0, 0),
+        (F, 2, 0),
+        (B, 1, 0),
+        (W, 0, 0),
+        (B, 2, 0),
+        (W, 1, 0),
+        (W, 2, 0),
+    ]
 
 
 @pytest.mark.parametrize("name", SPLIT_SCHEDULES)

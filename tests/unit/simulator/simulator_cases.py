@@ -18,8 +18,19 @@ sys.path.append(str(Path(__file__).parent / "schedule"))  # these tests alone do
 
 from schedule_cases import OTHER_KINDS, by_hand, chunked_schedules, names, v_shaped, with_orders
 
-__all__ = ["OTHER_KINDS", "Case", "Memory", "Table", "by_hand", "cases", "scanned_bytes", "schedules",
-           "starts_and_ends", "v_shaped", "with_orders"]  # fmt: skip
+__all__ = [
+    "OTHER_KINDS",
+    "Case",
+    "Memory",
+    "Table",
+    "by_hand",
+    "cases",
+    "scanned_bytes",
+    "schedules",
+    "starts_and_ends",
+    "v_shaped",
+    "with_orders",
+]
 
 
 class Table:

@@ -100,27 +100,53 @@ def test_two_stages_by_hand() -> None:
     schedule, plan = build("terapipe", 2, 1, 2), SlicePlan((4, 4))
     timeline = simulate(schedule, plan, costs)
     assert times_of(timeline, 0) == {
-        "F0.0": (0, 2), "SA0.0>1": (2, 3), "F0.1": (2, 3), "SA0.1>1": (3, 4), "B0.1": (9, 11), "B0.0": (12, 15),
-    }  # fmt: skip
+        "F0.0": (0, 2),
+        "SA0.0>1": (2, 3),
+        "F0.1": (2, 3),
+        "SA0.1>1": (3, 4),
+        "B0.1": (9, 11),
+        "B0.0": (12, 15),
+    }
     assert times_of(timeline, 1) == {
-        "F0.0": (3, 5), "F0.1": (5, 6), "B0.1": (6, 8), "SG0.1>0": (8, 9), "B0.0": (8, 11), "SG0.0>0": (11, 12),
-    }  # fmt: skip
+        "F0.0": (3, 5),
+        "F0.1": (5, 6),
+        "B0.1": (6, 8),
+        "SG0.1>0": (8, 9),
+        "B0.0": (8, 11),
+        "SG0.0>0": (11, 12),
+    }
     assert (timeline.makespan_s, timeline.bubbles()) == (15, pytest.approx((7 / 15, 7 / 15)))
     assert [(step.event.stage_id, step.event.action, step.waited_for) for step in timeline.critical_path or ()] == [
-        (0, "F0.0", "start"), (0, "SA0.0>1", "dependency"), (1, "F0.0", "link"), (1, "F0.1", "stage"),
-        (1, "B0.1", "stage"), (1, "B0.0", "stage"), (1, "SG0.0>0", "dependency"), (0, "B0.0", "link"),
-    ]  # fmt: skip
+        (0, "F0.0", "start"),
+        (0, "SA0.0>1", "dependency"),
+        (1, "F0.0", "link"),
+        (1, "F0.1", "stage"),
+        (1, "B0.1", "stage"),
+        (1, "B0.0", "stage"),
+        (1, "SG0.0>0", "dependency"),
+        (0, "B0.0", "link"),
+    ]
     assert timeline.live_slices() == (
         ((2, 1), (3, 2), (11, 1), (15, 0)),
         ((5, 1), (6, 2), (8, 1), (11, 0)),
     )
     busy = simulate(schedule, plan, costs, overlap=False)
     assert times_of(busy, 0) == {
-        "F0.0": (0, 2), "SA0.0>1": (2, 3), "F0.1": (3, 4), "SA0.1>1": (4, 5), "B0.1": (9, 11), "B0.0": (13, 16),
-    }  # fmt: skip
+        "F0.0": (0, 2),
+        "SA0.0>1": (2, 3),
+        "F0.1": (3, 4),
+        "SA0.1>1": (4, 5),
+        "B0.1": (9, 11),
+        "B0.0": (13, 16),
+    }
     assert times_of(busy, 1) == {
-        "F0.0": (3, 5), "F0.1": (5, 6), "B0.1": (6, 8), "SG0.1>0": (8, 9), "B0.0": (9, 12), "SG0.0>0": (12, 13),
-    }  # fmt: skip
+        "F0.0": (3, 5),
+        "F0.1": (5, 6),
+        "B0.1": (6, 8),
+        "SG0.1>0": (8, 9),
+        "B0.0": (9, 12),
+        "SG0.0>0": (12, 13),
+    }
 
 
 def test_a_slow_link_sends_one_message_at_a_time() -> None:
@@ -254,10 +280,12 @@ def test_bytes_are_those_of_a_scan(case: Case) -> None:
 def test_bytes_by_hand() -> None:
     """1f1b over two stages, two micro-batches of two slices: stage 0 holds both micro-batches at once."""
     memory = SimpleNamespace(
-        static_bytes=lambda part_id: 1000, store_bytes=lambda part_id, length: 100 * length,
-        store_grad_bytes=lambda part_id, length: 200 * length, slice_bytes=lambda part_id, tokens, prefix: 10 * tokens,
+        static_bytes=lambda part_id: 1000,
+        store_bytes=lambda part_id, length: 100 * length,
+        store_grad_bytes=lambda part_id, length: 200 * length,
+        slice_bytes=lambda part_id, tokens, prefix: 10 * tokens,
         working_bytes=lambda part_id, tokens, prefix: tokens,
-    )  # fmt: skip
+    )
     timeline = simulate(build("1f1b", 2, 2, 2), SlicePlan((3, 1)), UnitCosts(4), memory=memory)
     # B0.1 on stage 0: two stores of 4 tokens, one of gradients, 8 live tokens, 1 token at work; B0.0 after it has 3 at
     # work but 1 live token less, which is 10 bytes.

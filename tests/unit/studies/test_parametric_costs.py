@@ -107,9 +107,13 @@ def test_arrays_and_numbers_agree() -> None:
 
 @settings(max_examples=6)
 @given(
-    st.floats(5e-4, 1e-2), st.floats(0, 5e-3), st.floats(1e-6, 1e-4), st.floats(0, 5e-9), st.floats(0, 5e-6),
+    st.floats(5e-4, 1e-2),
+    st.floats(0, 5e-3),
+    st.floats(1e-6, 1e-4),
+    st.floats(0, 5e-9),
+    st.floats(0, 5e-6),
     st.floats(1.2, 12),
-)  # fmt: skip
+)
 def test_totals_made_by_the_form_are_met(
     floor: float, c0: float, c1: float, c2: float, c3: float, sharpness: float
 ) -> None:

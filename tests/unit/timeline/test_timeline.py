@@ -71,9 +71,14 @@ events = st.builds(
     lambda stage_id, kind, m, s, start_s, length_s, chunk_id: TimelineEvent(
         stage_id, f"{kind}{m}.{s}", m, s, kind, start_s, start_s + length_s, chunk_id
     ),
-    st.integers(0, 3), st.sampled_from(["F", "B", "W", "SA", "ST"]), st.integers(-1, 20), st.integers(-1, 20),
-    seconds, seconds, st.integers(0, 2),
-)  # fmt: skip
+    st.integers(0, 3),
+    st.sampled_from(["F", "B", "W", "SA", "ST"]),
+    st.integers(-1, 20),
+    st.integers(-1, 20),
+    seconds,
+    seconds,
+    st.integers(0, 2),
+)
 peaks = st.none() | st.lists(st.integers(0, 10**12), min_size=4, max_size=4)
 timelines = st.builds(Timeline, st.just(4), st.lists(events, max_size=12), st.text(max_size=8), peaks, peaks)
 
@@ -208,9 +213,11 @@ def test_links_and_bytes_in_a_chrome_trace() -> None:
     rows = json.loads(to_chrome_trace(timeline))["traceEvents"]
     threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert threads == {
-        (0, 0): "stage 0", (0, 1): "stage 1",
-        (1, 0): "activations, stage 0 > 1", (1, 1): "gradients, stage 1 chunk 1 > 0",
-    }  # fmt: skip
+        (0, 0): "stage 0",
+        (0, 1): "stage 1",
+        (1, 0): "activations, stage 0 > 1",
+        (1, 1): "gradients, stage 1 chunk 1 > 0",
+    }
     boxes: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
         if row["ph"] == "X":

@@ -26,17 +26,29 @@ def timeline(*rows: tuple[int, str, float, float]) -> Timeline:
 
 def predicted() -> Timeline:
     return timeline(
-        (0, "F0.0", 0, 1), (0, "F0.1", 1, 2), (1, "F0.0", 1, 2), (1, "F0.1", 2, 3),
-        (1, "B0.1", 3, 5), (1, "B0.0", 5, 7), (0, "B0.1", 5, 7), (0, "B0.0", 7, 9),
-    )  # fmt: skip
+        (0, "F0.0", 0, 1),
+        (0, "F0.1", 1, 2),
+        (1, "F0.0", 1, 2),
+        (1, "F0.1", 2, 3),
+        (1, "B0.1", 3, 5),
+        (1, "B0.0", 5, 7),
+        (0, "B0.1", 5, 7),
+        (0, "B0.0", 7, 9),
+    )
 
 
 def measured() -> Timeline:
     """The clock starts at 100; F0.1 of stage 0 takes three times as long, and stage 1 waits for it."""
     return timeline(
-        (0, "F0.0", 100, 101), (0, "F0.1", 101, 104), (1, "F0.0", 101, 102), (1, "F0.1", 104, 105),
-        (1, "B0.1", 105, 107), (1, "B0.0", 107, 108), (0, "B0.1", 107, 109), (0, "B0.0", 109, 111),
-    )  # fmt: skip
+        (0, "F0.0", 100, 101),
+        (0, "F0.1", 101, 104),
+        (1, "F0.0", 101, 102),
+        (1, "F0.1", 104, 105),
+        (1, "B0.1", 105, 107),
+        (1, "B0.0", 107, 108),
+        (0, "B0.1", 107, 109),
+        (0, "B0.0", 109, 111),
+    )
 
 
 def values(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[float, float]]:
@@ -47,12 +59,17 @@ def values(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[float, float]]:
 def test_by_hand() -> None:
     result = compare(predicted(), measured())
     assert values(result.summary) == {
-        ("makespan_s", None, None): (9, 11), ("bubble_fraction", None, None): approx((6 / 18, 9 / 22)),
-        ("busy_s", 0, "F"): (2, 4), ("busy_s", 0, "B"): (4, 4), ("wait_s", 0, None): (3, 3),
+        ("makespan_s", None, None): (9, 11),
+        ("bubble_fraction", None, None): approx((6 / 18, 9 / 22)),
+        ("busy_s", 0, "F"): (2, 4),
+        ("busy_s", 0, "B"): (4, 4),
+        ("wait_s", 0, None): (3, 3),
         ("bubble_fraction", 0, None): approx((1 - 6 / 9, 1 - 8 / 11)),
-        ("busy_s", 1, "F"): (2, 2), ("busy_s", 1, "B"): (4, 3), ("wait_s", 1, None): (1, 3),
+        ("busy_s", 1, "F"): (2, 2),
+        ("busy_s", 1, "B"): (4, 3),
+        ("wait_s", 1, None): (1, 3),
         ("bubble_fraction", 1, None): approx((1 - 6 / 9, 1 - 5 / 11)),
-    }  # fmt: skip
+    }
     sections = result.sections()
     worst = sections["durations that differ most"]
     assert [(row.stage_id, row.action, row.ratio) for row in worst[:2]] == [(0, "F0.1", 3.0), (1, "B0.0", 0.5)]
@@ -67,17 +84,27 @@ def test_what_is_printed_names_the_places() -> None:
     result = compare(predicted(), measured())
     lines = [line.split() for line in result.render().splitlines()]
     for expected in (
-        "makespan s 9 11 1.222", "bubble % 33.3 40.9", "stage 0 F s 2 4 2.000", "stage 1 wait s 1 3 3.000",
-        "stage 1 bubble % 33.3 54.5", "stage 0 F0.1 1 3 3.000", "median ratio of durations: 1.000 (F 1.000, B 1.000)",
+        "makespan s 9 11 1.222",
+        "bubble % 33.3 40.9",
+        "stage 0 F s 2 4 2.000",
+        "stage 1 wait s 1 3 3.000",
+        "stage 1 bubble % 33.3 54.5",
+        "stage 0 F0.1 1 3 3.000",
+        "median ratio of durations: 1.000 (F 1.000, B 1.000)",
         "median difference of starts: +2 s",
-    ):  # fmt: skip
+    ):
         assert expected.split() in lines
     data = result.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["rows"][0] == {
-        "what": "makespan_s", "predicted": 9, "measured": 11, "stage_id": None, "action": None, "kind": None,
+        "what": "makespan_s",
+        "predicted": 9,
+        "measured": 11,
+        "stage_id": None,
+        "action": None,
+        "kind": None,
         "ratio": 11 / 9,
-    }  # fmt: skip
+    }
     assert (data["median_ratio"], data["median_start_drift_s"]) == ({"all": 1.0, "F": 1.0, "B": 1.0}, 2)
 
 
@@ -96,9 +123,10 @@ def test_a_slower_machine_and_another_clock(factor: float, zero_s: float) -> Non
     schedule, plan = build("seq1f1b", 3, 2, 3), SlicePlan((4, 3, 1))
     costs = UnitCosts(8, 0.125)
     slower = SimpleNamespace(
-        forward_s=lambda t, p: factor * costs.forward_s(t, p), backward_s=lambda t, p: factor * costs.backward_s(t, p),
+        forward_s=lambda t, p: factor * costs.forward_s(t, p),
+        backward_s=lambda t, p: factor * costs.backward_s(t, p),
         send_s=lambda t: factor * costs.send_s(t),
-    )  # fmt: skip
+    )
     one, other = simulate(schedule, plan, costs), simulate(schedule, plan, slower)
     shifted = [dataclasses.replace(e, start_s=e.start_s + zero_s, end_s=e.end_s + zero_s) for e in other.events]
     result = compare(one, Timeline(3, tuple(shifted)))

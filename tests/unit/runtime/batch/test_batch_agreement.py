@@ -50,16 +50,24 @@ def places(stages: int, pipelines: int = 1, peers: int = 1) -> list[PlaceInJob]:
         group = TensorPeers(tuple(range(start, start + peers)), stage_id, pipeline_id // peers, pipelines // peers)
         found.append(
             PlaceInJob(
-                stage_id, stages, tuple(sorted({0, stages - 1})), stages - 1,
-                None if stages == 1 else tuple(range(pipeline_id, size, pipelines)), tuple(range(size)),
-                pipeline_id, pipelines, group if peers > 1 else None,
+                stage_id,
+                stages,
+                tuple(sorted({0, stages - 1})),
+                stages - 1,
+                None if stages == 1 else tuple(range(pipeline_id, size, pipelines)),
+                tuple(range(size)),
+                pipeline_id,
+                pipelines,
+                group if peers > 1 else None,
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def agreed(
-    monkeypatch: pytest.MonkeyPatch, reports: list[StageReport], in_job: list[PlaceInJob] | None = None,
+    monkeypatch: pytest.MonkeyPatch,
+    reports: list[StageReport],
+    in_job: list[PlaceInJob] | None = None,
     check: Callable[[int, Shapes], None] = lambda rank, shapes: None,
 ) -> tuple[list[Any], Ranks]:
     """What each rank gets, or the error that all raise alike."""
@@ -117,9 +125,7 @@ class TestErrors:
             (TeraPipeConfigError("CUDA"), "stage 0 refuses the batch: TeraPipeConfigError: CUDA"),
         ],
     )
-    def test_what_one_stage_could_not_draw(
-        self, own: Exception, what: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_one_stage_could_not_draw(self, own: Exception, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for in_job in (None, places(1, pipelines=3)):
             reports = [report(error=own), last(), last()] if in_job else [report(error=own), report(), last()]
             results, _ = agreed(monkeypatch, reports, in_job)
@@ -196,9 +202,7 @@ class TestTensorPeers:
         assert results == [SHAPES] * 4
 
     @pytest.mark.parametrize(("other", "what"), [((7, 9), "inputs"), ((8, 8), "labels")])
-    def test_peers_with_other_data(
-        self, monkeypatch: pytest.MonkeyPatch, other: tuple[int, int], what: str
-    ) -> None:
+    def test_peers_with_other_data(self, monkeypatch: pytest.MonkeyPatch, other: tuple[int, int], what: str) -> None:
         results, _ = agreed(monkeypatch, drawn([(1, 2), (1, 2), (8, 9), other]), self.PLACES)
         for error in results:
             assert isinstance(error, BatchError)

@@ -197,9 +197,11 @@ class TestWhatSizesDoNotTell:
             iterator = iter([batch])
             asked: list[int] = []
             one = Source(
-                config(**changes), lambda: next(iterator), at(0, 1),
+                config(**changes),
+                lambda: next(iterator),
+                at(0, 1),
                 is_cut=lambda length: asked.append(length) or is_cut,  # type: ignore[func-returns-value]
-            )  # fmt: skip
+            )
             drawn = one.draw(1, training=True)
             assert asked == [12]
             return drawn
@@ -234,9 +236,14 @@ class TestSums:
     PEERS = TensorPeers((0, 1), 0, 0, 1)
 
     def sums(
-        self, reports: list[StageReport], batches: list[Any], stage_id: int = 0, num_stages: int = 2,
-        peers: TensorPeers | None = PEERS, **changes: Any,
-    ) -> DataSums:  # fmt: skip
+        self,
+        reports: list[StageReport],
+        batches: list[Any],
+        stage_id: int = 0,
+        num_stages: int = 2,
+        peers: TensorPeers | None = PEERS,
+        **changes: Any,
+    ) -> DataSums:
         iterator = iter(batches)
         source = Source(config(**changes), lambda: next(iterator), at(stage_id, num_stages, peers=peers))
         source.draw(len(batches), training=True)

@@ -48,9 +48,11 @@ def flat_state(groups: Groups, shapes: Shapes, count: int, index: int, strips: b
     param_groups = [{"lr": number, "params": [number]} for number in range(len(groups))]
     return {
         "base_optimizer_state": {"state": states, "param_groups": param_groups},
-        "single_partition_of_fp32_groups": masters, "group_paddings": paddings, "param_slice_mappings": mappings,
+        "single_partition_of_fp32_groups": masters,
+        "group_paddings": paddings,
+        "param_slice_mappings": mappings,
         "kept": "as it is",
-    }  # fmt: skip
+    }
 
 
 def torch_state(groups: Groups, shapes: Shapes) -> dict[str, Any]:
@@ -66,9 +68,14 @@ def torch_state(groups: Groups, shapes: Shapes) -> dict[str, Any]:
 
 def zero_form(count: int, strips: bool, alignment: int = 2) -> StateForm:
     return StateForm(
-        "base_optimizer_state", "single_partition_of_fp32_groups", is_flat=True, num_partitions=count,
-        alignment=alignment * count, lists_pieces=True, strips=strips,
-    )  # fmt: skip
+        "base_optimizer_state",
+        "single_partition_of_fp32_groups",
+        is_flat=True,
+        num_partitions=count,
+        alignment=alignment * count,
+        lists_pieces=True,
+        strips=strips,
+    )
 
 
 def brought(

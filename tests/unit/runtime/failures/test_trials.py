@@ -111,6 +111,7 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
 
 def test_ranks_at_different_trials_end_at_once(store: Any) -> None:
     """One has failed before the trial that the other ended: they would wait for each other from now on."""
+
     def act(trials: Trials, rank: int) -> Any:
         return trials.failure(BROKEN if rank else None, "verifying layer 3" if rank else "running layer 3 in fp32")
 

@@ -182,9 +182,15 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -
 def unit(part_id: int, micro_batch_id: int, slice_id: int, whole: bool = False) -> Iterator[None]:
     stop = 10 if whole else 5
     active = ActiveSlice(
-        start=0, stop=stop, sequence_length=10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id,
-        mode="train", store=None,
-    )  # fmt: skip
+        start=0,
+        stop=stop,
+        sequence_length=10,
+        micro_batch_id=micro_batch_id,
+        slice_id=slice_id,
+        part_id=part_id,
+        mode="train",
+        store=None,
+    )
     with push_slice(active):
         yield
 
@@ -382,7 +388,11 @@ class TestLayersOfOnesOwn:
         text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
         code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
         names: dict[str, Any] = {
-            "nn": nn, "torch": torch, "F": F, "partial": functools.partial, "once_differentiable": once_differentiable
+            "nn": nn,
+            "torch": torch,
+            "F": F,
+            "partial": functools.partial,
+            "once_differentiable": once_differentiable,
         }
         exec(code, names)
         torch.manual_seed(0)

@@ -169,8 +169,10 @@ class TestMessages:
         for unit, value in (((2, 0), 2.0), ((1, 0), 1.0), ((4, 0), 4.0)):
             send(sender, unit, torch.full((2 + unit[0] % 2,), value))
         assert [receiver.wait(unit)[1][0].tolist() for unit in ((2, 0), (1, 0), (4, 0))] == [
-            [2.0] * 2, [1.0] * 3, [4.0] * 2
-        ]  # fmt: skip
+            [2.0] * 2,
+            [1.0] * 3,
+            [4.0] * 2,
+        ]
 
     def test_another_message_than_the_next_one(self, post: Post) -> None:
         receiver = receiving_end()
@@ -290,9 +292,12 @@ def test_only_devices_beside_the_host_are_staged() -> None:
     ("cuda", "1", True), ("cuda", "8", False), ("cuda", None, False), ("cpu", "1", False),
 ])  # fmt: skip
 def test_one_queue_of_the_device_is_warned_of(
-    device: str, connections: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    connections: str | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(groups, "needs_staging", lambda group, device: False)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if connections is not None:

@@ -39,10 +39,12 @@ def wire_of(layout: Layout, stage_id: int, action: Action) -> Wire:
     source, target = (here, there) if sends == (action.kind in ACTIVATIONS) else (there, here)
     own_end = 0 if source == here else 1
     found = [
-        wire for wire in layout.wires()
-        if (wire[0], layout.placement[wire[:2]]) == source and (wire[2], layout.placement[wire[2:]]) == target
+        wire
+        for wire in layout.wires()
+        if (wire[0], layout.placement[wire[:2]]) == source
+        and (wire[2], layout.placement[wire[2:]]) == target
         and wire[1 + 2 * own_end] == action.chunk_id
-    ]  # fmt: skip
+    ]
     (wire,) = found
     return wire
 
@@ -71,9 +73,7 @@ def stuck(schedule: Schedule, group_of: GroupOf) -> bool:
     return False
 
 
-def _advance(
-    layout: Layout, stage: int, actions: deque[Action], posted: Any, arrived: Any, group_of: GroupOf
-) -> bool:
+def _advance(layout: Layout, stage: int, actions: deque[Action], posted: Any, arrived: Any, group_of: GroupOf) -> bool:
     moved = False
     while actions:
         action = actions[0]

@@ -36,9 +36,7 @@ class _Module:
         self.parts = [layers * part // self.num_stages for part in range(self.num_stages + 1)]
 
 
-def engine_on(
-    schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto", layers: int = LAYERS
-) -> Any:
+def engine_on(schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto", layers: int = LAYERS) -> Any:
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks))
     config = TeraPipeConfig(enabled=True, schedule="auto", slices=slices, granularity_tokens=4)
     module = _Module(layout.num_parts, layers)
@@ -56,7 +54,7 @@ def measured(num_parts: int, with_shares: bool = True) -> MeasuredParts:
 
 def best_of(
     engine: Any, parts: MeasuredParts, memory: Any = None, limit_bytes: float | None = None
-) -> tuple[PlanResult, list[str]]:  # fmt: skip
+) -> tuple[PlanResult, list[str]]:
     cuts = Cuts(engine.module, engine._layout, parts, memory)
     return best_where_layers_stand(engine, cuts, LENGTH, limit_bytes)
 
@@ -115,8 +113,10 @@ def test_a_cut_that_a_program_cannot_make_is_left_out(
     with caplog.at_level(logging.INFO, "terapipe_ds"):
         result, lines = best_of(engine, measured(2))
     assert result.chunks_per_stage == 1 and not any(line.startswith("zbv ") for line in lines)
-    assert caplog.messages == ["the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are "
-                               "left out"] * fails  # fmt: skip
+    assert (
+        caplog.messages
+        == ["the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are left out"] * fails
+    )
     assert engine.module.parts == before and engine.module.num_stages == STAGES
 
 

@@ -86,8 +86,10 @@ def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None
         return value if torch.is_tensor(value) else value[0] + value[1]
 
     functions: list[Callable[[Any], Any]] = [
-        lambda x: wrap(first(x)), lambda x: last(unwrap(x)).relu_() + 0, lambda x: x.mul_(2),
-    ]  # fmt: skip
+        lambda x: wrap(first(x)),
+        lambda x: last(unwrap(x)).relu_() + 0,
+        lambda x: x.mul_(2),
+    ]
     x, gradients = torch.randn(2, 4), []
     parameters = [*first.parameters(), *last.parameters()]
     for layered in (False, True):
@@ -132,9 +134,15 @@ def probe_of(functions: list[Any], first: bool, last: bool) -> SliceTimer:
     labels = SliceableTensors.of_labels(tokens, 1)
     inputs = SliceableTensors.of_inputs(tokens, LENGTH, 1)
     probe = SliceTimer(
-        module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
-        labels=labels if last else None, is_last=last, loss_fn=gpt_loss,
-    )  # fmt: skip
+        module,
+        LENGTH,
+        torch.device("cpu"),
+        SliceStore(),
+        inputs=inputs if first else None,
+        labels=labels if last else None,
+        is_last=last,
+        loss_fn=gpt_loss,
+    )
     for length in (2, 4, LENGTH):
         if not first:
             probe.receive(length, MessageSpec((TensorSpec((2, length, 16), torch.float32, True),), False))

@@ -35,9 +35,14 @@ def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> No
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     arguments = [*_files(tmp_path), "--stages", "4", "--threads", "1", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "terapipe_ds", "profile", *arguments], env=environment, cwd=Path(__file__).parents[4],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "terapipe_ds", "profile", *arguments],
+        env=environment,
+        cwd=Path(__file__).parents[4],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     profile = Profile.load(tmp_path / "profile.json")
     assert Profile.from_json(done.stdout) == profile  # nothing else is on stdout

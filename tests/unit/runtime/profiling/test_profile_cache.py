@@ -33,9 +33,14 @@ NO_MESSAGES = ((16, 0.0), (64, 0.0))
 
 
 def rank(
-    stage_id: int, replica_id: int, forward: tuple[float, float], backward: tuple[float, float] = (1.0, 1.0),
-    send: float = 1.0, messages: Any = NO_MESSAGES, static_bytes: int = 1,
-) -> PartCosts:  # fmt: skip
+    stage_id: int,
+    replica_id: int,
+    forward: tuple[float, float],
+    backward: tuple[float, float] = (1.0, 1.0),
+    send: float = 1.0,
+    messages: Any = NO_MESSAGES,
+    static_bytes: int = 1,
+) -> PartCosts:
     """A rank that has measured slices of 16 and of 64 tokens."""
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
@@ -78,9 +83,7 @@ def test_what_messages_cost_a_peer_is_part_of_its_time() -> None:
 def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -> None:
     shares = (LayerShare(0.25, 0.5, 1), LayerShare(0.75, 0.5, 1))
     both = [rank(part_id, 0, (1.0, 1.0)) for part_id in (0, 1)]
-    one, two = (
-        dataclasses.replace(cost, times=dataclasses.replace(cost.times, layer_shares=shares)) for cost in both
-    )
+    one, two = (dataclasses.replace(cost, times=dataclasses.replace(cost.times, layer_shares=shares)) for cost in both)
     parts = combine(KEY, [one, one, two, rank(1, 0, (1.0, 1.0))]).parts
     assert [part.layer_shares for part in parts] == [shares, None]
 
@@ -89,9 +92,13 @@ def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -
     ({}, 3, False), ({}, 1, True), ({"granularity_tokens": 192}, 1, False), ({"granularity_tokens": 96}, 1, True),
 ])  # fmt: skip
 def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
-    section: dict[str, Any], multiple: int, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    section: dict[str, Any],
+    multiple: int,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     """The granularity is what plans are cut at: raised to the module's multiple where nobody has set it."""
     key = dataclasses.replace(KEY, sequence_length=768)
     samples = tuple(CostSample(tokens, 0, 1.0, 1.0) for tokens in (192, 768))

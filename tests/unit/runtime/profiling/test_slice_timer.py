@@ -48,9 +48,15 @@ def timer_of(layers: list[nn.Module], first: bool, last: bool) -> SliceTimer:
     labels = SliceableTensors.of_labels(_tokens(1), 1)
     inputs = SliceableTensors.of_inputs(_tokens(0), LENGTH, 1)
     return SliceTimer(
-        module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
-        labels=labels if last else None, is_last=last, loss_fn=gpt_loss,
-    )  # fmt: skip
+        module,
+        LENGTH,
+        torch.device("cpu"),
+        SliceStore(),
+        inputs=inputs if first else None,
+        labels=labels if last else None,
+        is_last=last,
+        loss_fn=gpt_loss,
+    )
 
 
 @pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)])

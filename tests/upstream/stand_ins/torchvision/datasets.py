@@ -12,9 +12,13 @@ class FakeData(torch.utils.data.Dataset):
     """Give what torchvision's class of this name gives, with a tensor in place of an image."""
 
     def __init__(
-        self, size: int, image_size: tuple[int, ...], num_classes: int,
-        transform: Callable[[torch.Tensor], torch.Tensor], random_offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        size: int,
+        image_size: tuple[int, ...],
+        num_classes: int,
+        transform: Callable[[torch.Tensor], torch.Tensor],
+        random_offset: int = 0,
+    ) -> None:
         self.size, self.image_size, self.num_classes = size, image_size, num_classes
         self.transform, self.random_offset = transform, random_offset
 

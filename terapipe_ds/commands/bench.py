@@ -1,4 +1,4 @@
-"""``terapipe bench``: what token slices give against stock schedules, on this machine."""
+"""`terapipe bench`: what token slices give against stock schedules, on this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from terapipe_ds.commands import CommandError, check_output, read_json
-from terapipe_ds.plan import show_value
+from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
+from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option
+from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
-    from terapipe_ds.bench.cases import Job
+    from terapipe_ds.bench.cases import Case, Job
+    from terapipe_ds.bench.ranks import Workload
 
 HELP = "train side by side: DeepSpeed's stock engine, token slices, torch's pipelines"
 DESCRIPTION = (
@@ -41,155 +44,163 @@ Schedules of each system:
   deepspeed: 1f1b, dualpipev
   torch: gpipe, 1f1b, interleaved1f1b, zbv
 """ + textwrap.fill(
-    f"terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, initial_indent="  ",
-    subsequent_indent="    ",
-)  # fmt: skip
+    f"  terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, subsequent_indent="    "
+)
 
-PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
-_GRANULARITY = 64
-
-
-_NOT_ON_GPU = (
-    "systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay", "share_device",
-)  # fmt: skip
+_SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
 """A word that is an absolute path, or the one of --option=/path."""
-_SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
+_RUNS, _SIZED, _OUTPUT = map(Group, ("what runs", "sizes", "output"))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command. None stands for what the preset says."""
-    parser.add_argument("preset", nargs="?", default="cpu-2stage", metavar="PRESET", help=f"{', '.join(PRESETS)}")
-    parser.add_argument("--full", action="store_true", help="every system that can run, and more accumulations")
-    narrow = parser.add_argument_group("what runs")
-    narrow.add_argument("--systems", type=_names, metavar="NAME[,...]", help="deepspeed, terapipe, torch")
-    narrow.add_argument("--schedules", type=_names, metavar="NAME[,...]", help="of any system; see below")
-    narrow.add_argument(
-        "--slices", type=_names, metavar="N[,...]",
-        help="numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the "
-        "numbers sum to the sequence length, one plan in tokens",
-    )  # fmt: skip
-    narrow.add_argument("--accumulation", type=_numbers, metavar="M[,...]", help="micro-batches per step")
-    narrow.add_argument("--pairs", "--steps", type=int, metavar="N", help="timed turns (cpu-2stage: 5)")
-    sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--config", metavar="DS.json", help="a DeepSpeed config in the place of the usual one")
-    sizes.add_argument("--model", metavar="NAME_OR_JSON", help="as `terapipe profile` takes it")
-    for name in _SIZES:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in the place of the preset's")
-    sizes.add_argument(
-        "--granularity", type=int, default=_GRANULARITY, metavar="N",
-        help="plans cut at multiples (default: %(default)s)",
-    )  # fmt: skip
-    sizes.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu",
-        help="default: %(default)s. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
-    )  # fmt: skip
-    sizes.add_argument(
-        "--share-device", action="store_true",
-        help="with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
+def _size() -> Any:
+    return option("in the place of the preset's", "N", ge=1, group=_SIZED)
+
+
+class BenchOptions(Options):
+    """What runs, how large it is, and what is written; None stands for what the preset says."""
+
+    preset: Literal["cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer"] = option(
+        "cpu-2stage (default), cpu-8stage, gpu-attention, gpu-layer", default="cpu-2stage", flags=(), nargs="?"
+    )
+    full: bool = option("every system that can run, and more accumulations", default=False)
+    systems: Names | None = option("deepspeed, terapipe, torch", "NAME[,...]", group=_RUNS)
+    schedules: Names | None = option("of any system; see below", "NAME[,...]", group=_RUNS)
+    slices: Names | None = option(
+        "numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the numbers "
+        "sum to the sequence length, one plan in tokens",
+        "N[,...]",
+        group=_RUNS,
+    )
+    accumulation: Numbers | None = option("micro-batches per step", "M[,...]", group=_RUNS)
+    pairs: int | None = option("timed turns (cpu-2stage: 5)", "N", ge=1, flags=("--pairs", "--steps"), group=_RUNS)
+    config: Text | None = option("a DeepSpeed config in the place of the usual one", "DS.json", group=_SIZED)
+    model: Text | None = option("as `terapipe profile` takes it", "NAME_OR_JSON", group=_SIZED)
+    stages: int | None = _size()
+    micro_batch: int | None = _size()
+    sequence_length: int | None = _size()
+    hidden: int | None = _size()
+    layers: int | None = _size()
+    heads: int | None = _size()
+    granularity: int = option("plans cut at multiples (default: 64)", "N", default=64, ge=1, group=_SIZED)
+    device: Literal["cpu", "cuda"] = option(
+        "default: cpu. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
+        "{cpu,cuda}",
+        default="cpu",
+        group=_SIZED,
+    )
+    share_device: bool = option(
+        "with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
         "pipeline runs where there is one device; its times are not those of stages with a device each",
-    )  # fmt: skip
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
-    output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
-    output.add_argument(
-        "--check-replay", action="store_true",
-        help="fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
-    )  # fmt: skip
+        default=False,
+        group=_SIZED,
+    )
+    as_json: Output | None = option("write machine and all figures here", "FILE", flags=("--json",), group=_OUTPUT)
+    html: Output | None = option("write a report for a browser, in one file", "FILE", group=_OUTPUT)
+    check_replay: bool = option(
+        "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
+        default=False,
+        group=_OUTPUT,
+    )
+
+
+add_arguments = BenchOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write."""
-    if arguments.preset not in PRESETS:
-        raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
-    for option in ("json", "html"):
-        check_output(getattr(arguments, option), f"--{option}")
+    options = BenchOptions.read(arguments)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    if arguments.preset.startswith("gpu-"):
-        _check_gpu_options(arguments)
-        from terapipe_ds.bench.gpu import run_on_gpu
-
-        result = run_on_gpu(arguments.preset, full=arguments.full)
-    else:
-        if arguments.device == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
-        result = _train(arguments)
-    result = {"command": command_line(arguments.words), **result}
-    if arguments.json:  # first: whatever the table and the report come to, the figures are kept
+    result = {"command": command_line(arguments.words), **_measure(options)}
+    if options.as_json:  # first: whatever the table and the report come to, the figures are kept
         from terapipe_ds.files import write_text
 
-        write_text(arguments.json, json.dumps(result, indent=1, allow_nan=False))
+        write_text(options.as_json, json.dumps(result, indent=1, allow_nan=False))
     from terapipe_ds.bench.table import render
 
     print(render(result))
-    if arguments.html:
+    if options.html:
         from terapipe_ds.bench.report import write_report
 
-        write_report(result, arguments.html)
+        write_report(result, options.html)
     _check_success(result)
-    if arguments.check_replay:
+    if options.check_replay:
         _check_replay(result)
 
 
-def _check_gpu_options(arguments: argparse.Namespace) -> None:
-    """Refuse what the presets for one device would not use."""
-    values = {name: getattr(arguments, name) for name in (*_NOT_ON_GPU, *_SIZES)}
-    given = [name for name, value in values.items() if value is not None and value is not False]
-    given += ["granularity"] if arguments.granularity != _GRANULARITY else []
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+def _measure(options: BenchOptions) -> dict[str, Any]:
+    if options.preset in ("gpu-attention", "gpu-layer"):
+        unused = [name for name in options.given if name not in ("preset", "full", "as_json", "html")]
+        if unused:
+            raise CommandError(
+                f"preset {options.preset} does not use {', '.join(map(flag, unused))}: its sizes are fixed, it takes "
+                "--full, --json, --html"
+            )
+        from terapipe_ds.bench.gpu import run_on_gpu
+
+        return run_on_gpu(options.preset, full=options.full)
+    from terapipe_ds.bench.run import run_benchmark
+
+    if options.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
+    job = job_of(options)
+    if options.check_replay and job.device != "cpu":
+        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
+    if options.check_replay and job.replayed:
+        cores = len(os.sched_getaffinity(0))
         raise CommandError(
-            f"preset {arguments.preset} does not use {options}: its sizes are fixed, it takes --full, --json, --html"
+            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
         )
+    _check_devices(job)
+    return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
 
-def job_of(arguments: argparse.Namespace) -> Job:
-    """What the preset and the options ask for.
+def job_of(options: BenchOptions) -> Job:
+    """Return what the preset and the options ask for.
 
     Raises:
         ValueError: options that contradict each other or the model.
     """
-    from terapipe_ds.bench.cases import PRESETS as ALL
-    from terapipe_ds.bench.cases import Job, choose
-    from terapipe_ds.bench.ranks import BF16_SETTINGS
+    from terapipe_ds.bench.cases import PRESETS, Job, choose
+    from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 
-    preset = ALL[arguments.preset]
-    given = {name: getattr(arguments, name) for name in _SIZES}
-    work = dataclasses.replace(preset.work, **{name: value for name, value in given.items() if value is not None})
-    ds_config, gpt = None, None
-    if arguments.config or arguments.model:
-        ds_config, gpt, work = _own_model(arguments, work, given)
-    elif arguments.device == "cuda":
+    preset = PRESETS[options.preset]
+    ds_config, gpt, sizes = None, None, dict[str, int]()
+    if options.config or options.model:
+        ds_config, gpt, sizes = _own_model(options)
+    elif options.device == "cuda":
         ds_config, gpt = BF16_SETTINGS, {"dtype": "bfloat16"}
-    counts = {**dataclasses.asdict(work), "pairs": _pairs(arguments, preset), "granularity": arguments.granularity}
-    _check_sizes(work, gpt, counts)
-    accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
-    cases = choose(
-        preset, full=arguments.full, systems=arguments.systems, schedules=arguments.schedules,
-        slices=_slices(arguments.slices, work.sequence_length),
-    )  # fmt: skip
-    if ds_config is not None and arguments.slices is None and arguments.schedules is None:
-        cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, arguments.systems))))
-    # a preset's competitor for some accumulations stands for all others as well
-    known = set(preset.accumulations)
+    values = options.filled(sizes, dataclasses.asdict(preset.work), {"pairs": preset.pairs})
+    work = Workload(accumulation=preset.work.accumulation, **{name: getattr(values, name) for name in _SIZES})
+    _check_sizes(work, gpt)
+    accumulations = options.accumulation or (preset.full_accumulations if options.full else preset.accumulations)
+    slices = _slices(options.slices, work.sequence_length)
+    cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
+    if ds_config is not None and options.slices is None and options.schedules is None:
+        cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, options.systems))))
+    # A preset's competitor for some accumulations runs at all others as well.
+    more, most = [m for m in accumulations if m not in preset.accumulations], max(preset.accumulations)
     cases = tuple(
-        dataclasses.replace(c, accumulations=(*c.accumulations, *(m for m in accumulations if m not in known)))
-        if c.accumulations and max(known) in c.accumulations else c
-        for c in cases
-    )  # fmt: skip
-    replayed = arguments.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
+        dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
+        for case in cases
+    )
     return Job(
-        work, cases, tuple(accumulations), _pairs(arguments, preset), min(arguments.granularity, work.sequence_length),
-        arguments.device, replayed, ds_config, gpt, arguments.share_device,
-    )  # fmt: skip
+        work,
+        cases,
+        tuple(accumulations),
+        int(values.pairs or 0),
+        min(options.granularity, work.sequence_length),
+        options.device,
+        options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages,
+        ds_config,
+        gpt,
+        options.share_device,
+    )
 
 
-def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) -> None:
+def _check_sizes(work: Workload, gpt: dict[str, Any] | None) -> None:
     """Refuse in one line what ranks would find, each of them, after seconds."""
-    for name, value in counts.items():
-        if value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
     from terapipe_ds.bench.cases import num_layers
     from terapipe_ds.bench.ranks import gpt_config
     from terapipe_ds.models.gpt import GPTConfigError
@@ -207,52 +218,43 @@ def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) 
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command as a shell would read it, without the folders of this machine."""
+    """Return the command as a shell would read it, without the folders of this machine."""
     named = shlex.join(["terapipe", *(_ABSOLUTE.sub(lambda path: Path(path[0]).name, word) for word in words)])
     return named.encode("utf-8", "replace").decode()  # names of files need not be text
 
 
-def _train(arguments: argparse.Namespace) -> dict[str, Any]:
-    from terapipe_ds.bench.run import run_benchmark
-
-    job = job_of(arguments)
-    if arguments.check_replay and job.device != "cpu":
-        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
-    if arguments.check_replay and job.replayed:
-        cores = len(os.sched_getaffinity(0))
-        raise CommandError(
-            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
-        )
-    _check_devices(job)
-    return run_benchmark(job, "config" if arguments.config or arguments.model else arguments.preset)
-
-
-def _own_model(
-    arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
-) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
-    """The config, the fields of the model, and the workload with its sizes."""
+def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, Any], dict[str, int]]:
+    """Return the config, the fields of the model, and the sizes that they give the workload."""
     from terapipe_ds.bench.ranks import BF16_SETTINGS
-    from terapipe_ds.commands.user_model import dtype_of, model_of, number_of
+    from terapipe_ds.commands.user_model import model_of
 
-    ds_config = read_json(arguments.config, "--config") if arguments.config else None
-    if ds_config is None and arguments.device == "cuda":
-        ds_config = BF16_SETTINGS
-    if arguments.model is None:
+    if options.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
-    config, _, _ = model_of(arguments.model, dtype_of(ds_config or {}))
-    if arguments.config is None and config.dtype != "bfloat16":  # by its own file
+    for name in ("hidden", "layers", "heads"):
+        if name in options.given:
+            raise CommandError(f"{flag(name)} does not go with --model, which has its own: leave it out")
+    ds_config = read_json(options.config, "--config") if options.config else None
+    if ds_config is None and options.device == "cuda":
+        ds_config = BF16_SETTINGS
+    keys = DeepSpeedJson.of(ds_config or {})
+    config, _, _ = model_of(options.model, keys.dtype)
+    if options.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
-    length = given["sequence_length"] or config.max_sequence_length
-    gpt = {**dataclasses.asdict(config), "max_sequence_length": max(length, config.max_sequence_length)}
-    work = dataclasses.replace(
-        work, hidden=config.hidden_size, layers=config.num_layers, heads=config.num_heads, sequence_length=length,
-        micro_batch=given["micro_batch"] or number_of(ds_config or {}, "train_micro_batch_size_per_gpu"),
-    )  # fmt: skip
-    return ds_config, gpt, work
+    longest = max(options.sequence_length or 0, config.max_sequence_length)
+    sizes = {
+        "hidden": config.hidden_size,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "sequence_length": config.max_sequence_length,
+    }
+    if options.micro_batch is None:
+        sizes["micro_batch"] = keys.number("train_micro_batch_size_per_gpu")
+    gpt = {**dataclasses.asdict(config), "max_sequence_length": longest}
+    return ds_config, gpt, sizes
 
 
-def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[Any]:
-    """What the config's own section says, as a competitor.
+def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:
+    """Return what the config's own section says, as a competitor.
 
     Raises:
         CommandError: it asks for an order, or a choice, that the benchmark does not run.
@@ -281,26 +283,8 @@ def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[An
     return [case]
 
 
-def _pairs(arguments: argparse.Namespace, preset: Any) -> int:
-    return preset.pairs if arguments.pairs is None else int(arguments.pairs)
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give numbers >= 1")
-    return numbers
-
-
-def _slices(given: list[str] | None, length: int) -> list[Any] | None:
-    """Numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
+def _slices(given: tuple[str, ...] | None, length: int) -> list[Any] | None:
+    """Return numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
     if given is None:
         return None
     found: list[Any] = []

@@ -1,13 +1,20 @@
-"""``terapipe verify``: are the layers of a model safe to slice?"""
+"""`terapipe verify`: are the layers of a model safe to slice?"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError, check_counts, read_json
-from terapipe_ds.commands.user_model import MAX_THREADS, MAX_TOKENS, StdoutToStderr, offline_job
+from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
+from terapipe_ds.commands.options import Numbers, option
+from terapipe_ds.commands.user_model import ModelOptions
+
+if TYPE_CHECKING:
+    from terapipe_ds.config import TeraPipeConfig
+    from terapipe_ds.plan import SlicePlan
 
 HELP = "compare a model's layers on slices with the same layers on whole sequences"
 DESCRIPTION = (
@@ -28,29 +35,27 @@ docs/verify.md explains the report.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("--config", required=True, metavar="DS.json", help="the DeepSpeed config")
-    parser.add_argument("--model", required=True, metavar="NAME_OR_JSON", help="a named size, or a JSON file")
-    parser.add_argument(
-        "--sequence-length", type=int, metavar="L", help="tokens (default: the model's longest sequence)"
-    )
-    parser.add_argument("--slices", type=int, nargs="+", metavar="T", help="slice lengths (default: the config's)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's choice)")
+class VerifyOptions(ModelOptions):
+    """What is checked."""
+
+    slices: Numbers | None = option("slice lengths (default: the config's)", "T", nargs="+")
+
+
+add_arguments = VerifyOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
-    check_counts(arguments, {"sequence_length": MAX_TOKENS, "threads": MAX_THREADS})
+    options = VerifyOptions.read(arguments)
     from terapipe_ds.config import TeraPipeConfig
 
-    ds_config = read_json(arguments.config, "--config")
+    ds_config = read_json(options.config, "--config")
     section = TeraPipeConfig.from_deepspeed(ds_config)
-    job = offline_job(arguments, ds_config, num_stages=1)
+    job = options.job(DeepSpeedJson.of(ds_config), num_stages=1)
     from terapipe_ds.runtime.verify.offline import verify_model
 
-    plan = _plan(section, job.inputs.shape[1], arguments.slices)
-    with StdoutToStderr():
+    plan = _plan(section, job.inputs.shape[1], options.slices)
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
         report = verify_model(job, plan, section)
     print(report)
     if report.findings:
@@ -58,12 +63,12 @@ def run(arguments: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def _plan(section: Any, length: int, lengths: list[int] | None) -> Any:
-    """The slices: given, of the config, or four equal ones."""
+def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None) -> SlicePlan:
+    """Return the slices: given, of the config, or four equal ones."""
     from terapipe_ds.plan import SlicePlan
 
     if lengths is not None:
-        plan = SlicePlan(tuple(lengths))
+        plan = SlicePlan(lengths)
         if plan.sequence_length != length:
             what = f"--slices add up to {plan.sequence_length} tokens, the sequence has {length}"
             raise CommandError(f"{what}: give others, or another --sequence-length")

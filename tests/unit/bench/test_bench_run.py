@@ -192,10 +192,10 @@ def test_what_cannot_run_says_why() -> None:
     assert "in 6 parts, it has 5" in (Case("terapipe", "interleaved", 1, given_chunks=3).problem(WORK, 1) or "")
 
 
-def arguments(*words: str) -> argparse.Namespace:
+def arguments(*words: str) -> command.BenchOptions:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return parser.parse_args(words)
+    return command.BenchOptions.read(parser.parse_args(words))
 
 
 def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,16 +402,16 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["gpu-attention", "--slices", "8", "--check-replay"], "does not use --slices, --check-replay"),
     (["gpu-layer", "--pairs", "2", "--hidden", "64", "--granularity", "8"], "use --pairs, --hidden, --granularity"),
     (["gpu-layer"], "needs a CUDA device"),
-    (["cpu-3stage"], "known are cpu-2stage"),
+    (["cpu-3stage"], "preset cpu-3stage: give one of cpu-2stage, cpu-8stage"),
     (["--slices", "many"], "--slices 'many'"),
     (["--slices", "plan8"], "--slices 'plan8'"),
     (["--slices", "plan:0"], "--slices 'plan:0'"),
     (["--slices", "8,"], "--slices ''"),
-    (["--layers", "0"], "--layers 0: give a number >= 1"),
+    (["--layers", "0"], "--layers 0: give an integer >= 1"),
     (["--stages", "5", "--layers", "1"], "--stages 5: the model has 4 layers"),
     (["--hidden", "33", "--heads", "2"], "hidden_size=33 does not divide by num_heads=2"),
-    (["--granularity", "0"], "--granularity 0: give a number >= 1"),
-    (["--granularity", "-5"], "--granularity -5: give a number >= 1"),
+    (["--granularity", "0"], "--granularity 0: give an integer >= 1"),
+    (["--granularity", "-5"], "--granularity -5: give an integer >= 1"),
     (["--slices", "200", "--sequence-length", "128"], "--slices 200: more slices than the 128 tokens"),
     (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: there is no such folder"),
     (["--json", "/proc/x.json"], "/proc/x.json: "),

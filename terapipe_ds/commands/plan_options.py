@@ -1,0 +1,142 @@
+"""The options of `terapipe plan`, and where those that are not given come from: a profile, then a DeepSpeed JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
+from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
+from terapipe_ds.commands.options import Group, Options, Output, Picture, Text, option
+from terapipe_ds.commands.schedule_options import ScheduleDetails, details_option
+from terapipe_ds.messages import show_value
+
+if TYPE_CHECKING:
+    from terapipe_ds.cost_profile import Profile
+
+MAX_UNITS = 100_000
+_WHAT, _BATCH, _SEARCH, _OUTPUT = map(Group, ("model and devices", "training", "search", "output"))
+
+
+class PlanOptions(Options):
+    """What is planned for, what is tried, and what is written; no model, no device and 0: not known yet."""
+
+    model: Text = option("a named size, for example gpt3-13b or llama-3-8b", "NAME", default="", group=_WHAT)
+    device: Text = option("a device card: v100, a100, h100, h200, ...", "NAME", default="", group=_WHAT)
+    profile: Text | None = option("measured costs (JSON) in the place of counted ones", "FILE", group=_WHAT)
+    stages: int = option("pipeline stages", "K", default=0, ge=1, group=_WHAT)
+    tensor_parallel: int = option("ranks per stage (default 1)", "T", default=1, ge=1, group=_WHAT)
+    sequence_parallel: bool = option("Megatron's, over the tensor-parallel ranks", default=False, group=_WHAT)
+    data_parallel: int = option("pipelines side by side (default 1)", "D", default=1, ge=1, group=_WHAT)
+    sequence_length: int = option("tokens of a sequence (default: the model's)", "L", default=0, ge=1, group=_BATCH)
+    micro_batches: int = option("per step and pipeline (default 1)", "M", default=1, ge=1, group=_BATCH)
+    micro_batch_size: int = option("sequences per micro-batch (default 1)", "B", default=1, ge=1, group=_BATCH)
+    dtype: Text = option("fp32, fp16, bf16 (default: what the device is made for)", default="auto", group=_BATCH)
+    activation_checkpointing: bool = option("of the decoder layers", default=False, group=_BATCH)
+    zero_stage: int = option("default 0", "{0,1}", default=0, ge=0, le=1, group=_BATCH)
+    config: Text | None = option("a DeepSpeed JSON for all of these that are not given", "FILE", group=_BATCH)
+    schedule: Text = option(
+        "a schedule (terapipe show --help lists them), or auto (default): all are compared",
+        "NAME",
+        default="auto",
+        group=_SEARCH,
+    )
+    chunks_per_stage: int | None = option(
+        "parts that each stage holds (default: those of the schedule; with auto 1 and 2)", "V", ge=1, group=_SEARCH
+    )
+    schedule_options: ScheduleDetails = details_option(group=_SEARCH)
+    granularity: int | None = option(
+        "cut at multiples of N tokens (default: 64, or the sequence where that is shorter)", "N", ge=1, group=_SEARCH
+    )
+    max_slices: int | None = option("at most so many slices", "S", ge=1, group=_SEARCH)
+    memory_limit_gb: float | None = option("per device (default: what it has)", "GB", gt=0, group=_SEARCH)
+    as_json: bool = option("print as JSON", default=False, flags=("--json",), group=_OUTPUT)
+    out: Output | None = option("write the plan as JSON", "FILE", group=_OUTPUT)
+    picture: Picture | None = option("draw the simulated step: .png, .svg or .pdf", "FILE", group=_OUTPUT)
+
+
+def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:
+    """Return the options where those not given come from the profile, then from the DeepSpeed JSON.
+
+    Raises:
+        CommandError: what is asked for was not measured, or is missing.
+    """
+    if profile is None and not (options.model and options.device):
+        raise CommandError("no costs: give --model and --device, or --profile with measured costs")
+    configured = from_config(options.config)
+    options_by_schedule = configured.pop("options_by_schedule", {})
+    measured = {} if profile is None else _from_profile(profile)
+    if profile is not None:
+        if not options.stages:
+            _refuse_unknown_stages(str(options.profile), profile)
+        _refuse_other_costs(str(options.profile), measured, configured | options.given)
+    options = options.filled(measured, configured)
+    options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
+    if not options.stages:
+        raise CommandError("--stages is missing: give the number of pipeline stages")
+    if options.stages * options.micro_batches > MAX_UNITS:
+        many = f"{options.stages} stages with {options.micro_batches} micro-batches"
+        raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
+    return options
+
+
+def from_config(path: str | None) -> dict[str, Any]:
+    """Return what a DeepSpeed JSON says; its terapipe section is validated as the engine does, enabled or not."""
+    if path is None:
+        return {}
+    from terapipe_ds.config import TeraPipeConfig
+
+    ds_config = read_json(path, "--config")
+    given = ds_config.get("terapipe", {})
+    if not isinstance(given, dict):
+        raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
+    keys, section = DeepSpeedJson.of(ds_config), TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
+    values = {
+        "micro_batches": keys.gradient_accumulation_steps,
+        "micro_batch_size": keys.train_micro_batch_size_per_gpu,
+        "zero_stage": keys.zero_optimization.stage,
+        "granularity": section.granularity_tokens if "granularity_tokens" in given else None,
+        "memory_limit_gb": section.planner.memory_limit_gb,
+        "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in given else None,
+        "schedule": section.schedule if "schedule" in given else None,
+        "options_by_schedule": {section.schedule: section.schedule_options},
+        "dtype": keys.precision,
+        "activation_checkpointing": keys.pipeline.activation_checkpoint_interval != 0 or None,
+    }
+    return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def _from_profile(profile: Profile) -> dict[str, Any]:
+    key, stages = profile.key, profile.pipeline_stages
+    return {
+        "stages": key.num_stages if stages is None else stages,
+        "tensor_parallel": key.tensor_parallel,
+        "micro_batch_size": key.micro_batch,
+        "dtype": key.dtype,
+        "activation_checkpointing": key.activation_checkpointing,
+        "sequence_length": key.sequence_length,
+    }
+
+
+def _refuse_other_costs(path: str, measured: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuse another dtype or micro-batch size than was measured: no option makes other costs of these."""
+    for name in ("dtype", "micro_batch_size", "tensor_parallel", "activation_checkpointing"):
+        asked, has = (DTYPE_NAMES.get(str(values.get(name)), values.get(name)) for values in (wanted, measured))
+        if asked not in (None, "auto", has):
+            raise CommandError(
+                f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}: give the same, or "
+                "measure again with `terapipe profile`"
+            )
+
+
+def _refuse_unknown_stages(path: str, profile: Profile) -> None:
+    """Refuse to guess the stages of a profile of an earlier version, which counts parts only.
+
+    One that was measured between stages (it has links) may have had several on each.
+    """
+    num_parts = len(profile.parts)
+    divides = any(num_parts % stages == 0 for stages in range(2, num_parts))
+    if profile.pipeline_stages is None and profile.links and divides:
+        raise CommandError(
+            f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
+            f"number of pipeline stages, --stages {num_parts} if each held one"
+        )

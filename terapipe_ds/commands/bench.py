@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands import CommandError, read_json
 from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
-from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option
+from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option, switch
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
@@ -50,58 +50,52 @@ Schedules of each system:
 REPLAY_TOLERANCE = 0.05
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
 _ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
-"""A word that is an absolute path, or the one of --option=/path."""
+"""Matches a word that is an absolute path, or the one of `--option=/path`."""
 _RUNS, _SIZED, _OUTPUT = map(Group, ("what runs", "sizes", "output"))
 
 
 def _size() -> Any:
-    return option("in the place of the preset's", "N", ge=1, group=_SIZED)
+    return _SIZED.option("in the place of the preset's", "N", ge=1)
 
 
 class BenchOptions(Options):
     """What runs, how large it is, and what is written; None stands for what the preset says."""
 
     preset: Literal["cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer"] = option(
-        "cpu-2stage (default), cpu-8stage, gpu-attention, gpu-layer", default="cpu-2stage", flags=(), nargs="?"
+        "cpu-2stage (default), cpu-8stage, gpu-attention, gpu-layer", None, "cpu-2stage", flags=("preset",), nargs="?"
     )
-    full: bool = option("every system that can run, and more accumulations", default=False)
-    systems: Names | None = option("deepspeed, terapipe, torch", "NAME[,...]", group=_RUNS)
-    schedules: Names | None = option("of any system; see below", "NAME[,...]", group=_RUNS)
-    slices: Names | None = option(
+    full: bool = switch("every system that can run, and more accumulations")
+    systems: Names | None = _RUNS.option("deepspeed, terapipe, torch", "NAME[,...]")
+    schedules: Names | None = _RUNS.option("of any system; see below", "NAME[,...]")
+    slices: Names | None = _RUNS.option(
         "numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the numbers "
         "sum to the sequence length, one plan in tokens",
         "N[,...]",
-        group=_RUNS,
     )
-    accumulation: Numbers | None = option("micro-batches per step", "M[,...]", group=_RUNS)
-    pairs: int | None = option("timed turns (cpu-2stage: 5)", "N", ge=1, flags=("--pairs", "--steps"), group=_RUNS)
-    config: Text | None = option("a DeepSpeed config in the place of the usual one", "DS.json", group=_SIZED)
-    model: Text | None = option("as `terapipe profile` takes it", "NAME_OR_JSON", group=_SIZED)
+    accumulation: Numbers | None = _RUNS.option("micro-batches per step", "M[,...]")
+    pairs: int | None = _RUNS.option("timed turns (cpu-2stage: 5)", "N", ge=1, flags=("--pairs", "--steps"))
+    config: Text | None = _SIZED.option("a DeepSpeed config in the place of the usual one", "DS.json")
+    model: Text | None = _SIZED.option("as `terapipe profile` takes it", "NAME_OR_JSON")
     stages: int | None = _size()
     micro_batch: int | None = _size()
     sequence_length: int | None = _size()
     hidden: int | None = _size()
     layers: int | None = _size()
     heads: int | None = _size()
-    granularity: int = option("plans cut at multiples (default: 64)", "N", default=64, ge=1, group=_SIZED)
-    device: Literal["cpu", "cuda"] = option(
+    granularity: int = _SIZED.option("plans cut at multiples (default: 64)", "N", default=64, ge=1)
+    device: Literal["cpu", "cuda"] = _SIZED.option(
         "default: cpu. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
         "{cpu,cuda}",
         default="cpu",
-        group=_SIZED,
     )
-    share_device: bool = option(
+    share_device: bool = _SIZED.switch(
         "with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
-        "pipeline runs where there is one device; its times are not those of stages with a device each",
-        default=False,
-        group=_SIZED,
+        "pipeline runs where there is one device; its times are not those of stages with a device each"
     )
-    as_json: Output | None = option("write machine and all figures here", "FILE", flags=("--json",), group=_OUTPUT)
-    html: Output | None = option("write a report for a browser, in one file", "FILE", group=_OUTPUT)
-    check_replay: bool = option(
-        "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
-        default=False,
-        group=_OUTPUT,
+    as_json: Output | None = _OUTPUT.option("write machine and all figures here", "FILE", flags=("--json",))
+    html: Output | None = _OUTPUT.option("write a report for a browser, in one file", "FILE")
+    check_replay: bool = _OUTPUT.switch(
+        "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage"
     )
 
 
@@ -228,29 +222,24 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     from terapipe_ds.bench.ranks import BF16_SETTINGS
     from terapipe_ds.commands.user_model import model_of
 
-    if options.model is None:
-        raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     for name in ("hidden", "layers", "heads"):
         if name in options.given:
             raise CommandError(f"{flag(name)} does not go with --model, which has its own: leave it out")
     ds_config = read_json(options.config, "--config") if options.config else None
+    if options.model is None:
+        raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     if ds_config is None and options.device == "cuda":
         ds_config = BF16_SETTINGS
     keys = DeepSpeedJson.of(ds_config or {})
     config, _, _ = model_of(options.model, keys.dtype)
     if options.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
-    longest = max(options.sequence_length or 0, config.max_sequence_length)
-    sizes = {
-        "hidden": config.hidden_size,
-        "layers": config.num_layers,
-        "heads": config.num_heads,
-        "sequence_length": config.max_sequence_length,
-    }
+    sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
+    sizes["sequence_length"] = config.max_sequence_length
     if options.micro_batch is None:
         sizes["micro_batch"] = keys.number("train_micro_batch_size_per_gpu")
-    gpt = {**dataclasses.asdict(config), "max_sequence_length": longest}
-    return ds_config, gpt, sizes
+    longest = max(options.sequence_length or 0, config.max_sequence_length)
+    return ds_config, {**dataclasses.asdict(config), "max_sequence_length": longest}, sizes
 
 
 def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:
@@ -289,15 +278,15 @@ def _slices(given: tuple[str, ...] | None, length: int) -> list[Any] | None:
         return None
     found: list[Any] = []
     for text in given:
-        known = re.fullmatch(r"(plan|plan:)?(0*[1-9][0-9]{0,8})?", text, re.ASCII)
-        if known is None or text in ("", "plan:") or (known[1] == "plan" and known[2]):
+        known = re.fullmatch(r"plan(?::0*[1-9]\d{0,8})?|(0*[1-9]\d{0,8})", text, re.ASCII)
+        if known is None:
             raise CommandError(
                 f"--slices {text!r}: give numbers >= 1, 'plan', 'plan:N' with N >= 1, or lengths that sum to {length} "
                 "tokens"
             )
-        if not known[1] and int(text) > length:
+        if known[1] and int(text) > length:
             raise CommandError(f"--slices {text}: more slices than the {length} tokens of a sequence; give fewer")
-        found.append(text if known[1] else int(text))
+        found.append(int(text) if known[1] else text)
     numbers = [n for n in found if isinstance(n, int)]
     if len(numbers) > 1 and sum(numbers) == length:
         return [tuple(numbers), *(n for n in found if not isinstance(n, int))]
@@ -305,7 +294,7 @@ def _slices(given: tuple[str, ...] | None, length: int) -> list[Any] | None:
 
 
 def _check_devices(job: Job) -> None:
-    """A device for each stage, or one for all of several."""
+    """Refuse to run without a device for each stage, or one for all of several."""
     if job.share_device and (job.device == "cpu" or job.work.stages == 1):
         why = "--device cpu has no device to share" if job.device == "cpu" else "one stage shares with no other"
         raise CommandError(f"--share-device: {why}; give --device cuda and --stages 2 or more, or leave it out")
@@ -320,8 +309,7 @@ def _check_devices(job: Job) -> None:
 
 
 def _check_success(result: dict[str, Any]) -> None:
-    """A benchmark in which every run, or every run with token slices, failed is no success; what others gave is
-    written."""
+    """Refuse to call it a success where every run, or every run with token slices, has failed."""
     ours = [row for row in result["runs"] if row["system"] == "terapipe"]
     for what, rows in (("", result["runs"]), (" of terapipe", ours)):
         if rows and all("error" in row for row in rows):
@@ -329,7 +317,7 @@ def _check_success(result: dict[str, Any]) -> None:
 
 
 def _check_replay(result: dict[str, Any]) -> None:
-    """Replayed against measured, row by row."""
+    """Compare replayed times with measured ones, row by row."""
     worst = 0.0
     for row in result["runs"]:
         if "error" not in row:

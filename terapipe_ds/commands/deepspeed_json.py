@@ -10,29 +10,22 @@ from terapipe_ds.commands import DTYPE_NAMES, CommandError
 from terapipe_ds.commands.options import refusal
 from terapipe_ds.messages import show_value
 
+_Count = Annotated[int | None, Field(ge=1), BeforeValidator(lambda value: None if value == "auto" else value)]
+
 
 class _Keys(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-def _known(value: Any) -> Any:
-    return None if value == "auto" else value
+class _Section(_Keys):
+    """What commands read of the sections `bf16`, `fp16`, `zero_optimization` and `pipeline`."""
 
-
-_Enabled = Annotated[Any, BeforeValidator(lambda value: value is True)]
-_Count = Annotated[int | None, BeforeValidator(_known), Field(ge=1)]
-
-
-class _Precision(_Keys):
-    enabled: _Enabled = False
-
-
-class _Zero(_Keys):
-    stage: Annotated[int | None, BeforeValidator(_known), Field(ge=0)] = None
-
-
-class _Pipeline(_Keys):
+    enabled: Annotated[bool, BeforeValidator(lambda value: value is True)] = False
+    stage: Annotated[int | None, Field(ge=0), BeforeValidator(lambda value: None if value == "auto" else value)] = None
     activation_checkpoint_interval: Annotated[int, Field(ge=0)] = 0
+
+
+_OneSection = Annotated[_Section, BeforeValidator(lambda value: value or {})]
 
 
 class DeepSpeedJson(_Keys):
@@ -40,10 +33,10 @@ class DeepSpeedJson(_Keys):
 
     train_micro_batch_size_per_gpu: _Count = None
     gradient_accumulation_steps: _Count = None
-    zero_optimization: Annotated[_Zero, BeforeValidator(lambda value: value or {})] = _Zero()
-    bf16: Annotated[_Precision, BeforeValidator(lambda value: value or {})] = _Precision()
-    fp16: Annotated[_Precision, BeforeValidator(lambda value: value or {})] = _Precision()
-    pipeline: Annotated[_Pipeline, BeforeValidator(lambda value: value or {})] = _Pipeline()
+    zero_optimization: _OneSection = _Section()
+    bf16: _OneSection = _Section()
+    fp16: _OneSection = _Section()
+    pipeline: _OneSection = _Section()
 
     @classmethod
     def of(cls, ds_config: dict[str, Any]) -> Self:
@@ -55,9 +48,7 @@ class DeepSpeedJson(_Keys):
         try:
             return cls.model_validate(ds_config)
         except ValidationError as error:
-            raise refusal(
-                error, cls, lambda path, value: f"{'.'.join(path)} = {show_value(value)} in --config"
-            ) from None
+            raise refusal(error, lambda path, value: f"{'.'.join(path)} = {show_value(value)} in --config") from None
 
     @property
     def precision(self) -> Literal["bf16", "fp16"] | None:
@@ -77,5 +68,5 @@ class DeepSpeedJson(_Keys):
         """
         value = getattr(self, key)
         if value is None and key in self.model_fields_set:
-            raise CommandError(f"{key} is 'auto' or null in --config: give an integer >= 1")
+            raise CommandError(f"{key} = 'auto' or null in --config: give an integer >= 1")
         return 1 if value is None else int(value)

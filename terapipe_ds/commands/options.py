@@ -9,19 +9,9 @@ import argparse
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SkipValidation,
-    ValidationError,
-    ValidationInfo,
-)
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
 from terapipe_ds.commands import CommandError, check_output
 from terapipe_ds.messages import show_value
@@ -35,14 +25,14 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _writable(path: str, info: ValidationInfo) -> str:
-    check_output(path, flag(str(info.field_name)))
+def _writable(path: str, info: Any) -> str:
+    check_output(path, flag(info.field_name))
     return path
 
 
-def _drawable(path: str, info: ValidationInfo) -> str:
+def _drawable(path: str, info: Any) -> str:
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise CommandError(f"{flag(str(info.field_name))} {path}: end the name in .png, .svg or .pdf")
+        raise CommandError(f"{flag(info.field_name)} {path}: end the name in .png, .svg or .pdf")
     return _writable(path, info)
 
 
@@ -56,7 +46,7 @@ def _numbers(text: str | list[str]) -> tuple[int, ...]:
     except ValueError:
         numbers = (0,)
     if min(numbers) < 1:
-        raise ValueError("give integers >= 1")
+        raise ValueError("integers >= 1")
     return numbers
 
 
@@ -73,36 +63,33 @@ Picture = Annotated[Text, AfterValidator(_drawable)]
 class Group(NamedTuple):
     """Options that the help lists under a title, or of which at most one, or exactly one, is given."""
 
-    title: str
+    title: str = ""
     kind: Literal["titled", "at most one", "exactly one"] = "titled"
 
     def add_to(self, parser: argparse.ArgumentParser) -> Any:
-        """Return argparse's counterpart."""
-        if self.kind == "titled":
-            return parser.add_argument_group(self.title)
-        return parser.add_mutually_exclusive_group(required=self.kind == "exactly one")
+        """Return argparse's counterpart: the parser itself for what has no title."""
+        if self.kind != "titled":
+            return parser.add_mutually_exclusive_group(required=self.kind == "exactly one")
+        return parser.add_argument_group(self.title) if self.title else parser
+
+    def option(self, help: str, metavar: str | None = None, default: Any = None, **more: Any) -> Any:
+        """Declare a field of `Options`.
+
+        Args:
+            more: limits (`ge`, `gt`, `le`); `flags`, what the user writes where that is not the name of the field, with
+                dashes for an option, without for a positional argument; what `add_argument` of argparse takes.
+        """
+        limits = {name: more.pop(name) for name in ("ge", "gt", "le") if name in more}
+        told: Any = {"group": self, "flags": more.pop("flags", None)}
+        told["parsing"] = {"help": help, **({"metavar": metavar} if metavar else {}), **more}
+        return Field(default, json_schema_extra=told, **limits)
+
+    def switch(self, help: str, *flags: str) -> Any:
+        """Declare a field that is False unless the option is given."""
+        return self.option(help, default=False, action="store_true", flags=flags)
 
 
-def option(
-    help: str,
-    metavar: str | None = None,
-    *,
-    default: Any = None,
-    group: Group | None = None,
-    flags: tuple[str, ...] | None = None,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    **parsing: Any,
-) -> Any:
-    """Declare a field of `Options`: its limits, and what argparse is told of it.
-
-    Args:
-        flags: how the user writes it, where that is not the name of the field; `()` for a positional argument.
-        parsing: as `add_argument` of argparse takes it.
-    """
-    told: Any = {"group": group, "flags": flags, "parsing": {"help": help, "metavar": metavar, **parsing}}
-    return Field(default, ge=ge, gt=gt, le=le, json_schema_extra=told)
+option, switch = Group().option, Group().switch
 
 
 class Options(BaseModel):
@@ -116,19 +103,12 @@ class Options(BaseModel):
         groups: dict[Group, Any] = {}
         for name, field in cls.model_fields.items():
             told: Any = field.json_schema_extra
-            group, flags = told["group"], told["flags"]
-            if group is not None and group not in groups:
+            group: Group = told["group"]
+            if group not in groups:
                 groups[group] = group.add_to(parser)
-            parsing = {"default": argparse.SUPPRESS, **told["parsing"]}
-            if field.annotation is bool:
-                parsing["action"] = "store_true"
-                del parsing["metavar"]
-            if flags == ():
-                names = [name]
-            else:
-                names = flags or [flag(name)]
-                parsing["dest"] = name
-            groups.get(group, parser).add_argument(*names, **parsing)
+            flags = told["flags"] or (flag(name),)
+            dest = {"dest": name} if flags[0].startswith("-") else {}
+            groups[group].add_argument(*flags, default=argparse.SUPPRESS, **dest, **told["parsing"])
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> Self:
@@ -140,13 +120,13 @@ class Options(BaseModel):
         try:
             return cls(**{name: value for name, value in vars(arguments).items() if name in cls.model_fields})
         except ValidationError as error:
-            raise refusal(error, cls, lambda path, value: f"{cls.name_of(path[0])} {_show(value)}") from None
+            raise refusal(error, lambda path, value: f"{cls.name_of(path[0])} {_show(value)}") from None
 
     @classmethod
     def name_of(cls, name: str) -> str:
         """Return how the user writes the option of a field."""
         told: Any = cls.model_fields[name].json_schema_extra
-        return name if told["flags"] == () else (told["flags"] or [flag(name)])[0]
+        return str((told["flags"] or (flag(name),))[0])
 
     @property
     def given(self) -> dict[str, Any]:
@@ -163,41 +143,32 @@ class Options(BaseModel):
         """Refuse options that mean nothing without another one, rather than ignore them."""
         for name in names:
             if name in self.model_fields_set and needed not in self.model_fields_set:
-                raise CommandError(f"{self.name_of(name)} goes with {self.name_of(needed)} only: leave it out")
+                with_it = self.name_of(needed)
+                raise CommandError(f"{self.name_of(name)} goes with {with_it} only: give {with_it}, or leave it out")
 
 
-def refusal(
-    error: ValidationError, model: type[BaseModel], shown: Callable[[tuple[str, ...], Any], str]
-) -> CommandError:
+_ALLOWED = {
+    "int_parsing": "an integer",
+    "int_type": "an integer",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "greater_than_equal": "a number >= {ge}",
+    "greater_than": "a number > {gt}",
+    "less_than_equal": "a number <= {le}",
+    "literal_error": "{expected}",
+    "model_type": "an object",
+}
+"""The words for what pydantic expects."""
+
+
+def refusal(error: ValidationError, shown: Callable[[tuple[Any, ...], Any], str]) -> CommandError:
     """Return the first mistake that pydantic has found, in one line: `shown(path, value)`, then what is allowed."""
     mistake = error.errors(include_url=False)[0]
-    cause = mistake.get("ctx", {}).get("error")
-    if isinstance(cause, CommandError):  # which says it all
-        return cause
-    path: tuple[str, ...]
-    path, field = (str(mistake["loc"][0]),), model.model_fields[str(mistake["loc"][0])]
-    for part in mistake["loc"][1:]:
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            path, field = (*path, str(part)), inner.model_fields[str(part)]
-    allowed = f"give {_allowed(field)}" if cause is None else str(cause)
-    return CommandError(f"{shown(path, mistake['input'])}: {allowed}")
-
-
-def _allowed(field: FieldInfo) -> str:
-    """Return what values a field takes, in words."""
-    kinds = {field.annotation, *get_args(field.annotation)}
-    if get_origin(field.annotation) is Literal:
-        return f"one of {', '.join(get_args(field.annotation))}"
-    if not kinds & {int, float}:
-        return "an object"
-    limits = [
-        f"{sign} {getattr(limit, name)}"
-        for limit in field.metadata
-        for name, sign in (("ge", ">="), ("gt", ">"), ("le", "and at most"))
-        if getattr(limit, name, None) is not None
-    ]
-    return " ".join(["an integer" if int in kinds else "a finite number", *limits])
+    context = mistake.get("ctx", {})
+    if isinstance(context.get("error"), CommandError):  # which says it all
+        return context["error"]
+    allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
+    return CommandError(f"{shown(mistake['loc'], mistake['input'])}: give {context.get('error', allowed)}")
 
 
 def _show(value: Any) -> str:

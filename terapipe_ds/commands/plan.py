@@ -65,7 +65,7 @@ def _search(setup: PlanSetup) -> tuple[PlanResult, Ranking | None]:
         raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     ranking = rank_schedules(
         setup.costs_of,
-        *_shape(setup),
+        *setup.shape,
         memory_of=setup.memory_of,
         memory_limit_bytes=setup.limit_bytes,
         max_slices=options.max_slices,
@@ -92,7 +92,7 @@ def _search_one(setup: PlanSetup) -> PlanResult:
         )
     result = plan_slices(
         costs,
-        *_shape(setup),
+        *setup.shape,
         options.schedule,
         options.max_slices,
         None if setup.memory_of is None else setup.memory_of(num_parts),
@@ -104,10 +104,6 @@ def _search_one(setup: PlanSetup) -> PlanResult:
     if num_parts < result.chunks_per_stage * setup.options.stages:
         result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
     return result
-
-
-def _shape(setup: PlanSetup) -> tuple[int, int, int, int]:
-    return setup.sequence_length, setup.options.stages, setup.options.micro_batches, setup.granularity
 
 
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:

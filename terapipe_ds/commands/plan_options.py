@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError, read_json
 from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
-from terapipe_ds.commands.options import Group, Options, Output, Picture, Text, option
+from terapipe_ds.commands.options import Group, Options, Output, Picture, Text
 from terapipe_ds.commands.schedule_options import ScheduleDetails, details_option
 from terapipe_ds.messages import show_value
 
@@ -20,38 +20,44 @@ _WHAT, _BATCH, _SEARCH, _OUTPUT = map(Group, ("model and devices", "training", "
 class PlanOptions(Options):
     """What is planned for, what is tried, and what is written; no model, no device and 0: not known yet."""
 
-    model: Text = option("a named size, for example gpt3-13b or llama-3-8b", "NAME", default="", group=_WHAT)
-    device: Text = option("a device card: v100, a100, h100, h200, ...", "NAME", default="", group=_WHAT)
-    profile: Text | None = option("measured costs (JSON) in the place of counted ones", "FILE", group=_WHAT)
-    stages: int = option("pipeline stages", "K", default=0, ge=1, group=_WHAT)
-    tensor_parallel: int = option("ranks per stage (default 1)", "T", default=1, ge=1, group=_WHAT)
-    sequence_parallel: bool = option("Megatron's, over the tensor-parallel ranks", default=False, group=_WHAT)
-    data_parallel: int = option("pipelines side by side (default 1)", "D", default=1, ge=1, group=_WHAT)
-    sequence_length: int = option("tokens of a sequence (default: the model's)", "L", default=0, ge=1, group=_BATCH)
-    micro_batches: int = option("per step and pipeline (default 1)", "M", default=1, ge=1, group=_BATCH)
-    micro_batch_size: int = option("sequences per micro-batch (default 1)", "B", default=1, ge=1, group=_BATCH)
-    dtype: Text = option("fp32, fp16, bf16 (default: what the device is made for)", default="auto", group=_BATCH)
-    activation_checkpointing: bool = option("of the decoder layers", default=False, group=_BATCH)
-    zero_stage: int = option("default 0", "{0,1}", default=0, ge=0, le=1, group=_BATCH)
-    config: Text | None = option("a DeepSpeed JSON for all of these that are not given", "FILE", group=_BATCH)
-    schedule: Text = option(
-        "a schedule (terapipe show --help lists them), or auto (default): all are compared",
-        "NAME",
-        default="auto",
-        group=_SEARCH,
+    model: Text = _WHAT.option("a named size, for example gpt3-13b or llama-3-8b", "NAME", default="")
+    device: Text = _WHAT.option("a device card: v100, a100, h100, h200, ...", "NAME", default="")
+    profile: Text | None = _WHAT.option("measured costs (JSON) in the place of counted ones", "FILE")
+    stages: int = _WHAT.option("pipeline stages", "K", default=0, ge=1)
+    tensor_parallel: int = _WHAT.option("ranks per stage (default 1)", "T", default=1, ge=1)
+    sequence_parallel: bool = _WHAT.switch("Megatron's, over the tensor-parallel ranks")
+    data_parallel: int = _WHAT.option("pipelines side by side (default 1)", "D", default=1, ge=1)
+    sequence_length: int = _BATCH.option("tokens of a sequence (default: the model's)", "L", default=0, ge=1)
+    micro_batches: int = _BATCH.option("per step and pipeline (default 1)", "M", default=1, ge=1)
+    micro_batch_size: int = _BATCH.option("sequences per micro-batch (default 1)", "B", default=1, ge=1)
+    dtype: Text = _BATCH.option("fp32, fp16, bf16 (default: what the device is made for)", default="auto")
+    activation_checkpointing: bool = _BATCH.switch("of the decoder layers")
+    zero_stage: int = _BATCH.option("default 0", "{0,1}", default=0, ge=0, le=1)
+    config: Text | None = _BATCH.option("a DeepSpeed JSON for all of these that are not given", "FILE")
+    schedule: Text = _SEARCH.option(
+        "a schedule (terapipe show --help lists them), or auto (default): all are compared", "NAME", default="auto"
     )
-    chunks_per_stage: int | None = option(
-        "parts that each stage holds (default: those of the schedule; with auto 1 and 2)", "V", ge=1, group=_SEARCH
+    chunks_per_stage: int | None = _SEARCH.option(
+        "parts that each stage holds (default: those of the schedule; with auto 1 and 2)", "V", ge=1
     )
-    schedule_options: ScheduleDetails = details_option(group=_SEARCH)
-    granularity: int | None = option(
-        "cut at multiples of N tokens (default: 64, or the sequence where that is shorter)", "N", ge=1, group=_SEARCH
+    schedule_options: ScheduleDetails = details_option(_SEARCH)
+    granularity: int | None = _SEARCH.option(
+        "cut at multiples of N tokens (default: 64, or the sequence where that is shorter)", "N", ge=1
     )
-    max_slices: int | None = option("at most so many slices", "S", ge=1, group=_SEARCH)
-    memory_limit_gb: float | None = option("per device (default: what it has)", "GB", gt=0, group=_SEARCH)
-    as_json: bool = option("print as JSON", default=False, flags=("--json",), group=_OUTPUT)
-    out: Output | None = option("write the plan as JSON", "FILE", group=_OUTPUT)
-    picture: Picture | None = option("draw the simulated step: .png, .svg or .pdf", "FILE", group=_OUTPUT)
+    max_slices: int | None = _SEARCH.option("at most so many slices", "S", ge=1)
+    memory_limit_gb: float | None = _SEARCH.option("per device (default: what it has)", "GB", gt=0)
+    as_json: bool = _OUTPUT.switch("print as JSON", "--json")
+    out: Output | None = _OUTPUT.option("write the plan as JSON", "FILE")
+    picture: Picture | None = _OUTPUT.option("draw the simulated step: .png, .svg or .pdf", "FILE")
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the costs and the memory of a part depend on besides model, device and dtype."""
+        return {
+            "micro_batch": self.micro_batch_size,
+            "tensor_parallel": self.tensor_parallel,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
 
 
 def complete(options: PlanOptions, profile: Profile | None) -> PlanOptions:

@@ -30,6 +30,11 @@ class PlanSetup:
     sequence_length: int
     granularity: int  # with that of sequence parallelism
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What every search of the planner takes."""
+        return self.sequence_length, self.options.stages, self.options.micro_batches, self.granularity
+
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return all that the options say.
@@ -122,16 +127,7 @@ def _counted_parts(options: PlanOptions, size: ModelSize, card: DeviceCard) -> P
 
     @functools.cache
     def counted(num_parts: int) -> list[Any]:
-        costs = analytic_costs(
-            size,
-            card,
-            num_stages=num_parts,
-            dtype=options.dtype,
-            micro_batch=options.micro_batch_size,
-            tensor_parallel=options.tensor_parallel,
-            activation_checkpointing=options.activation_checkpointing,
-        )
-        return list(costs)
+        return list(analytic_costs(size, card, num_stages=num_parts, dtype=options.dtype, **options.shape))
 
     def costs_of(num_parts: int) -> list[Any] | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -202,12 +198,10 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
             size,
             num_stages=num_parts,
             dtype=DTYPE_NAMES.get(dtype, dtype),
-            micro_batch=options.micro_batch_size,
-            tensor_parallel=options.tensor_parallel,
             data_parallel=options.data_parallel,
             zero_stage=options.zero_stage,
-            activation_checkpointing=options.activation_checkpointing,
             sequence_parallel=options.sequence_parallel,
+            **options.shape,
         )
 
     return memory_of

@@ -7,9 +7,7 @@ import dataclasses
 import sys
 from contextlib import redirect_stdout
 
-from terapipe_ds.commands import read_json
-from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
-from terapipe_ds.commands.options import Output, option
+from terapipe_ds.commands.options import Output, option, switch
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
 
 HELP = "measure what slices of a model take on one device"
@@ -33,7 +31,7 @@ class ProfileOptions(ModelOptions):
 
     out: Output = option("where to write the profile", "FILE", required=True)
     stages: int = option("pipeline stages (default: 1)", "K", default=1, ge=1, le=MAX_THREADS)
-    as_json: bool = option("print the profile on stdout as well", default=False, flags=("--json",))
+    as_json: bool = switch("print the profile on stdout as well", "--json")
 
 
 add_arguments = ProfileOptions.add_to
@@ -42,10 +40,7 @@ add_arguments = ProfileOptions.add_to
 def run(arguments: argparse.Namespace) -> None:
     """Measure, write the file, and say how good the numbers are."""
     options = ProfileOptions.read(arguments)
-    ds_config = read_json(options.config, "--config")
-    from terapipe_ds.config import TeraPipeConfig
-
-    section, keys = TeraPipeConfig.from_deepspeed(ds_config), DeepSpeedJson.of(ds_config)
+    section, keys = options.settings()
     job = options.job(keys, options.stages, num_micro_batches=keys.number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
     job = dataclasses.replace(job, granularity_tokens=min(section.granularity_tokens, length))

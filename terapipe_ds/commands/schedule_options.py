@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
 from terapipe_ds.commands import CommandError
-from terapipe_ds.commands.options import Group, Options, Text, option
+from terapipe_ds.commands.options import Group, Options, Text, option, switch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,41 +39,32 @@ def _read_options(texts: list[str]) -> dict[str, Any]:
 ScheduleDetails = Annotated[dict[str, Any], BeforeValidator(_read_options)]
 
 
-def details_option(**more: Any) -> Any:
+def details_option(group: Group) -> Any:
     """Declare `--option`, whose value is of type `ScheduleDetails`."""
     words = "of the schedule: policy=A or policy=B for dapple, slots=4,5,3 for zbv"
-    return option(words, "NAME=VALUE", default={}, flags=("--option",), action="append", **more)
+    return group.option(words, "NAME=VALUE", {}, flags=("--option",), action="append")
 
 
 class ScheduleOptions(Options):
     """A schedule by its name and counts, or from a file that says all of it."""
 
-    not_with_file: ClassVar[tuple[str, ...]] = (
-        "stages",
-        "micro_batches",
-        "slices",
-        "chunks_per_stage",
-        "schedule_options",
-        "forward_only",
-    )
-
-    schedule: Text | None = option(_SCHEDULE_HELP, "NAME", group=SOURCE)
-    from_csv: Text | None = option("read a schedule: a row per stage, cells such as F0.3", "FILE", group=SOURCE)
+    schedule: Text | None = SOURCE.option(_SCHEDULE_HELP, "NAME")
+    from_csv: Text | None = SOURCE.option("read a schedule: a row per stage, cells such as F0.3", "FILE")
     stages: int | None = option("pipeline stages", "K", ge=1, le=MAX_STAGES)
     micro_batches: int = option("micro-batches per step (default 1)", "M", default=1, ge=1, le=MAX_FORWARDS)
     chunks_per_stage: int = option("parts that each stage holds (default 1)", "V", default=1, ge=1)
-    schedule_options: ScheduleDetails = details_option()
-    forward_only: bool = option("the schedule of an evaluation", default=False)
+    schedule_options: ScheduleDetails = details_option(Group())
+    forward_only: bool = switch("the schedule of an evaluation")
 
-    def load(self, path: str) -> Schedule:
-        """Return the schedule in a file; options that describe one too are refused."""
+    def load(self, path: str, *more: str) -> Schedule:
+        """Return the schedule in a file; options that describe one too, and `more` of them, are refused."""
         from terapipe_ds.schedule import load
 
-        for name in self.not_with_file:
-            if name in self.model_fields_set:
-                raise CommandError(
-                    f"{self.name_of(name)} does not go with --from-csv: the file says it all, leave it out"
-                )
+        describing = {*ScheduleOptions.model_fields, *more} - {"from_csv"}
+        for name in self.given:
+            if name in describing:
+                text = "does not go with --from-csv: the file says it all, leave it out"
+                raise CommandError(f"{self.name_of(name)} {text}")
         return load(path)
 
     def build(self, num_slices: int | Sequence[int]) -> Schedule:

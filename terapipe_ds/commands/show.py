@@ -8,7 +8,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from terapipe_ds.commands import CommandError, check_output
-from terapipe_ds.commands.options import Group, Text, option
+from terapipe_ds.commands.options import Group, Text, option, switch
 from terapipe_ds.commands.schedule_options import SOURCE, ScheduleOptions
 
 if TYPE_CHECKING:
@@ -31,18 +31,14 @@ _FORM = Group("form", "at most one")
 class ShowOptions(ScheduleOptions):
     """What to show, and in which form."""
 
-    file: Text | None = option("as --from-csv FILE", "FILE", group=SOURCE, flags=(), nargs="?")
+    file: Text | None = SOURCE.option("as --from-csv FILE", "FILE", flags=("file",), nargs="?")
     slices: Text = option("slices per micro-batch, or one number for each: 4,3,4 (default 1)", "S", default="1")
-    csv: Text | None = option(
-        "write the orders as CSV to FILE; without a name, or with -, to stdout",
-        "FILE",
-        group=_FORM,
-        nargs="?",
-        const="-",
+    csv: Text | None = _FORM.option(
+        "write the orders as CSV to FILE; without a name, or with -, to stdout", "FILE", nargs="?", const="-"
     )
-    as_json: bool = option("print as JSON", default=False, flags=("--json",), group=_FORM)
-    stage: int | None = option("print the order of one stage only, one entry per line", "N", group=_FORM)
-    lowered: bool = option("with --stage: all that the engine runs, with loads, sends and receives", default=False)
+    as_json: bool = _FORM.switch("print as JSON", "--json")
+    stage: int | None = _FORM.option("print the order of one stage only, one entry per line", "N")
+    lowered: bool = switch("with --stage: all that the engine runs, with loads, sends and receives")
 
 
 add_arguments = ShowOptions.add_to
@@ -75,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _schedule(options: ShowOptions) -> Schedule:
     path = options.from_csv if options.file is None else options.file
     if path is not None:
-        return options.load(path)
+        return options.load(path, "slices")
     try:
         counts = [int(count) for count in options.slices.split(",")]
     except ValueError:

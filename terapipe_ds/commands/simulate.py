@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands import DTYPE_NAMES, CommandError
-from terapipe_ds.commands.options import Group, Output, Picture, Text, option
+from terapipe_ds.commands.options import Group, Output, Picture, Text, option, switch
 from terapipe_ds.commands.schedule_options import MAX_FORWARDS, ScheduleOptions
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ _COSTS = Group("costs", "exactly one")
 class SimulateOptions(ScheduleOptions):
     """A schedule with the plan of each micro-batch, what its slices cost, and what to write of it."""
 
-    not_with_file: ClassVar[tuple[str, ...]] = tuple(n for n in ScheduleOptions.not_with_file if n != "slices")
-
     slices: tuple[Text, ...] = option(
         "slice lengths in tokens as 512,384,128, or a number of equal slices with --sequence-length; once, or once per"
         " micro-batch",
@@ -52,18 +50,16 @@ class SimulateOptions(ScheduleOptions):
     )
     sequence_length: int | None = option("tokens of a sequence", "L", ge=1)
     granularity_tokens: int = option("a number of slices cuts at its multiples (default 1)", "G", default=1, ge=1)
-    profile: Text | None = option("costs fitted to a measured profile", "FILE", group=_COSTS)
-    model: Text | None = option("costs of a model size, computed; needs --device", "NAME", group=_COSTS)
-    unit: bool = option(
-        "a stage's forward over the whole sequence takes 1 s, its backward 2 s", default=False, group=_COSTS
-    )
+    profile: Text | None = _COSTS.option("costs fitted to a measured profile", "FILE")
+    model: Text | None = _COSTS.option("costs of a model size, computed; needs --device", "NAME")
+    unit: bool = _COSTS.switch("a stage's forward over the whole sequence takes 1 s, its backward 2 s")
     device: Text | None = option("with --model: the device, as v100 or h100", "NAME")
     tensor_parallel: int = option("with --model: ranks per stage (default 1)", "N", default=1, ge=1)
     micro_batch_size: int = option("with --model: sequences (default 1)", "B", default=1, ge=1)
     dtype: Text = option("with --model: bf16, fp16 or fp32 (default: by the device)", "NAME", default="auto")
     unit_send: float = option("with --unit: a whole sequence's message (0)", "S", default=0.0, ge=0)
-    no_overlap: bool = option("a stage does nothing else while it sends", default=False)
-    as_json: bool = option("print as JSON", default=False, flags=("--json",))
+    no_overlap: bool = switch("a stage does nothing else while it sends")
+    as_json: bool = switch("print as JSON", "--json")
     trace: Output | None = option("write a Chrome trace (opens in ui.perfetto.dev)", "FILE")
     picture: Picture | None = option("draw to a .png, .svg or .pdf file", "FILE")
     csv: Output | None = option("write the events as CSV", "FILE")
@@ -85,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise CommandError("--model needs --device NAME: on which device shall it run?")
     schedule, plans = _schedule_and_plans(options)
     validate(schedule)
-    costs, memory = _costs(options, schedule, plans), _memory(options, schedule)
+    costs, memory = _costs(options, schedule, plans)
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     _write_files(options, timeline)
     if options.as_json:
@@ -203,44 +199,28 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
     return SlicePlan.equal(length, numbers[0], options.granularity_tokens)
 
 
-def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan]) -> Any:
+def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan]) -> tuple[Any, MemoryModel | None]:
+    """Return the costs, and with `--model` the bytes counted for Adam, without ZeRO and activation checkpointing."""
     if options.profile is not None:
         from terapipe_ds.cost_model import CostModel
         from terapipe_ds.cost_profile import Profile
 
-        return CostModel.from_profile(Profile.load(options.profile))
-    if options.model is not None:
-        from terapipe_ds.cost_analytic import analytic_costs
-
-        return analytic_costs(
-            options.model,
-            str(options.device),
-            dtype=options.dtype,
-            num_stages=schedule.num_parts,
-            micro_batch=options.micro_batch_size,
-            tensor_parallel=options.tensor_parallel,
-        )
-    from terapipe_ds.simulator import UnitCosts
-
-    return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, schedule.part_share)
-
-
-def _memory(options: SimulateOptions, schedule: Schedule) -> MemoryModel | None:
-    """Return the bytes counted from the sizes of `--model`, for Adam, without ZeRO and activation checkpointing."""
+        return CostModel.from_profile(Profile.load(options.profile)), None
     if options.model is None:
-        return None
+        from terapipe_ds.simulator import UnitCosts
+
+        return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, schedule.part_share), None
+    from terapipe_ds.cost_analytic import analytic_costs
     from terapipe_ds.devices import device_card
     from terapipe_ds.model_sizes import model_size
-    from terapipe_ds.planner.memory import MemoryModel
+    from terapipe_ds.planner import MemoryModel
 
-    dtype = device_card(str(options.device)).resolve_dtype(options.dtype)
-    return MemoryModel.of_model(
-        model_size(options.model),
-        num_stages=schedule.num_parts,
-        dtype=DTYPE_NAMES.get(dtype, dtype),
-        micro_batch=options.micro_batch_size,
-        tensor_parallel=options.tensor_parallel,
-    )
+    device, dtype = str(options.device), options.dtype
+    counts = {"micro_batch": options.micro_batch_size, "tensor_parallel": options.tensor_parallel}
+    shape: Any = {"num_stages": schedule.num_parts, **counts}
+    costs = analytic_costs(options.model, device, dtype=dtype, **shape)
+    dtype = device_card(device).resolve_dtype(dtype)
+    return costs, MemoryModel.of_model(model_size(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)
 
 
 def _write_files(options: SimulateOptions, timeline: Timeline) -> None:

@@ -12,6 +12,7 @@ from terapipe_ds.commands.options import Options, Text, option
 from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
+    from terapipe_ds.config import TeraPipeConfig
     from terapipe_ds.runtime.offline import OfflineJob
 
 MAX_TOKENS, MAX_THREADS = 2**26, 4096
@@ -24,6 +25,13 @@ class ModelOptions(Options):
     model: Text = option("a named size, or a JSON file", "NAME_OR_JSON", required=True)
     sequence_length: int | None = option("tokens (default: the model's longest sequence)", "L", ge=1, le=MAX_TOKENS)
     threads: int | None = option("CPU threads of torch (default: torch's choice)", "N", ge=1, le=MAX_THREADS)
+
+    def settings(self) -> tuple[TeraPipeConfig, DeepSpeedJson]:
+        """Return what the config says."""
+        from terapipe_ds.config import TeraPipeConfig
+
+        ds_config = read_json(self.config, "--config")
+        return TeraPipeConfig.from_deepspeed(ds_config), DeepSpeedJson.of(ds_config)
 
     def job(self, keys: DeepSpeedJson, num_stages: int, **more: Any) -> OfflineJob:
         """Return the model with random tokens for it."""

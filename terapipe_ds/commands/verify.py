@@ -7,8 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError, read_json
-from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
+from terapipe_ds.commands import CommandError
 from terapipe_ds.commands.options import Numbers, option
 from terapipe_ds.commands.user_model import ModelOptions
 
@@ -47,11 +46,8 @@ add_arguments = VerifyOptions.add_to
 def run(arguments: argparse.Namespace) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
     options = VerifyOptions.read(arguments)
-    from terapipe_ds.config import TeraPipeConfig
-
-    ds_config = read_json(options.config, "--config")
-    section = TeraPipeConfig.from_deepspeed(ds_config)
-    job = options.job(DeepSpeedJson.of(ds_config), num_stages=1)
+    section, keys = options.settings()
+    job = options.job(keys, num_stages=1)
     from terapipe_ds.runtime.verify.offline import verify_model
 
     plan = _plan(section, job.inputs.shape[1], options.slices)

@@ -215,7 +215,7 @@ def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "cannot be cut in 28 parts" in refused(
         capsys, *SMALL, "--chunks-per-stage", "7", "--schedule", "interleaved"
     )  # fmt: skip
-    assert "--chunks-per-stage 0: give an integer >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
+    assert "--chunks-per-stage 0: give a number >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
     assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
 
 

@@ -83,10 +83,10 @@ def test_partitions_that_cannot_be() -> None:
         ({"--model": "none.json"}, "No such file"),
         ({"--config": "none.json"}, "No such file"),
         ({"--out": "no-such-folder/profile.json"}, "there is no such folder"),
-        ({"--stages": "0"}, "--stages 0: give an integer >= 1"),
-        ({"--sequence-length": "0"}, "--sequence-length 0: give an integer >= 1"),
-        ({"--sequence-length": str(2**63)}, "--sequence-length 9223372036854775808: give an integer >= 1 and at most"),
-        ({"--threads": str(2**31)}, "--threads 2147483648: give an integer >= 1 and at most 4096"),
+        ({"--stages": "0"}, "--stages 0: give a number >= 1"),
+        ({"--sequence-length": "0"}, "--sequence-length 0: give a number >= 1"),
+        ({"--sequence-length": str(2**63)}, "--sequence-length 9223372036854775808: give a number <= 67108864"),
+        ({"--threads": str(2**31)}, "--threads 2147483648: give a number <= 4096"),
         ({"--out": "."}, "--out '.' has no file name: give the name of a file"),
         ({"--stages": "12"}, "12 stages for a model of 9 layers"),
     ],
@@ -102,14 +102,14 @@ def test_what_cannot_be_profiled(
 
 def test_a_config_with_another_micro_batch_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *_files(tmp_path, train_micro_batch_size_per_gpu="auto")]) == 2
-    assert "train_micro_batch_size_per_gpu is 'auto'" in capsys.readouterr().err
+    assert "train_micro_batch_size_per_gpu = 'auto'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"train_micro_batch_size_per_gpu": 10**20}, "is too much to measure: give at most"),
-        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps is 'auto'"),
+        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps = 'auto'"),
         ({"fp16": True}, "fp16 = True in --config: give an object"),
         ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
     ],

@@ -150,6 +150,7 @@ class Options(BaseModel):
 _ALLOWED = {
     "int_parsing": "an integer",
     "int_type": "an integer",
+    "int_parsing_size": "a smaller integer",
     "float_parsing": "a number",
     "finite_number": "a finite number",
     "greater_than_equal": "a number >= {ge}",

@@ -57,20 +57,8 @@ def test_show_prints_the_grid(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_show_takes_one_number_of_slices_per_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(
-        capsys,
-        "show",
-        "--schedule",
-        "gpipe",
-        "--stages",
-        "2",
-        "--micro-batches",
-        "2",
-        "--slices",
-        "3,1",
-        "--csv",
-        "-",
-    )
+    words = "--schedule gpipe --stages 2 --micro-batches 2 --slices 3,1 --csv -"
+    text = shown(capsys, "show", *words.split())
     assert from_csv(text, name="gpipe") == build("gpipe", 2, 2, [3, 1])
 
 
@@ -112,7 +100,10 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("show", "--schedule", "gpipe"), "--stages is missing"),
         (("show", "--schedule", "gpipe", "--stages", "0"), "--stages 0: give a number >= 1"),
         (("show", "--schedule", "gpipe", "--stages", "two"), "--stages two: give an integer"),
-        (("show", "--schedule", "gpipe", "--stages", "2", "--slices", "3,x"), "--slices '3,x': give a number, or one per"),
+        (
+            ("show", "--schedule", "gpipe", "--stages", "2", "--slices", "3,x"),
+            "--slices '3,x': give a number, or one per",
+        ),
         (("show", "--schedule", "gpipe", "--stages", "2", "--slices", "3,3"), "give one to each of 1"),
         (("show", "--schedule", "gpipe", "--stages", "99999999"), "--stages 99999999: give a number <= 10000"),
         (("show", *SEQ1F1B, "--stage", "4"), "no stage 4"),
@@ -149,15 +140,11 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("compare", "x"), "required: MEASURED"),
     ],
 )
-def test_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str
-) -> None:
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str) -> None:
     assert reason in refused(capsys, *arguments)
 
 
-def test_a_csv_that_cannot_run_is_shown_with_the_place(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_csv_that_cannot_run_is_shown_with_the_place(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.0,B0.1\n")
     assert main(["show", "--from-csv", str(path)]) == 2
@@ -168,9 +155,7 @@ def test_a_csv_that_cannot_run_is_shown_with_the_place(
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"F0.0,oops\n", b""])
-def test_a_csv_that_cannot_be_read(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
-) -> None:
+def test_a_csv_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
     assert "error: " in refused(capsys, "show", "--from-csv", str(path))
@@ -187,9 +172,7 @@ def write_traces(directory: Path, step: int, num_stages: int = 2, replicas: int 
         Timeline(num_stages, tuple(events), name="seq1f1b").save(directory / timeline_file_name(step, rank))
 
 
-def test_timeline_draws_the_last_step_that_all_ranks_have(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_timeline_draws_the_last_step_that_all_ranks_have(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_traces(tmp_path, step)
     (tmp_path / timeline_file_name(3, 1)).unlink()
@@ -246,9 +229,7 @@ def test_timeline_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert not Path(out).exists()
 
 
-def test_timeline_draws_one_replica_of_a_data_parallel_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_timeline_draws_one_replica_of_a_data_parallel_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_traces(tmp_path, 1, replicas=2)
     assert main(["timeline", str(tmp_path), "--out", str(tmp_path / "step.svg")]) == 0
     said = capsys.readouterr()
@@ -273,9 +254,12 @@ def test_simulate_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(shown(capsys, "simulate", *UNIT, "--json"))
     assert (data["makespan_s"], data["plans"], data["num_stages"]) == (4.875, [[5, 3]], 2)
     assert data["stages"][1] == {
-        "stage_id": 1, "busy_s": 3, "bubble_fraction": pytest.approx(1 - 3 / 4.875), "peak_live_slices": 2,
+        "stage_id": 1,
+        "busy_s": 3,
+        "bubble_fraction": pytest.approx(1 - 3 / 4.875),
+        "peak_live_slices": 2,
         "peak_bytes": None,
-    }  # fmt: skip
+    }
     path = [(step["stage_id"], step["action"], step["waited_for"]) for step in data["critical_path"]]
     assert path[:2] == [(0, "F0.0", "start"), (1, "F0.0", "dependency")]
 
@@ -292,12 +276,9 @@ def test_simulate_takes_plans_in_several_forms(capsys: pytest.CaptureFixture[str
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(build("seq1f1b", 2, 2, [2, 1])))
     assert plans("--from-csv", str(path), "--slices", "5,3", "--slices", "1", "--sequence-length", "8") == [[5, 3], [8]]
-    assert "--stages does not go with --from-csv" in refused(
-        capsys, "simulate", "--from-csv", str(path), "--stages", "2", "--slices", "5,3", "--unit"
-    )
-    assert "micro-batch 1 has 2 slices (5, 3), the schedule 1" in refused(
-        capsys, "simulate", "--from-csv", str(path), "--slices", "5,3", "--unit"
-    )
+    words = ["simulate", "--from-csv", str(path), "--slices", "5,3", "--unit"]
+    assert "--stages does not go with --from-csv" in refused(capsys, *words, "--stages", "2")
+    assert "micro-batch 1 has 2 slices (5, 3), the schedule 1" in refused(capsys, *words)
 
 
 def test_simulate_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -358,9 +339,7 @@ def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]
     """gpt3-1b over two stages in bf16: 24 layers of 12 h^2, at 2 + 2 + 4 + 12 bytes per parameter, and activations."""
     model = ["--model", "gpt3-1b", "--device", "a100", "--sequence-length", "2048"]
     options = ["simulate", "--schedule", "seq1f1b", "--stages", "2", "--micro-batches", "4", *model]
-    stages = {
-        n: json.loads(shown(capsys, *options, "--slices", str(n), "--json"))["stages"] for n in (1, 8)
-    }
+    stages = {n: json.loads(shown(capsys, *options, "--slices", str(n), "--json"))["stages"] for n in (1, 8)}
     peaks = {n: [stage["peak_bytes"] for stage in found] for n, found in stages.items()}
     layers_bytes = 12 * 12 * 2048**2 * 20
     assert all(peak > layers_bytes for peak in (*peaks[1], *peaks[8]))
@@ -441,9 +420,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     big = ["show", "--schedule", "gpipe", "--stages", "64", "--micro-batches", "99", "--csv", "-"]
     command = [sys.executable, "-m", "terapipe_ds", *big]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert isinstance(process.stdout, io.BufferedReader)
         process.stdout.read(10)
         process.stdout.close()
@@ -452,18 +429,21 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert (process.returncode, error) == (0, b"")
 
 
-def test_no_command_here_loads_torch() -> None:
+def test_no_help_loads_numpy_and_no_command_here_torch() -> None:
     code = (
-        "import sys, terapipe_ds.cli as cli\n"
-        "early = {'torch', 'deepspeed', 'numpy', 'matplotlib', 'terapipe_ds.schedule'} & set(sys.modules)\n"
+        "import contextlib, io, sys, terapipe_ds.cli as cli\n"
+        "assert 'terapipe_ds.schedule' not in sys.modules\n"
+        "for name in cli.COMMANDS:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):\n"
+        "        cli.main([name, '--help'])\n"
+        "    assert 'examples:' in text.getvalue()\n"
+        "early = {'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "cli.main(['show', '--schedule', '1f1b', '--stages', '2'])\n"
         "cli.main(['simulate', '--schedule', '1f1b', '--stages', '2', '--slices', '4,4', '--unit'])\n"
         "sys.exit(str(early) if early else bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,4 +1,4 @@
-"""``terapipe plan``: what it prints and writes, what it takes from files, and what it refuses in one line."""
+"""`terapipe plan`: what it prints and writes, what it takes from files, and what it refuses in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.cost_analytic import analytic_costs
 from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
@@ -20,16 +19,15 @@ from terapipe_ds.devices import device_card
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import simulate
+from tests.unit.test_cli import refused as refused_command
+from tests.unit.test_cli import shown
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model", "gpt3-1b", "--device", "v100", "--stages", "4", "--micro-batches", "2", "--granularity", "128")
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
+    return shown(capsys, "plan", *arguments)
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -38,14 +36,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    try:
-        code: object = main(["plan", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("terapipe plan: error: ")
-    return error
+    return refused_command(capsys, "plan", *arguments)
 
 
 def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,16 +78,31 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
     config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True},
-        "zero_optimization": {"stage": 1}, "terapipe": section,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "fp16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "terapipe": section,
+    }
     path.write_text(json.dumps(config))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = (
-        "--micro-batch-size", "2", "--micro-batches", "3", "--dtype", "fp16", "--zero-stage", "1", "--schedule", "1f1b",
-        "--granularity", "256", "--memory-limit-gb", "14",
-    )  # fmt: skip
+        "--micro-batch-size",
+        "2",
+        "--micro-batches",
+        "3",
+        "--dtype",
+        "fp16",
+        "--zero-stage",
+        "1",
+        "--schedule",
+        "1f1b",
+        "--granularity",
+        "256",
+        "--memory-limit-gb",
+        "14",
+    )
     assert found == as_json(capsys, *options, *same)
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
@@ -191,9 +197,11 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
         schedule = build(one["schedule"], 4, 2, plan.num_slices, chunks_per_stage=chunks)
         costs = analytic_costs("gpt3-1b", "v100", num_stages=schedule.num_parts)
         assert simulate(schedule, plan, costs).makespan_s == pytest.approx(one["predicted_s"], rel=1e-9)
-    assert found["terapipe"].get("chunks_per_stage", 1) == found["chunks_per_stage"] == ranking[found["schedule"]][
-        "chunks_per_stage"
-    ]  # fmt: skip
+    assert (
+        found["terapipe"].get("chunks_per_stage", 1)
+        == found["chunks_per_stage"]
+        == ranking[found["schedule"]]["chunks_per_stage"]
+    )
     text = planned(capsys, *few)
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
     assert [row for row in rows if row in ranking] == list(ranking)
@@ -214,7 +222,7 @@ def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "no schedule can have the layers so" in refused(capsys, *SMALL, "--chunks-per-stage", "7")
     assert "cannot be cut in 28 parts" in refused(
         capsys, *SMALL, "--chunks-per-stage", "7", "--schedule", "interleaved"
-    )  # fmt: skip
+    )
     assert "--chunks-per-stage 0: give a number >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
     assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
 
@@ -274,8 +282,21 @@ def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--model", "llama-3-8b", "--device", "h100", "--stages", "4", "--sequence-length", "100000000",
-          "--granularity", "1"), "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules"),
+        (
+            (
+                "--model",
+                "llama-3-8b",
+                "--device",
+                "h100",
+                "--stages",
+                "4",
+                "--sequence-length",
+                "100000000",
+                "--granularity",
+                "1",
+            ),
+            "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules",
+        ),
         ((*SMALL, "--out", "no-such-folder/plan.json"), "no-such-folder/plan.json: there is no such folder; give a"),
         ((), "give --model and --device, or --profile"),
         (("--model", "gpt3-1b", "--device", "v100"), "--stages is missing"),
@@ -298,9 +319,13 @@ def test_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: tupl
 
 def test_a_config_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    for text, message in (("{", "is no JSON"), ("[]", "holds []: give an object"),
-                          ('{"terapipe": {"slicess": 4}}', "slices"),
-                          ('{"fp16": true}', "fp16 = True"), ('{"zero_optimization": [1]}', "give an object")):
+    for text, message in (
+        ("{", "is no JSON"),
+        ("[]", "holds []: give an object"),
+        ('{"terapipe": {"slicess": 4}}', "slices"),
+        ('{"fp16": true}', "fp16 = True"),
+        ('{"zero_optimization": [1]}', "give an object"),
+    ):
         path.write_text(text)
         assert message in refused(capsys, *SMALL, "--config", str(path))
 

@@ -418,6 +418,8 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--html", "/"], "--html '/' has no file name"),
     (["--html", "/usr"], "--html /usr is a folder: give the name of a file"),
     (["--config", "ds.json"], "ds.json"),
+    (["--model", "tiny", "--hidden", "64"], "--hidden does not go with --model, which has its own: leave it out"),
+    (["--device", "tpu"], "--device tpu: give 'cpu' or 'cuda'"),
     (["--device", "cuda"], "need 2 CUDA devices"),
     (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
     (["--check-replay", "--device", "cuda"], "replays take the CPU time"),

@@ -34,19 +34,20 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["terapipe_ds", "terapipe_ds.*"]),
-    package_data={"terapipe_ds": ["py.typed", "data/*"]},
+    package_data={"terapipe_ds": ["py.typed", "data/*"], "terapipe_ds.bench.report": ["page.html"]},
     install_requires=[
         "torch>=2.11",  # the oldest that is tested; a newer one than the newest tested gets a warning
-        "deepspeed>=0.19.8,<1",  # the first version that the engine's hooks are tested with
+        "deepspeed>=0.19.8,<0.20",  # the engine overrides undocumented names of the tested 0.19.8
         "numpy>=1.26,<3",
-        "pydantic>=2.7,<3",
+        "pydantic>=2.10,<3",
         "packaging>=23",
     ],
     extras_require={
         "megatron": ["megatron-core==0.16.1"],
-        "plot": ["matplotlib>=3.8,<4"],
+        "plot": ["matplotlib>=3.8,<4", "jinja2>=3.1,<4"],
         "test": [
-            "hypothesis>=6.100", "matplotlib>=3.8,<4", "mypy>=1.11", "pytest>=9", "pytest-xdist>=3.6", "ruff>=0.6",
+            "hypothesis>=6.100", "jinja2>=3.1,<4", "matplotlib>=3.8,<4", "mypy>=1.11", "pytest>=9", "pytest-xdist>=3.6",
+            "ruff>=0.6",
         ],
     },
     entry_points={"console_scripts": ["terapipe = terapipe_ds.cli:main"]},

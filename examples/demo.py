@@ -29,7 +29,7 @@ from pathlib import Path
 from metrics import draw_losses, read_metrics
 
 from terapipe_ds.timeline import Timeline, timeline_file_name
-from terapipe_ds.timeline_picture import draw_many
+from terapipe_ds.timeline.picture import draw_timelines
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("out/demo")  # under ROOT; the runs work there
@@ -176,7 +176,7 @@ def main() -> None:
     runs = {"stock": read_metrics(stock.metrics), f"{SLICES} slices": read_metrics(sliced.metrics)}
     curves = draw_losses(OUT / "loss.png", runs, "GPT on the source of Python's library, two pipeline stages")
     picture = OUT / "timeline.png"
-    draw_many(
+    draw_timelines(
         [
             ("One step, whole sequences (1F1B, the stock order)", measured_timeline(OUT / "unsliced")),
             (f"One step, {SLICES} slices (Seq1F1B)", measured_timeline(OUT / "sliced")),

@@ -1,6 +1,6 @@
 """The command line of pretrain_gpt_megatron.py: Megatron-LM's names where it has them.
 
-What DeepSpeed decides (batch sizes, precision, optimizer, ZeRO, clipping) stands in its JSON file and nowhere else.
+What DeepSpeed decides (batch sizes, precision, optimizer, ZeRO, clipping) is in its JSON file and nowhere else.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ examples:
     deepspeed --num_gpus 4 examples/pretrain_gpt_megatron.py --tensor-parallel 2 --pipeline-parallel 2 \\
         --deepspeed_config configs/gpt_tp2_pp2.json
   data of your own:
-    terapipe index books/ --out books
+    python examples/index_text.py books/ --out books
     deepspeed ... --data-path books --save checkpoints --save-interval 500
   and on from there:
     deepspeed ... --data-path books --save checkpoints --load checkpoints
@@ -96,6 +97,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         )
     if args.data_path is None and args.tokenizer != "bytes":
         parser.error(f"--tokenizer {args.tokenizer} needs --data-path: without one the data are bytes")
+    if args.reset_attention_mask:
+        parser.error(
+            "--reset-attention-mask: a slice attends to all of its prefix, so the model would see other documents than "
+            "asked for. Leave it out; --reset-position-ids and --eod-mask-loss work"
+        )
     if args.num_query_groups is not None and not args.group_query_attention:
         parser.error("--num-query-groups needs --group-query-attention")
     if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
@@ -188,12 +194,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     prefixes = "of .bin and .idx files, or weights and prefixes in turns; default: the source of Python's library"
     add("--data-path", nargs="+", metavar="PREFIX", help=prefixes)
-    add("--data-cache-path", metavar="DIR", help="of the order of samples; default: beside the data")
-    tokenizer = "that of the files, named as for terapipe index; default: bytes"
+    cache = "of the order of samples, on a file system that all nodes share; default: beside the data"
+    add("--data-cache-path", metavar="DIR", help=cache)
+    tokenizer = "that of the files, named as for index_text.py; default: bytes"
     add("--tokenizer", default="bytes", metavar="NAME", help=tokenizer)
-    add("--split", default="949,50,1", help="shares of training, validation and test documents; default: 949,50,1")
+    shares = "shares of training, validation and test documents; default: 949,50,1"
+    add("--split", type=_split, default="949,50,1", help=shares)
     add("--reset-position-ids", action="store_true", help="learned positions start anew in each document")
-    add("--reset-attention-mask", action="store_true", help="refused: slices attend to the whole sequence before them")
+    add("--reset-attention-mask", action="store_true", help="refused: a slice attends to its whole prefix")
     add("--eod-mask-loss", action="store_true", help="no loss where a document has ended")
     add("--num-workers", type=_not_negative, default=0, metavar="N", help="processes that read ahead; default: 0")
 
@@ -209,6 +217,13 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     add("--finetune", action="store_true", help="with --load: its parameters alone, from step 0")
     add("--metrics", metavar="FILE.jsonl", help="one line per step: loss and seconds")
     add("--plot", default="out/pretrain_megatron_loss.png", metavar="FILE.png", help="loss curves, drawn at the end")
+
+
+def _split(text: str) -> str:
+    shares = [word.strip() for word in text.split(",")]
+    if not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", share) for share in shares) or not any(map(float, shares)):
+        raise argparse.ArgumentTypeError(f"{text!r}: give shares of training, validation and test, as in 949,50,1")
+    return text
 
 
 def _positive(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.files import write_atomically, write_text
+from terapipe_ds.files.atomic import write_atomically, write_text
 
 # {"step", "loss", "seconds"} for each training step, {"step", "validation_loss"} for each evaluation
 Entries = Sequence[Mapping[str, Any]]

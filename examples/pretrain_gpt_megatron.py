@@ -3,8 +3,8 @@
     deepspeed --num_gpus 4 examples/pretrain_gpt_megatron.py --tensor-parallel 2 --pipeline-parallel 2 \\
         --deepspeed_config configs/gpt_tp2_pp2.json
 
-On a machine without accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front. Without ``--data-path`` the
-text is the source of Python's standard library. Needs ``pip install 'terapipe_ds[megatron]'``.
+On a machine without accelerators put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front. Without `--data-path` the
+text is the source of Python's standard library. Needs `pip install 'terapipe_ds[megatron]'`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def build_model(args: argparse.Namespace, vocab_size: int) -> Any:
 
 
 def transformer_config(args: argparse.Namespace) -> Any:
-    """megatron-core's config of the options, as ``core_transformer_config_from_args`` of Megatron-LM has it."""
+    """megatron-core's config of the options, as `core_transformer_config_from_args` of Megatron-LM has it."""
     from megatron.core.transformer import TransformerConfig
 
     dtype = parameter_dtype(args.ds_config)
@@ -103,60 +103,44 @@ def padded(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def data_options(args: argparse.Namespace, data_path: str | list[str]) -> Any:
-    from terapipe_ds.models.megatron_data.options import DataOptions
-
-    return DataOptions(
-        data_path,
-        args.seq_length,
-        split=args.split,
-        seed=args.seed,
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
-        cache_path=args.data_cache_path,
-    )
-
-
 class Data:
-    """megatron-core's ``GPTDataset`` for training and validation, of the ranks that read them."""
+    """megatron-core's `GPTDataset` for training and validation, on the ranks that read them."""
 
     def __init__(
-        self, args: argparse.Namespace, options: Any, engine: deepspeed.PipelineEngine, tokenizer: Any
+        self, args: argparse.Namespace, data_path: Sequence[str], engine: deepspeed.PipelineEngine, tokenizer: Any
     ) -> None:
-        from terapipe_ds.models.megatron_data.datasets import build_datasets
+        from megatron_data import build_datasets
 
         self.engine, self.eval_iters, self.num_workers = engine, args.eval_iters, args.num_workers
         samples = [steps * engine.train_batch_size() for steps in (args.train_iters, args.eval_iters)]
         reads = engine.is_first_stage() or engine.is_last_stage()
-        self.sets = build_datasets(options, tokenizer, [*samples, 0], on_this_rank=reads)
+        self.sets = build_datasets(args, data_path, tokenizer, [*samples, 0], reads)
 
     def training(self) -> Batches:
-        """From the first sample on that no step has used yet."""
-        from terapipe_ds.models.megatron_data.micro_batches import training_batches
-
-        consumed = self.engine.global_samples  # kept in checkpoints: batches may have had another size before
-        return self.sets.train and training_batches(self.sets.train, consumed_samples=consumed, **self._share())
+        """Return the micro-batches from the first sample on that no step has used yet."""
+        # kept in checkpoints: batches may have had another size before
+        return self._micro_batches(self.sets[0], first_sample=self.engine.global_samples)
 
     def validation(self) -> Batches:
-        """The same samples every time."""
-        from terapipe_ds.models.megatron_data.micro_batches import evaluation_batches
+        """Return the same micro-batches every time, so that losses can be compared."""
+        return self._micro_batches(self.sets[1], count=self.eval_iters * self.engine.gradient_accumulation_steps())
 
-        number = self.eval_iters * self.engine.gradient_accumulation_steps()
-        return self.sets.valid and evaluation_batches(self.sets.valid, num_micro_batches=number, **self._share())
+    def _micro_batches(self, dataset: Any, **which: int) -> Batches:
+        from megatron_data import micro_batches
 
-    def _share(self) -> dict[str, int]:
-        return {
-            "micro_batch_size": self.engine.train_micro_batch_size_per_gpu(),
-            "replica_id": self.engine.grid.get_data_parallel_rank(),
-            "num_replicas": self.engine.grid.get_data_parallel_world_size(),
-            "num_workers": self.num_workers,
-        }
+        return dataset and micro_batches(
+            dataset,
+            self.engine.train_micro_batch_size_per_gpu(),
+            replica_id=self.engine.grid.get_data_parallel_rank(),
+            num_replicas=self.engine.grid.get_data_parallel_world_size(),
+            num_workers=self.num_workers,
+            **which,
+        )
 
 
 def make_data(tokenizer: Any, max_bytes: int = 4 << 20) -> str:
-    """.bin and .idx files of the source of Python's library, once, by rank 0; returns their prefix."""
-    from terapipe_ds.models.megatron_data.text_index import write_index
+    """Make .bin and .idx files of the source of Python's library, once, on rank 0; return their prefix."""
+    from index_text import write_index
 
     prefix = Path("out", "python-{}.{}-library".format(*sys.version_info))
     if deepspeed.comm.get_rank() == 0 and not Path(f"{prefix}.idx").exists():
@@ -168,7 +152,7 @@ def make_data(tokenizer: Any, max_bytes: int = 4 << 20) -> str:
             files.append(file)
         prefix.parent.mkdir(parents=True, exist_ok=True)
         print(f"making {prefix}.bin and .idx from {len(files)} files of Python's library")
-        write_index(prefix, files, tokenizer, force=True)
+        write_index(prefix, files, tokenizer)
     deepspeed.comm.barrier()
     return str(prefix)
 
@@ -203,7 +187,7 @@ def train(args: argparse.Namespace, engine: deepspeed.PipelineEngine, data: Data
 
 
 def load(args: argparse.Namespace, engine: deepspeed.PipelineEngine) -> dict[str, Any] | None:
-    """What was saved beside the newest checkpoint of ``--load``, which is loaded; None where a new run begins."""
+    """What was saved beside the newest checkpoint of `--load`, which is loaded; None where a new run begins."""
     if not args.load:
         return None
     path, state = engine.load_checkpoint(args.load, load_module_only=args.finetune)
@@ -214,15 +198,15 @@ def load(args: argparse.Namespace, engine: deepspeed.PipelineEngine) -> dict[str
 
 def run(args: argparse.Namespace) -> MetricsFile:
     """All of a training, between the start and the end of torch.distributed."""
-    from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
+    from megatron_data import build_tokenizer
 
     try:
         tokenizer = build_tokenizer(args.tokenizer)
-        options = data_options(args, make_data(tokenizer) if args.data_path is None else args.data_path)
+        data_path = [make_data(tokenizer)] if args.data_path is None else args.data_path
         model = build_model(args, tokenizer.vocab_size)
         parameters = [p for p in model.parameters() if p.requires_grad]
         engine, *_ = terapipe_ds.initialize(model=model, model_parameters=parameters, config=args.ds_config)
-        data = Data(args, options, engine, tokenizer)
+        data = Data(args, data_path, engine, tokenizer)
         state = load(args, engine)
     except (ValueError, AssertionError) as error:  # megatron-core asserts what it is given
         if not str(error):

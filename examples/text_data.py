@@ -40,7 +40,7 @@ class Corpus:
         Raises:
             ValueError: a path does not exist, or there is no text; the message ends with what to give.
         """
-        files = _given_files(paths) if paths else standard_library()
+        files = text_files(paths) if paths else standard_library()
         pieces, size = [], 0
         for file in files:
             if size >= max_bytes:
@@ -109,13 +109,21 @@ def _number_of_windows(tokens: Tensor, sequence_length: int) -> int:
     return windows
 
 
-def _given_files(paths: Sequence[str]) -> Iterator[Path]:
+def text_files(paths: Sequence[str]) -> Iterator[Path]:
+    """Yield the files of `paths` as given, and of a directory all text files below it by name, but no hidden ones.
+
+    Raises:
+        ValueError: a path does not exist.
+    """
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f"{path} does not exist: give --data files or directories that do")
-        candidates = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        for file in candidates:
-            if not path.is_dir() or _is_text(file):
+            raise ValueError(f"{path} does not exist: give text files, or directories of them")
+        if not path.is_dir():
+            yield path
+            continue
+        for file in sorted(path.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file() and not hidden and _is_text(file):
                 yield file
 
 

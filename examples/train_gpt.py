@@ -10,7 +10,6 @@ accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -41,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True, help="CPU ranks to cores")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--model", default="tiny", help="a name of terapipe_ds.model_sizes; the options replace parts")
+    model.add_argument("--model", default="tiny", help="a name in terapipe_ds.costs; the options replace parts")
     model.add_argument("--num-layers", type=int)
     model.add_argument("--hidden-size", type=int)
     model.add_argument("--num-heads", type=int)
@@ -75,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build_model(args: argparse.Namespace, num_stages: int) -> PipelineModule:
-    fields = {field.name for field in dataclasses.fields(GPTConfig)} - {"seed"}
+    fields = GPTConfig.model_fields.keys() - {"seed"}
     overrides = {name: value for name, value in vars(args).items() if name in fields and value is not None}
     config = GPTConfig.from_name(
         args.model,

@@ -7,7 +7,7 @@ import itertools
 import json
 from collections.abc import Iterable
 
-from terapipe_ds.json_text import JsonError, parse_json
+from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.messages import check_count
 from terapipe_ds.messages import show_value as show_value
 

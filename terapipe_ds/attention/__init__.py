@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
 from terapipe_ds.attention.backends import available_backends, set_backend
-from terapipe_ds.attention.guard import (
+from terapipe_ds.attention.plain_attention_guard import (
     GuardCapturedNames,
     PlainAttentionError,
     allow_attention_within_slice,

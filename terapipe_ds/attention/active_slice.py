@@ -8,15 +8,27 @@ the process and not to a thread: autograd runs CUDA backward passes in a thread 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from terapipe_ds.attention.slice_store import SliceStore
+from torch import Tensor
 
 MODES = ("train", "eval", "recompute", "weight", "probe")
+
+
+class Store(Protocol):
+    """What sliced attention asks of the store in which a slice keeps what later slices need. `SliceStore` is one."""
+
+    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any:
+        """Keep keys and values of a slice, and return the entry of its layer."""
+
+    def begin_backward(self, entry: Any, start: int, stop: int) -> None:
+        """Check that the tokens [start, stop) are next in the backward."""
+
+    def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
+        """Return the gradients of keys and values of the tokens [start, stop)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +52,7 @@ class ActiveSlice:
     part_id: int = 0
     mode: str = "train"
     extras: Mapping[str, Any] = field(default_factory=dict)
-    store: SliceStore | None = None
+    store: Store | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.sequence_length:

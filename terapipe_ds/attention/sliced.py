@@ -9,17 +9,16 @@ its output and the log-sum-exp of its scores, and reads keys and values where th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
+from terapipe_ds.attention.active_slice import ActiveSlice, Store, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
-from terapipe_ds.attention.slice_store import SliceEntry, SliceStore, SliceStoreError
+from terapipe_ds.attention.slice_store import SliceEntry, SliceStoreError
 
 Tensor = torch.Tensor
 
@@ -62,26 +61,11 @@ def sliced_attention(
         return call.forward(q, k, v)[0]
 
 
-_Measure = Callable[[Tensor, int], AbstractContextManager[None]]
-_measure: _Measure | None = None
-
-
-@contextmanager
-def calls_measured_by(measure: _Measure) -> Iterator[None]:
-    """While in it, `measure(q, stop)` is entered around the forward kernel of each call on a slice. For profilers."""
-    global _measure
-    before, _measure = _measure, measure
-    try:
-        yield
-    finally:
-        _measure = before
-
-
 class _Call:
     """What one call has besides tensors, and what its backward needs of the store."""
 
     def __init__(
-        self, active: ActiveSlice, store: SliceStore, layer: Hashable, backend: Backend, scale: float, dropout_p: float
+        self, active: ActiveSlice, store: Store, layer: Hashable, backend: Backend, scale: float, dropout_p: float
     ) -> None:
         self.active, self.store, self.layer = active, store, layer
         self.backend, self.scale, self.dropout_p = backend, scale, dropout_p
@@ -92,12 +76,6 @@ class _Call:
         """Append k and v to the store and attend; returns the output and the log-sum-exp."""
         self.entry = self.store.write(self.active, self.layer, k, v)
         keys, values = self.entry.keys_values(0, self.active.stop)
-        if _measure is None:
-            return self._attend(q, keys, values)
-        with _measure(q, self.active.stop):
-            return self._attend(q, keys, values)
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         out, lse, self.state = self.backend.forward(q, keys, values, self.active.start, self.scale, self.dropout_p)
         return out, lse
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.bench.cases import Failure
-from terapipe_ds.files import write_text
+from terapipe_ds.files.atomic import write_text
 
 
 class Position:

@@ -1,7 +1,5 @@
 """What slicing costs in attention: forward and backward of all slices against one unsliced fused call.
 
-    python -m terapipe_ds.bench.attention --slices 1 2 4 8 16
-
 Both sides compute the same outputs and gradients from the same inputs, laid out as a projection gives them
 ([B, T, H * D], viewed as [B, H, T, D]). They run in turns in one process, and the ratio is taken within each turn, so
 that a machine that slows down slows both.
@@ -9,25 +7,21 @@ that a machine that slows down slows both.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.machine import device_name
 
-Tensor = torch.Tensor
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -36,7 +30,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
-    """Have one kernel compute the attention of slices and of whole sequences while in it; gives its name.
+    """Have one kernel compute the attention of slices and of whole sequences inside; yield its name.
 
     On Hopper torch takes cuDNN's for whole sequences, and the flash-attn package may be there for slices: their ratio
     would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused kernel takes for slices
@@ -86,7 +80,7 @@ class Sides:
         generator = torch.Generator().manual_seed(0)
         columns = [h * shape.head_dim for h in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)]
         *inputs, self.grad = (
-            torch.randn(shape.batch, shape.sequence_length, n, generator=generator).to(device, _dtype(shape.dtype))
+            torch.randn(shape.batch, shape.sequence_length, n, generator=generator).to(device, dtype_of(shape.dtype))
             for n in columns
         )
         plan = SlicePlan.equal(shape.sequence_length, num_slices)
@@ -99,13 +93,13 @@ class Sides:
         self.part_grads = [self.grad[:, s.start : s.stop].clone() for s in self.slices]
 
     def run_unsliced(self) -> tuple[Tensor, ...]:
-        """Forward and backward in one fused call; returns the gradients of q, k and v."""
+        """Run forward and backward in one fused call; return the gradients of q, k and v."""
         q, k, v = (self._heads(x) for x in self.whole)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return torch.autograd.grad(_tokens_first(out), self.whole, self.grad)
 
     def run_sliced(self) -> list[tuple[Tensor, ...]]:
-        """All forwards, then all backwards in reverse; returns the gradients of each slice."""
+        """Run all forwards, then all backwards in reverse; return the gradients of each slice."""
         outs, grads = [], []
         for active, inputs in zip(self.slices, self.parts, strict=True):
             q, k, v = (self._heads(x) for x in inputs)
@@ -125,7 +119,8 @@ def _tokens_first(out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of that name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -142,80 +137,9 @@ def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", cl
 
 
 def timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:
-    """Seconds of ``run`` by ``clock``, until the device has done it."""
+    """Return the seconds of `run` by `clock`, until the device has done it."""
     begin = clock()
     run()
     if device != "cpu":
         torch.cuda.synchronize()
     return clock() - begin
-
-
-def describe_device(device: str) -> str:
-    """Device, threads and versions, as printed above every table."""
-    name = device_name(torch.device(device))
-    if device == "cpu":
-        name += f" ({torch.backends.cpu.get_cpu_capability()})"
-    return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
-
-
-def print_table(shape: Shape, rows: Sequence[Row], device: str, attention: str) -> None:
-    """The measured rows as a table for people."""
-    print(describe_device(device))
-    print(
-        f"forward + backward of causal attention, B={shape.batch}, H={shape.heads}, H_kv={shape.kv_heads}, "
-        f"D={shape.head_dim}, L={shape.sequence_length}, {shape.dtype}; attention {attention}"
-    )
-    print(f"{'slices':>7} {'unsliced':>12} {'sliced':>12} {'ratio':>7} {'store':>10}")
-    for row in rows:
-        print(
-            f"{row.num_slices:>7} {row.unsliced_s * 1e3:>9.1f} ms {row.sliced_s * 1e3:>9.1f} ms {row.ratio:>7.3f} "
-            f"{row.store_bytes / 2**20:>6.1f} MiB"
-        )
-
-
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m terapipe_ds.bench.attention", description=__doc__.split("\n")[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--sequence-length", type=int, default=4096)
-    parser.add_argument("--slices", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="numbers of equal slices")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as --heads")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "bfloat16", "float16"])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument(
-        "--clock",
-        default="wall",
-        choices=sorted(CLOCKS),
-        help="cpu: the process's CPU time, for a machine that is busy",
-    )
-    parser.add_argument("--backend", default=None, help="force a backend (default: automatic)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print."""
-    args = parse_arguments(arguments)
-    torch.set_num_threads(args.threads)
-    shape = Shape(args.batch, args.heads, args.kv_heads or args.heads, args.head_dim, args.sequence_length, args.dtype)
-    with one_attention(args.device, _dtype(args.dtype), args.head_dim) as attention:
-        try:
-            if args.backend is not None:
-                set_backend(args.backend)
-                attention = f"{args.backend} for slices, {attention} for whole sequences"
-            rows = [measure(shape, n, args.repeats, args.device, args.clock) for n in args.slices]
-        finally:
-            set_backend(None)  # for whoever called this from a program of their own
-    if args.json:
-        found = {"device": describe_device(args.device), "attention": attention, "shape": asdict(shape)}
-        print(json.dumps({**found, "rows": [asdict(row) for row in rows]}))
-    else:
-        print_table(shape, rows, args.device, attention)
-
-
-if __name__ == "__main__":
-    main()

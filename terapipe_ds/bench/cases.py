@@ -1,4 +1,4 @@
-"""Who competes: the systems of ``terapipe bench``, its presets, and what cannot run with which sizes."""
+"""Who competes: the systems of `terapipe bench`, its presets, and what cannot run with which sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BenchError(ValueError):
 
 
 PLAN = "plan"
-"""In the place of a number of slices: what the planner makes of the costs that this run has measured. ``plan:8``: of
+"""In the place of a number of slices: what the planner makes of the costs that this run has measured. `plan:8`: of
 at most eight slices."""
 
 AUTO = "auto"
@@ -33,23 +33,23 @@ WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 """Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
 
 CUTS = {"halves": (*LOOPED, *V_SHAPED), "whole stages": ("seq1f1b",)}
-"""Which schedules of ours run the same parts, wherever these stand; the last one measures them. All that are not named
-run whole stages, those that go both ways among them."""
+"""Which schedules of ours run the same parts, wherever these are; the last one measures them. All others run whole
+stages, also those that go both ways."""
 
 Slices = int | str | tuple[int, ...]
-"""A number of equal slices, ``PLAN`` with or without a limit, or lengths in tokens."""
+"""A number of equal slices, `PLAN` with or without a limit, or lengths in tokens."""
 
 
 def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
-    """Of the model, as pipelines cut it: with embedding, learned positions, final norm and head."""
+    """Return the layers of the model as pipelines cut it: with embedding, learned positions, final norm and head."""
     return work.layers + 3 + ((gpt or {}).get("positions") == "learned")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One competitor, at every accumulation in ``accumulations`` (empty: at all of the run).
+    """One competitor, at every accumulation in `accumulations` (empty: at all of the run).
 
-    ``given_chunks`` and ``options``: what a config says of its own schedule besides the name; lists are tuples here.
+    `given_chunks` and `options`: what a config says of its own schedule besides the name; lists are tuples here.
     """
 
     system: str
@@ -64,33 +64,31 @@ class Case:
         """What tables and plots call it."""
         if self.system != "terapipe":
             return f"{self.system} {self.schedule}"
-        slices, name = self.slices, f"terapipe {self.schedule}"
-        name += "".join(f" {key}={value}" for key, value in self.schedule_options.items())
-        name += "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
-        if isinstance(slices, tuple):
-            return f"{name}, {len(slices)} given slices"
-        if self.planned:
-            limit = "" if self.max_slices is None else f", <= {self.max_slices}"
-            return f"{name}, planned{limit}"
-        return f"{name}, {slices} slice{'' if slices == 1 else 's'}"
+        options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
+        parts = "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
+        if isinstance(self.slices, tuple):
+            slices = f"{len(self.slices)} given slices"
+        elif self.planned:
+            slices = "planned" if self.max_slices is None else f"planned, <= {self.max_slices}"
+        else:
+            slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
+        return f"terapipe {self.schedule}{options}{parts}, {slices}"
 
     @property
     def schedule_options(self) -> dict[str, Any]:
-        """``terapipe.schedule_options`` of ours."""
+        """The `terapipe.schedule_options` of ours."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in self.options}
 
     @property
     def cut(self) -> str:
-        """Into which parts ours cuts the layers: a key of ``CUTS``, or other words where a config gives other numbers
-        of parts. The others measure nothing by it."""
+        """Into which parts ours cuts the layers: a key of `CUTS`, or other words for other numbers of parts."""
         if self.given_chunks is not None:
-            few = {1: "whole stages", 2: "halves"}
-            return few.get(self.given_chunks, f"{self.given_chunks} parts per stage")
+            return {1: "whole stages", 2: "halves"}.get(self.given_chunks, f"{self.given_chunks} parts per stage")
         return next((name for name, schedules in CUTS.items() if self.schedule in schedules), "whole stages")
 
     @property
     def chunks_per_stage(self) -> int:
-        """``terapipe.chunks_per_stage`` of ours."""
+        """The `terapipe.chunks_per_stage` of ours."""
         if self.given_chunks is not None:
             return self.given_chunks
         return 2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1
@@ -107,38 +105,40 @@ class Case:
 
     @property
     def max_slices(self) -> int | None:
-        """Of a plan: at most so many; None: as many as the planner wants."""
+        """The most slices of a plan; None: as many as the planner wants."""
         limit = self.slices.partition(":")[2] if isinstance(self.slices, str) else ""
         return int(limit) if limit else None
 
     def runs_at(self, accumulation: int) -> bool:
-        """Whether it competes with that many micro-batches."""
+        """Return whether it competes with that many micro-batches."""
         return not self.accumulations or accumulation in self.accumulations
 
     def problem(self, work: Workload, accumulation: int, gpt: dict[str, Any] | None = None) -> str | None:
-        """Why it cannot run with these sizes, or None; ``gpt`` as in `Job`."""
-        if self.schedule == "dualpipev" and accumulation < 2 * work.stages:
-            return f"DualPipeV needs accumulation >= {2 * work.stages} (two per stage), this is {accumulation}"
-        if (self.system, self.schedule) == ("torch", "1f1b") and accumulation < work.stages:
-            return f"torch's 1F1B needs accumulation >= {work.stages} (the stages), this is {accumulation}"
-        rounds = max(1, accumulation // work.stages)
-        if self.schedule == "interleaved1f1b" and accumulation % rounds:
+        """Return why it cannot run with these sizes, or None; `gpt` as in `Job`."""
+        stages, layers, schedule = work.stages, num_layers(work, gpt), self.schedule
+        if schedule == "dualpipev" and accumulation < 2 * stages:
+            return f"DualPipeV needs accumulation >= {2 * stages} (two per stage), this is {accumulation}"
+        if (self.system, schedule) == ("torch", "1f1b") and accumulation < stages:
+            return f"torch's 1F1B needs accumulation >= {stages} (the stages), this is {accumulation}"
+        rounds = max(1, accumulation // stages)
+        if schedule == "interleaved1f1b" and accumulation % rounds:
             return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
-        if self.schedule in BIDIRECTIONAL and work.stages % 2:
-            return f"{self.schedule} needs an even number of stages, this is {work.stages}"
+        if schedule in BIDIRECTIONAL and stages % 2:
+            return f"{schedule} needs an even number of stages, this is {stages}"
         if isinstance(self.slices, int) and self.slices > work.sequence_length:
             return f"{self.slices} slices are more than the {work.sequence_length} tokens of a sequence; give fewer"
-        layers = num_layers(work, gpt)
-        parts = work.stages * (self.given_chunks or (2 if self.schedule in TWO_PARTS else 1))
+        parts = stages * (self.given_chunks or (2 if schedule in TWO_PARTS else 1))
         if parts > layers:
-            return f"{self.schedule} cuts the model in {parts} parts, it has {layers} layers"
+            return f"{schedule} cuts the model in {parts} parts, it has {layers} layers"
         return None
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a system cannot go on: a case, by its index (at one accumulation, or with None at all), or, where there is
-    none, what measures the costs of slices with the layers cut like ``cut``."""
+    """Why a system cannot go on: a case, by its index (at one accumulation, or with None at all).
+
+    Without a case, it is what measures the costs of slices with the layers cut like `cut`.
+    """
 
     reason: str
     case: int | None = None
@@ -150,9 +150,9 @@ class Failure:
 class Job:
     """A whole run, as every rank gets it.
 
-    ``ds_config`` and ``gpt`` (fields of ``GPTConfig``) stand in for the usual ones; ``replayed``: fewer cores than
-    stages, so that the wall clock means nothing; ``share_device``: all stages on the first device, over gloo;
-    ``failures``: what earlier attempts came to, and this one leaves out.
+    `ds_config` and `gpt` (fields of `GPTConfig`) stand in for the usual ones; `replayed`: fewer cores than
+    stages, so that the wall clock means nothing; `share_device`: all stages on the first device, over gloo;
+    `failures`: what earlier attempts came to, and this one leaves out.
     """
 
     work: Workload
@@ -168,11 +168,11 @@ class Job:
     failures: tuple[Failure, ...] = ()
 
     def device_of(self, rank: int) -> str:
-        """Where a rank computes."""
+        """Return where a rank computes."""
         return self.device if self.device == "cpu" else f"{self.device}:{0 if self.share_device else rank}"
 
     def problem(self, index: int, accumulation: int) -> str | None:
-        """Why a case does not run at an accumulation, or None."""
+        """Return why a case does not run at an accumulation, or None."""
         case = self.cases[index]
         if self.share_device and (case.system == "torch" or case.schedule == "dualpipev"):
             return (
@@ -189,7 +189,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Preset:
-    """A workload with its accumulations and competitors; ``full`` ones with ``--full``."""
+    """A workload with its accumulations and competitors; `full` ones with `--full`."""
 
     work: Workload
     accumulations: tuple[int, ...]
@@ -199,8 +199,10 @@ class Preset:
 
 
 def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
-    """Every schedule of every system; ours that run whole micro-batches with one slice, the others (and 1F1B) with each
-    of ``slices``."""
+    """Return every schedule of every system.
+
+    Ours that run whole micro-batches have one slice, the others (and 1F1B) each of `slices`.
+    """
     stock = [Case("deepspeed", name) for name in DEEPSPEED]
     sliced = [name for name in TERAPIPE if name == "1f1b" or name not in WHOLE]
     ours = [Case("terapipe", name, given) for name in sliced for given in slices]
@@ -217,20 +219,24 @@ PRESETS = {
     # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
     # stages); with several, ZBV has the smallest bubble. Of ours no schedule of halves: to measure their costs takes a
     # minute, and where they competed with those that go both ways these were faster.
-    "cpu-2stage": Preset(
-        _TWO, (1, 4), 5,
-        (*_USUAL, Case("terapipe", "seq1f1b", 8, (1,)), Case("terapipe", "seq1f1b", "plan:8", (1,)),
-         Case("terapipe", "seq1f1b", PLAN), Case("terapipe", "seq1f1b-zb", PLAN),
-         Case("terapipe", "chimera-seq", PLAN, (4,)),
-         Case("torch", "gpipe", accumulations=(1,)), Case("torch", "zbv", accumulations=(4,))),
-    ),
-    "cpu-8stage": Preset(
-        _EIGHT, (1, 8), 2,
-        (*_USUAL, Case("terapipe", "seq1f1b", 8), Case("terapipe", "seq1f1b", 16, (1,)),
-         Case("terapipe", "seq1f1b", PLAN), Case("torch", "gpipe", accumulations=(1,)),
-         Case("torch", "1f1b", accumulations=(8,))),
-        (1, 8, 16),
-    ),
+    "cpu-2stage": Preset(_TWO, (1, 4), 5, (
+        *_USUAL,
+        Case("terapipe", "seq1f1b", 8, (1,)),
+        Case("terapipe", "seq1f1b", "plan:8", (1,)),
+        Case("terapipe", "seq1f1b", PLAN),
+        Case("terapipe", "seq1f1b-zb", PLAN),
+        Case("terapipe", "chimera-seq", PLAN, (4,)),
+        Case("torch", "gpipe", accumulations=(1,)),
+        Case("torch", "zbv", accumulations=(4,)),
+    )),
+    "cpu-8stage": Preset(_EIGHT, (1, 8), 2, (
+        *_USUAL,
+        Case("terapipe", "seq1f1b", 8),
+        Case("terapipe", "seq1f1b", 16, (1,)),
+        Case("terapipe", "seq1f1b", PLAN),
+        Case("torch", "gpipe", accumulations=(1,)),
+        Case("torch", "1f1b", accumulations=(8,)),
+    ), (1, 8, 16)),
 }  # fmt: skip
 
 
@@ -239,33 +245,56 @@ _WHOLE_STAGES = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1), Case("t
 
 
 def choose(
-    preset: Preset, *, full: bool, systems: Sequence[str] | None, schedules: Sequence[str] | None,
+    preset: Preset,
+    *,
+    full: bool,
+    systems: Sequence[str] | None,
+    schedules: Sequence[str] | None,
     slices: Sequence[Slices] | None,
-) -> tuple[Case, ...]:  # fmt: skip
-    """The competitors that the options leave or add. The stock engine stays where its system does: ratios need it; and
-    something unsliced always runs: bounds need its seconds.
+) -> tuple[Case, ...]:
+    """Return the competitors that the options leave or add.
+
+    The stock engine stays where its system does: ratios need it. Something unsliced always runs: bounds need its
+    seconds.
 
     Raises:
-        BenchError: names that nobody knows, or nothing left.
+        BenchError: unknown names, or nothing left.
     """
     _check_names("--systems", systems, tuple(SCHEDULES))
     _check_names("--schedules", schedules, tuple(dict.fromkeys(name for all_ in SCHEDULES.values() for name in all_)))
-    asked = full or schedules or slices
-    found = list(all_cases(slices or (8, PLAN)) if asked else preset.cases)
-    if asked and not (full or schedules):  # other slices, for what the preset slices
-        found = [case for case in found if case.system != "terapipe" or case.schedule == "seq1f1b" or case.slices == 1]
-        found = [case for case in found if case.schedule in ("1f1b", "seq1f1b")]
-    if schedules:
-        found = [case for case in found if case.schedule in schedules or case == Case("deepspeed", "1f1b")]
-    if slices:
-        found = [case for case in found if case.system != "terapipe" or case.slices in (1, *slices)]
-    found = [case for case in found if systems is None or case.system in systems]
+    found = [
+        case
+        for case in _candidates(preset, full or bool(schedules), slices)
+        if _has_schedule(case, schedules) and _has_slices(case, slices) and _has_system(case, systems)
+    ]
     if not found:
         raise BenchError("--systems, --schedules and --slices leave nothing to run: widen one of them")
-    whole = [case for case in _WHOLE_STAGES if systems is None or case.system in systems]
+    whole = [case for case in _WHOLE_STAGES if _has_system(case, systems)]
     if not set(whole) & set(found):
         found = [whole[0], *found]
     return tuple(dict.fromkeys(found))
+
+
+def _candidates(preset: Preset, every_schedule: bool, slices: Sequence[Slices] | None) -> Sequence[Case]:
+    """Return the preset's cases, every case, or with other slices alone those of the schedules that it slices."""
+    if every_schedule:
+        return all_cases(slices or (8, PLAN))
+    if not slices:
+        return preset.cases
+    few = [case for case in all_cases(slices) if case.schedule in ("1f1b", "seq1f1b")]
+    return [case for case in few if case.system != "terapipe" or case.schedule == "seq1f1b" or case.slices == 1]
+
+
+def _has_schedule(case: Case, schedules: Sequence[str] | None) -> bool:
+    return not schedules or case.schedule in schedules or case == Case("deepspeed", "1f1b")
+
+
+def _has_slices(case: Case, slices: Sequence[Slices] | None) -> bool:
+    return not slices or case.system != "terapipe" or case.slices in (1, *slices)
+
+
+def _has_system(case: Case, systems: Sequence[str] | None) -> bool:
+    return systems is None or case.system in systems
 
 
 def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:

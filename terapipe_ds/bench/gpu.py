@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.bench.attention import Shape, measure, one_attention
 from terapipe_ds.bench.cases import BenchError
 from terapipe_ds.bench.ranks import machine
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.profiling.one_device import OfflineJob, profile_model
 
 ATTENTION_LENGTHS, ATTENTION_SLICES = (8192, 16384, 32768, 65536), (256, 512, 1024, 2048, 4096, 8192)
 HEADS = ((16, 16, 64), (16, 16, 128), (32, 8, 128))
@@ -24,35 +32,28 @@ REPEATS = 7
 
 
 def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
-    """The result of a preset, in the form of all benchmarks: a row per measurement, ``bound_s`` is the unsliced call.
+    """Return the result of a preset in the form of all benchmarks: a row per measurement, bound by the unsliced call.
 
     Raises:
         BenchError: no CUDA device.
     """
-    import torch
-
     if not torch.cuda.is_available():
         raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
     before = {**machine(), "device": torch.cuda.get_device_name()}
-    from terapipe_ds.bench.attention import one_attention
-
-    with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
-        rows = list((attention_rows if preset == "gpu-attention" else layer_rows)(full))
     if preset == "gpu-attention":
-        hidden, length = max(heads * head_dim for heads, _, head_dim in HEADS), max(ATTENTION_LENGTHS)
+        measured, hidden, length = attention_rows, max(heads * dim for heads, _, dim in HEADS), max(ATTENTION_LENGTHS)
     else:
-        hidden, length = max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH
-    work = {  # the largest of the rows, whose own sizes stand in their labels
-        "stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length, "pairs": REPEATS,
-        "device": "cuda",
-    }  # fmt: skip
+        measured, hidden, length = layer_rows, max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH
+    # the largest of the rows, whose own sizes are in their labels
+    work: dict[str, Any] = {"stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length}
+    work |= {"pairs": REPEATS, "device": "cuda"}
+    with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
+        rows = list(measured(full))
     return {"machine": before, "preset": preset, "workload": work, "attention": attention, "runs": rows}
 
 
 def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
-    """Forward and backward of all slices against one unsliced fused call, bf16."""
-    from terapipe_ds.bench.attention import Shape, measure
-
+    """Yield forward and backward of all slices against one unsliced fused call, bf16."""
     for heads, kv_heads, head_dim in HEADS if full else HEADS[1:2]:
         for length in ATTENTION_LENGTHS if full else ATTENTION_LENGTHS[:2]:
             shape = Shape(1, heads, kv_heads, head_dim, length, "bfloat16")
@@ -63,9 +64,7 @@ def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
 
 
 def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
-    """t(tokens, prefix) of one layer, as the planner would have it, summed over equal slices."""
-    from terapipe_ds.cost_model import CostModel
-
+    """Yield t(tokens, prefix) of one layer, as the planner would have it, summed over equal slices."""
     for name in LAYERS if full else list(LAYERS)[:2]:
         profile = layer_profile(name)
         (costs,) = CostModel.from_profile(profile)
@@ -79,58 +78,44 @@ def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
 
 
 def layer_profile(name: str) -> Any:
-    """The measured profile of one layer of ``LAYERS`` in bf16."""
+    """Measure one layer of `LAYERS` in bf16."""
     return measured_layer(LAYERS[name], LAYER_LENGTH, "cuda")
 
 
 def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, device: str) -> Any:
-    """The profile of a layer with sizes as in ``LAYERS``, on sequences of ``length`` tokens in bf16."""
-    import torch
-    from deepspeed.pipe import LayerSpec
-
-    from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
-    from terapipe_ds.runtime.offline import OfflineJob, profile_model
-
-    hidden, heads, kv_heads, head_dim, ffn, gated = sizes
-    config = GPTConfig(
-        hidden_size=hidden, num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, ffn_size=ffn,
-        gated_mlp=gated, max_sequence_length=length, dtype="bfloat16",
-    )  # fmt: skip
-    inputs = torch.randn((1, length, hidden), dtype=torch.bfloat16, device=device)
-    layers = [LayerSpec(_start(), hidden), LayerSpec(DecoderLayer, config, 0)]
+    """Return the profile of a layer with sizes as in `LAYERS`, on sequences of `length` tokens in bf16."""
+    names = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "gated_mlp")
+    named = dict(zip(names, sizes, strict=True))
+    config = GPTConfig(num_layers=1, max_sequence_length=length, dtype="bfloat16", **named)
+    inputs = torch.randn((1, length, config.hidden_size), dtype=torch.bfloat16, device=device)
+    layers = [LayerSpec(_Start, config.hidden_size), LayerSpec(DecoderLayer, config, 0)]
     job = OfflineJob(layers, _mean_square, inputs, torch.zeros(1, length), 1)
     return profile_model(job, lambda part_id, share: None, lambda text: None)
 
 
-def _start() -> Any:
+class _Start(nn.Module):
     """Something to learn before the layer, next to free: with it the layer's input has a gradient, as in a model."""
-    import torch
-    from torch import nn
 
-    class Start(nn.Module):
-        def __init__(self, hidden: int) -> None:
-            super().__init__()
-            self.offset = nn.Parameter(torch.zeros(hidden, dtype=torch.bfloat16))
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(hidden, dtype=torch.bfloat16))
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return inputs + self.offset
-
-    return Start
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.offset
 
 
 def _mean_square(outputs: Any, labels: Any) -> Any:
-    """A loss that costs next to nothing beside the layer."""
+    """Return a loss that costs next to nothing beside the layer."""
     return outputs.float().square().mean() + 0.0 * labels.sum()
 
 
 def _row(
     label: str, schedule: str, lengths: Sequence[int], step_s: float, unsliced_s: float, store_bytes: int
-) -> dict[str, Any]:  # fmt: skip
-    """A measurement in the form of a run; there is no pipeline, so nothing is predicted, idle or sent."""
-    return {
-        "system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths), "accumulation": 1,
-        "stages": 1, "planned": False, "replayed": False, "step_s": step_s, "step_s_all": [step_s],
-        "spread_s": [step_s, step_s], "tokens_per_s": sum(lengths) / step_s, "bound_s": unsliced_s,
-        "predicted_s": None, "ratio_to_stock": unsliced_s / step_s, "ratio_to_bound": unsliced_s / step_s,
-        "bubble": 0.0, "peak_bytes": [store_bytes], "exposed_comm_s": 0.0, "loss": None,
-    }  # fmt: skip
+) -> dict[str, Any]:
+    """Return a measurement in the form of a run; without a pipeline nothing is predicted, idle or sent."""
+    ratio = unsliced_s / step_s
+    row: dict[str, Any] = {"system": "terapipe", "schedule": schedule, "label": label, "slices": list(lengths)}
+    row |= {"accumulation": 1, "stages": 1, "planned": False, "replayed": False}
+    row |= {"step_s": step_s, "step_s_all": [step_s], "spread_s": [step_s] * 2, "tokens_per_s": sum(lengths) / step_s}
+    row |= {"bound_s": unsliced_s, "predicted_s": None, "ratio_to_stock": ratio, "ratio_to_bound": ratio}
+    return row | {"bubble": 0.0, "peak_bytes": [store_bytes], "exposed_comm_s": 0.0, "loss": None}

@@ -1,8 +1,7 @@
-"""What the benchmarks of whole steps share: ranks pinned to cores, one workload for all, the machine in words."""
+"""Ranks pinned to cores, one workload for all, and the machine in words: what benchmarks of whole steps share."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import logging
 import multiprocessing
@@ -12,22 +11,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-
-_ARGUMENTS = {
-    "stages": (2, "pipeline stages, one process each"),
-    "accumulation": (1, "micro-batches per step"),
-    "sequence_length": (2048, "tokens"),
-    "micro_batch": (1, "sequences per micro-batch"),
-    "hidden": (512, "hidden size"),
-    "layers": (8, "decoder layers"),
-    "heads": (8, "attention heads"),
-}
 
 _GRACE_S = 1.0  # from the first rank that fails to the end of all
 _ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; who fails ends it
@@ -38,9 +27,11 @@ USUAL_SETTINGS: dict[str, Any] = {
     "gradient_clipping": 0.0,
 }
 BF16_SETTINGS: dict[str, Any] = {
-    **USUAL_SETTINGS, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
+    **USUAL_SETTINGS,
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": {"stage": 1},
-}  # fmt: skip
+}
 """The usual ones of accelerators, whose fused attention takes no fp32. DeepSpeed sums the gradients of bf16 weights in
 fp32 under ZeRO 1 only; of one replica, as here, that parts nothing."""
 
@@ -57,29 +48,9 @@ class Workload:
     layers: int
     heads: int
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser, **defaults: int) -> None:
-        """One option per field that the parser does not have yet; ``defaults`` replace the usual ones."""
-        taken = {action.dest for action in parser._actions}
-        for name, (usual, what) in _ARGUMENTS.items():
-            if name not in taken:
-                default = defaults.get(name, usual)
-                help_text = f"{what} (default: {default})"
-                parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help_text)
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace, **replaced: int) -> Workload:
-        """What the options say."""
-        return cls(**{field.name: replaced.get(field.name, getattr(arguments, field.name)) for field in fields(cls)})
-
-
-def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """For options such as ``--slices 1,4,8``."""
-    return lambda text: [kind(part) for part in text.split(",")]
-
 
 class RankError(RuntimeError):
-    """Ranks failed, with these exit codes; ``first``: the one that was seen before others."""
+    """Ranks failed, with these exit codes; `first`: the one that was seen before others."""
 
     def __init__(self, first: int, exit_codes: dict[int, int]) -> None:
         super().__init__(f"rank {first} ended with exit code {exit_codes[first]}; see above")
@@ -87,7 +58,7 @@ class RankError(RuntimeError):
 
 
 def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) -> None:
-    """Run ``target(rank, rendezvous_file, *arguments)`` in a process per rank, and wait for all.
+    """Run `target(rank, rendezvous_file, *arguments)` in a process per rank, and wait for all.
 
     Raises `RankError` when a rank fails, after the others were ended; its traceback is on stderr. A rank that raises
     ends there and then, whatever threads and messages it has: others may be waiting for it.
@@ -100,7 +71,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
             process.start()
         try:
             while True:
-                # asked once for each turn: between two looks the last one may end, and nobody would be waited for
+                # asked once for each turn: between two looks the last one may end, and the wait would be for none
                 running = [process for process in ranks if process.exitcode is None]
                 first = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
                 if first:
@@ -115,7 +86,7 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
 
 
 def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:
-    """Of the ranks that fail, once those have ended too that fail for the same cause, or because of the first."""
+    """Return those of the ranks that fail, after a moment for others to fail of the same cause or of the first."""
     deadline_s = time.monotonic() + _GRACE_S
     for process in ranks:
         process.join(max(0.0, deadline_s - time.monotonic()))
@@ -132,8 +103,10 @@ def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
 
 
 class Agreement:
-    """What each rank says of a step that all take, by way of files: a rank that failed says so while others wait for
-    it in a collective of that step, where no other collective would reach them.
+    """What each rank says of a step that all take, by way of files.
+
+    A rank that failed says so while others wait for it in a collective of that step, where no other collective would
+    reach them.
 
     Args:
         folder: all ranks see it.
@@ -148,7 +121,7 @@ class Agreement:
         self._patience_s, self._steps = patience_s, 0
 
     def problem(self, mine: str | None, what: str) -> str | None:
-        """What the first rank said that has a problem with step ``what``; None where all are well. A collective.
+        """Return the problem of the first rank that has one with step `what`, or None. A collective.
 
         Raises:
             RuntimeError: this rank has one and others do not come: they wait for it within the step.
@@ -167,7 +140,7 @@ class Agreement:
 
 
 def keep_memory() -> None:
-    """Have glibc keep the memory that the ranks, started after this, free.
+    """Have glibc keep the memory that ranks free which are started after this.
 
     It would give large blocks back to the system and fault them in again page by page: up to a sixth of a step on a
     CPU, more or less of it depending on what the process did before. Allocators of accelerators keep memory anyway.
@@ -175,19 +148,21 @@ def keep_memory() -> None:
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
 
-def prepare_rank(
-    rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False
-) -> None:  # fmt: skip
+def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False) -> None:
     """Pin this process to its core or device, with one thread, and meet the others. Before torch is imported.
 
-    ``share_device``: all are on the first device and talk over gloo, by way of the host.
+    `share_device`: all are on the first device and talk over gloo, by way of the host.
     """
     index = 0 if share_device else rank
     os.environ.update(
-        OMP_NUM_THREADS="1", RANK=str(rank), LOCAL_RANK=str(index), WORLD_SIZE=str(stages), LOCAL_SIZE=str(stages),
-        LOCAL_WORLD_SIZE=str(stages), DEEPSPEED_LOG_LEVEL="error", TORCH_CPP_LOG_LEVEL="ERROR",
-    )  # fmt: skip
-    os.environ["DS_ACCELERATOR"] = device
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(stages)),
+        RANK=str(rank),
+        LOCAL_RANK=str(index),
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR=device,
+        DEEPSPEED_LOG_LEVEL="error",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -238,7 +213,7 @@ def share_gloo_thread() -> None:
 
 
 def progress_bar(rank: int, total: int, what: str) -> Any:
-    """A bar on rank 0, where somebody looks at a terminal; ``update()`` after each of ``total``."""
+    """Return a bar for rank 0 and a terminal; call `update()` after each of `total`."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=what, disable=None if rank == 0 else True, leave=False)
@@ -255,26 +230,33 @@ def finish_rank(engines: Sequence[Any]) -> None:
 
 
 def gpt_config(work: Workload, gpt: dict[str, Any] | None = None) -> Any:
-    """The model of a workload; ``gpt``: fields of ``GPTConfig`` that say more than the workload does."""
+    """Return the model of a workload; `gpt`: fields of `GPTConfig` that say more than the workload does."""
     from terapipe_ds.models.gpt import GPTConfig
 
     fields = {
-        "vocab_size": 256, "hidden_size": work.hidden, "num_layers": work.layers, "num_heads": work.heads,
+        "vocab_size": 256,
+        "hidden_size": work.hidden,
+        "num_layers": work.layers,
+        "num_heads": work.heads,
         "max_sequence_length": work.sequence_length,
-    }  # fmt: skip
+    }
     return GPTConfig(**{**fields, **(gpt or {})})
 
 
 def build_engine(
-    section: dict[str, Any] | None, work: Workload, *, ds_config: dict[str, Any] | None = None,
-    gpt: dict[str, Any] | None = None, dualpipe: bool = False,
-) -> Any:  # fmt: skip
-    """DeepSpeed's own engine (``section`` None) or ours with a ``terapipe`` section.
+    section: dict[str, Any] | None,
+    work: Workload,
+    *,
+    ds_config: dict[str, Any] | None = None,
+    gpt: dict[str, Any] | None = None,
+    dualpipe: bool = False,
+) -> Any:
+    """Return DeepSpeed's own engine (`section` None) or ours with a `terapipe` section.
 
     Args:
         ds_config: in the place of the usual settings; batch sizes and the section are those of the arguments.
-        gpt: fields of ``GPTConfig`` besides the workload's.
-        dualpipe: DeepSpeed's DualPipeV, two parts per stage; ``work.accumulation`` must be at least twice the stages.
+        gpt: fields of `GPTConfig` besides the workload's.
+        dualpipe: DeepSpeed's DualPipeV, two parts per stage; `work.accumulation` must be at least twice the stages.
     """
     import deepspeed
     from deepspeed.pipe import PipelineModule
@@ -301,15 +283,8 @@ def build_engine(
     return engine
 
 
-def batches(work: Workload) -> Iterator[Any]:
-    """The same random tokens again and again."""
-    (micro_batch,) = micro_batches(work, 1)
-    while True:
-        yield micro_batch
-
-
 def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tuple[Any, Any]]:
-    """Different random tokens, and the tokens that follow them: what every system trains in every step."""
+    """Return different random tokens and the tokens that follow: what every system trains in every step."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -319,9 +294,9 @@ def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tup
 
 
 def machine() -> dict[str, Any]:
-    """What a figure has to say of where it was measured."""
+    """Return what a figure has to say of where it was measured."""
     from terapipe_ds.compat import installed_versions
-    from terapipe_ds.runtime.machine import cpu_name
+    from terapipe_ds.runtime.profiling.key import cpu_name
 
     return {
         "cpu": cpu_name(),

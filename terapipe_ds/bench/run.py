@@ -1,22 +1,31 @@
-"""A whole benchmark: start the ranks, make rows of what they measured, check that all learned the same."""
+"""Start the ranks of a benchmark, make rows of what they measured, and check that all systems learned the same."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import pickle
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from terapipe_ds.bench.attempts import Position, find_failure
 from terapipe_ds.bench.cases import AUTO, BenchError, Job
-from terapipe_ds.bench.figures import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
-from terapipe_ds.bench.orders import from_json
-from terapipe_ds.bench.quiet import drift, off_core_s
+from terapipe_ds.bench.metrics import (
+    SliceMeasurements,
+    StepTrace,
+    bound_s,
+    ideal_bubble,
+    median_index,
+    ratio,
+    replay_s,
+    unsliced_s,
+)
+from terapipe_ds.bench.noise import drift, off_core_s
 from terapipe_ds.bench.ranks import (
     RankError,
     finish_rank,
@@ -26,11 +35,8 @@ from terapipe_ds.bench.ranks import (
     prepare_rank,
     spawn_ranks,
 )
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
-from terapipe_ds.files import write_text
+from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
 
@@ -43,7 +49,7 @@ RankMain = Callable[[int, str, Job, str], None]
 
 
 def run_benchmark(job: Job, preset: str, main: RankMain | None = None) -> dict[str, Any]:
-    """Measure; returns what ``--json`` writes. Where a system fails, the others start again without it.
+    """Measure; returns what `--json` writes. Where a system fails, the others start again without it.
 
     Args:
         main: in the place of `rank_main`.
@@ -61,12 +67,12 @@ def run_benchmark(job: Job, preset: str, main: RankMain | None = None) -> dict[s
             except RankError as error:
                 job = _without_what_failed(job, Path(folder), error)
                 continue
-            ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(job.work.stages)]
+            ranks = [pickle.loads(Path(folder, f"rank{rank}.pickle").read_bytes()) for rank in range(job.work.stages)]
         return result_of(job, preset, before, ranks)
 
 
 def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
-    """The job for those that are left.
+    """Return the job for those that are left.
 
     Raises:
         BenchError: the rank was at what concerns all, or at what had failed before.
@@ -81,29 +87,29 @@ def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
 
 
 def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
-    """In each rank; leaves ``rank<r>.json`` in ``folder``."""
+    """Run in each rank; leave `rank<r>.pickle` in `folder`."""
     prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
     from terapipe_ds.bench.attention import one_attention  # these import torch
-    from terapipe_ds.bench.compete import compete
-    from terapipe_ds.runtime.staging import neighbours_staged
+    from terapipe_ds.bench.train_in_turns import measure_systems
+    from terapipe_ds.runtime.links.staging import neighbours_staged
 
     config = gpt_config(job.work, job.gpt)
     position = Position(Path(folder), rank)
     with neighbours_staged(), one_attention(job.device, config.torch_dtype, config.head_dim) as attention:
         try:
-            found, drivers = compete(job, Path(folder), position)
+            found, drivers = measure_systems(job, Path(folder), position)
         except Exception as error:
             position.failed(error)
             raise
         found["attention"] = attention
-        write_text(Path(folder, f"rank{rank}.json"), json.dumps(found))
+        write_atomically(Path(folder, f"rank{rank}.pickle"), lambda path: path.write_bytes(pickle.dumps(found)))
         finish_rank(drivers)
 
 
 def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The JSON from what every rank has found."""
-    measured = Measured.of(ranks)
-    runs = [Run(job, mine, measured) for mine in zip(*(rank["runs"] for rank in ranks), strict=True)]
+    """Return the JSON from what every rank has found."""
+    measured = ranks[0]["measured"]
+    runs = [MeasuredCase(job, records, measured) for records in zip(*(rank["runs"] for rank in ranks), strict=True)]
     rows = []
     for accumulation in job.accumulations:
         rows += _rows([run for run in runs if run.accumulation == accumulation])
@@ -117,47 +123,32 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
     return {"machine": machine_, "preset": preset, "workload": workload, **attention, "runs": rows}
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What a run has measured besides steps: costs and memory of slices by the cut of the layers, links by tokens."""
+class MeasuredCase:
+    """One case at one accumulation, as all ranks saw it; `records` has one for each rank."""
 
-    costs: dict[str, list[CostModel]]
-    memory: dict[str, MemoryModel]
-    links: dict[int, float]
-
-    @classmethod
-    def of(cls, ranks: Sequence[Mapping[str, Any]]) -> Measured:
-        """From the records; what rank 0 has, all have."""
-        first = ranks[0]
-        costs = {name: CostModel.from_profile(Profile.from_json(text)) for name, text in first["profiles"].items()}
-        memory = {
-            name: MemoryModel.measured(PartMemory(**part) for part in parts) for name, parts in first["memory"].items()
-        }
-        return cls(costs, memory, {int(tokens): seconds for tokens, seconds in first["links"].items()})
-
-
-class Run:
-    """One case at one accumulation, as all ranks saw it; ``mine`` has one record per rank."""
-
-    def __init__(self, job: Job, mine: Sequence[dict[str, Any]], measured: Measured) -> None:
+    def __init__(self, job: Job, records: Sequence[dict[str, Any]], measured: SliceMeasurements) -> None:
         self.job, self.measured = job, measured
-        self.case = job.cases[mine[0]["case"]]
-        self.accumulation: int = mine[0]["accumulation"]
-        self.error: str | None = next((rank["error"] for rank in mine if rank.get("error")), None)
+        first = records[0]
+        self.case, self.accumulation = job.cases[first["case"]], int(first["accumulation"])
+        self.error: str | None = next((record["error"] for record in records if record.get("error")), None)
         if self.error is not None:
             return
-        self.plan = SlicePlan(tuple(mine[0]["slices"]))
-        self.schedule: Schedule = from_json(mine[0]["schedule"])
-        self.traces = [StepTrace.of(stages) for stages in zip(*(rank["events"] for rank in mine), strict=True)]
-        self.losses = [_known(of_ranks) for of_ranks in zip(*(rank["losses"] for rank in mine), strict=True)]
-        self.peak_bytes = [rank["peak_bytes"] for rank in mine]
-        self.static_bytes = [rank["static_bytes"] for rank in mine]
-        on_cpu = job.device == "cpu"  # of work on a device, the CPU time of the process says nothing
+
+        def by_step(key: str) -> list[tuple[Any, ...]]:
+            return list(zip(*(record[key] for record in records), strict=True))
+
+        self.plan = SlicePlan(first["slices"])
+        self.schedule: Schedule = first["schedule"]
+        self.traces = list(map(StepTrace.of, by_step("events")))
+        self.losses = [next(loss for loss in reversed(ranks) if loss is not None) for ranks in by_step("losses")]
+        self.peak_bytes = [record["peak_bytes"] for record in records]
+        self.static_bytes = [record["static_bytes"] for record in records]
+        self.wall_s = list(map(max, by_step("seconds")))
+        # of work on a device, the CPU time of the process says nothing
+        recorded = self.traces if job.device == "cpu" else []
         self.replays = [
-            replay_s(trace, self.schedule, self.plan, measured.links, blocking=self.is_stock)
-            for trace in self.traces if on_cpu
-        ]  # fmt: skip
-        self.wall_s = [max(of_ranks) for of_ranks in zip(*(rank["seconds"] for rank in mine), strict=True)]
+            replay_s(trace, self.schedule, self.plan, measured.links, blocking=self.is_stock) for trace in recorded
+        ]
 
     @property
     def is_stock(self) -> bool:
@@ -181,24 +172,29 @@ class Run:
         return statistics.median(max(trace.closing_s(clock)) for trace in self.traces)
 
     def busy_traces(self) -> list[StepTrace]:
-        """Traces whose durations are seconds of computation: with too few cores, the replayed ones."""
+        """Return traces whose durations are seconds of computation: with too few cores, the replayed ones."""
         return [_as_trace(timeline) for _, timeline in self.replays] if self.job.replayed else self.traces
 
     def identity(self) -> dict[str, Any]:
-        """What it is, whatever came of it."""
+        """Return what it is, whatever came of it."""
         slices = list(self.plan.lengths) if self.error is None else []
         name, label = self.case.schedule, self.case.label
         if name == AUTO and self.error is None:
             name = f"{AUTO} ({self.schedule.name})"
             label = label.replace(AUTO, name, 1)
         return {
-            "system": self.case.system, "schedule": name, "label": label, "slices": slices,
-            "accumulation": self.accumulation, "stages": self.job.work.stages, "planned": self.case.planned,
+            "system": self.case.system,
+            "schedule": name,
+            "label": label,
+            "slices": slices,
+            "accumulation": self.accumulation,
+            "stages": self.job.work.stages,
+            "planned": self.case.planned,
             "replayed": self.job.replayed,
-        }  # fmt: skip
+        }
 
     def predicted_s(self) -> float | None:
-        """From the costs measured before: the simulated makespan, then the measured reduce and optimizer."""
+        """Predict a step from the costs measured before: simulated makespan, then measured reduce and optimizer."""
         costs = self.measured.costs.get(self.case.cut)
         if costs is None or self.case.system != "terapipe":
             return None
@@ -206,7 +202,7 @@ class Run:
         return makespan_s + self.closing_s
 
     def predicted_peak_bytes(self) -> list[int] | None:
-        """What the schedule needs by the memory model of this engine's slices; for the stock engine, its order."""
+        """Return what the schedule, or the stock engine's order, needs by the memory model of our engine's slices."""
         cut = self.case.cut if self.case.system == "terapipe" else "whole stages"
         is_ours = self.case.system == "terapipe" or self.schedule.chunks_per_stage == 1
         memory = self.measured.memory.get(cut)
@@ -215,13 +211,13 @@ class Run:
         return list(Replay.of(self.schedule).peak_bytes(self.plan, memory))
 
     def off_core_s(self) -> float | None:
-        """In the median step; None where wall and processor time of a process do not compare."""
+        """Return those of the median step; None where wall and processor time of a process do not compare."""
         if self.job.replayed or self.job.device != "cpu":
             return None
         return statistics.median(map(off_core_s, self.traces))
 
-    def figures(self, stock: Run | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
-        """All figures of its row."""
+    def figures(self, stock: MeasuredCase | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
+        """Return all figures of its row."""
         steps, work, traces = self.step_s_all, self.job.work, self.busy_traces()
         step_s = statistics.median(steps)
         bound = None
@@ -233,27 +229,31 @@ class Run:
         exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]
         replayed = statistics.median(seconds for seconds, _ in self.replays) if self.replays else None
         return {
-            "step_s": step_s, "step_s_all": steps, "spread_s": [min(steps), max(steps)],
+            "step_s": step_s,
+            "step_s_all": steps,
+            "spread_s": [min(steps), max(steps)],
             "tokens_per_s": self.accumulation * work.micro_batch * work.sequence_length / step_s,
-            "bound_s": bound, "predicted_s": self.predicted_s(), "replayed_s": replayed, "closing_s": self.closing_s,
+            "bound_s": bound,
+            "predicted_s": self.predicted_s(),
+            "replayed_s": replayed,
+            "closing_s": self.closing_s,
             "ratio_to_stock": None if stock is None else ratio(stock.step_s_all, steps),
             "ratio_to_bound": None if bound is None else bound / step_s,
-            "drift": drifted, "off_core_s": self.off_core_s(),
+            "drift": drifted,
+            "off_core_s": self.off_core_s(),
             "bubble": statistics.median(trace.bubble() for trace in traces),
             "ideal_bubble": ideal_bubble(self.schedule),
-            "peak_bytes": self.peak_bytes, "static_bytes": self.static_bytes,
+            "peak_bytes": self.peak_bytes,
+            "static_bytes": self.static_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes(),
             "exposed_comm_s": statistics.median(max(of_stages) for of_stages in exposed),
-            "loss": self.losses[-1], "timeline": json.loads(timeline.to_json()),
-        }  # fmt: skip
-
-
-def _known(of_ranks: Sequence[float | None]) -> float:
-    return next(loss for loss in reversed(of_ranks) if loss is not None)
+            "loss": self.losses[-1],
+            "timeline": json.loads(timeline.to_json()),
+        }
 
 
 def _as_trace(timeline: Any) -> StepTrace:
-    """A simulated timeline in the form of a recorded one."""
+    """Return a simulated timeline in the form of a recorded one."""
     stages: list[list[Any]] = [[] for _ in range(timeline.num_stages)]
     for e in timeline.events:
         if e.kind in "FBW":
@@ -261,8 +261,8 @@ def _as_trace(timeline: Any) -> StepTrace:
     return StepTrace.of(stages)
 
 
-def _rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """The rows of one accumulation, which share a baseline and the seconds of an unsliced micro-batch."""
+def _rows(runs: Sequence[MeasuredCase]) -> list[dict[str, Any]]:
+    """Return the rows of one accumulation, which share a baseline and the seconds of an unsliced micro-batch."""
     going = [run for run in runs if run.error is None]
     stock = next((run for run in going if run.is_stock), None)
     whole = [run.busy_traces() for run in going if run.is_unsliced]
@@ -276,8 +276,8 @@ def _rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def disagreement(run: Run, reference: Run | None) -> str | None:
-    """That a system did not learn what the others did, or None."""
+def disagreement(run: MeasuredCase, reference: MeasuredCase | None) -> str | None:
+    """Return that a system did not learn what the others did, or None."""
     if reference is None:
         return None
     tolerance = _TOLERANCE[(run.job.gpt or {}).get("dtype", "float32")]

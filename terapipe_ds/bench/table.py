@@ -1,11 +1,11 @@
-"""The rows of a benchmark as a table for people."""
+"""The table of a benchmark for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from terapipe_ds.bench.quiet import sentences
+from terapipe_ds.bench.noise import sentences
 
 _HEAD = (
     f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"
@@ -14,7 +14,7 @@ _HEAD = (
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """One line per run: median step, its spread, how many times as long the stock engine and the bound take."""
+    """Return one line per run: median step, its spread, how many times as long the stock engine and the bound take."""
     lines = [_head(result), _HEAD]
     lines += [_line(row) for row in result["runs"]]
     if any(row["replayed"] for row in result["runs"]):
@@ -53,12 +53,12 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _few(peaks: list[int]) -> list[int]:
-    """All of up to four stages; of more, the first and the last."""
+    """Return all of up to four stages; of more, the first and the last."""
     return peaks if len(peaks) <= 4 else [peaks[0], peaks[-1]]
 
 
 def _seconds(*times: float) -> str:
-    """One or several times in one unit; what accelerators need for a layer is milliseconds."""
+    """Show one or several times in one unit; accelerators need milliseconds for a layer."""
     short = max(times) < 0.1
     return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
 

@@ -21,7 +21,7 @@ def read_json(path: str, option: str) -> dict[str, Any]:
         CommandError: no JSON, or no object.
         OSError: the file cannot be read.
     """
-    from terapipe_ds.json_text import JsonError, parse_json
+    from terapipe_ds.files.strict_json import JsonError, parse_json
     from terapipe_ds.messages import show_value
 
     try:
@@ -40,7 +40,7 @@ def check_output(path: str | None, option: str) -> None:
         CommandError: the path is empty, a folder, or in none that exists.
         OSError: nothing can be written there.
     """
-    from terapipe_ds.files import check_writable
+    from terapipe_ds.files.atomic import check_writable
 
     if path is None:
         return

@@ -39,6 +39,7 @@ EXAMPLES = """\
   terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
   terapipe bench --check-replay --accumulation 1              replayed against measured, within 5%
   terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
+  terapipe bench --from bench.json --html bench.html          the report of a result that was kept
 
 Schedules of each system:
   deepspeed: 1f1b, dualpipev
@@ -94,6 +95,11 @@ class BenchOptions(Options):
     )
     as_json: Output | None = _OUTPUT.option("write machine and all figures here", "FILE", flags=("--json",))
     html: Output | None = _OUTPUT.option("write a report for a browser, in one file", "FILE")
+    result: Text | None = _OUTPUT.option(
+        "write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
+        "RESULT",
+        flags=("--from",),
+    )
     check_replay: bool = _OUTPUT.switch(
         "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage"
     )
@@ -105,10 +111,13 @@ add_arguments = BenchOptions.add_to
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write."""
     options = BenchOptions.read(arguments)
+    if options.result is not None:
+        _report_of(options, options.result)
+        return
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     result = {"command": command_line(arguments.words), **_measure(options)}
     if options.as_json:  # first: whatever the table and the report come to, the figures are kept
-        from terapipe_ds.files import write_text
+        from terapipe_ds.files.atomic import write_text
 
         write_text(options.as_json, json.dumps(result, indent=1, allow_nan=False))
     from terapipe_ds.bench.table import render
@@ -121,6 +130,20 @@ def run(arguments: argparse.Namespace) -> None:
     _check_success(result)
     if options.check_replay:
         _check_replay(result)
+
+
+def _report_of(options: BenchOptions, result: str) -> None:
+    """Write the report of a result that was kept. Other options are refused: they are those of a run."""
+    from terapipe_ds.bench.report import load_result, write_report
+
+    given = [options.name_of(name) for name in options.given if name not in ("result", "html")]
+    if given or options.html is None:
+        problem = f"runs nothing and does not use {', '.join(given)}" if given else "needs --html"
+        raise CommandError(f"--from {problem}: give --from RESULT --html FILE alone")
+    if Path(options.html).resolve() == Path(result).resolve():
+        raise CommandError(f"--html {options.html} is the result itself: give another name")
+    write_report(load_result(result), options.html)
+    print(f"{options.html}: {Path(options.html).stat().st_size / 1024:.0f} KiB")
 
 
 def _measure(options: BenchOptions) -> dict[str, Any]:
@@ -239,7 +262,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     if options.micro_batch is None:
         sizes["micro_batch"] = keys.number("train_micro_batch_size_per_gpu")
     longest = max(options.sequence_length or 0, config.max_sequence_length)
-    return ds_config, {**dataclasses.asdict(config), "max_sequence_length": longest}, sizes
+    return ds_config, {**config.model_dump(), "max_sequence_length": longest}, sizes
 
 
 def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
     if options.out:
-        from terapipe_ds.files import write_text
+        from terapipe_ds.files.atomic import write_text
 
         write_text(options.out, result.plan.to_json() + "\n")
     if options.picture:
@@ -135,6 +135,7 @@ def _report(result: PlanResult, ranking: Ranking | None, setup: PlanSetup, secti
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
+    from terapipe_ds.timeline.picture import draw_timelines
 
     schedule = build(
         result.schedule,
@@ -146,7 +147,7 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     )
     title = f"{result.schedule}, {result.plan.num_slices} slices, simulated"
     timeline = simulate(schedule, result.plan, setup.costs_of(schedule.num_parts))
-    timeline.draw(path, title=title)
+    draw_timelines([(title, timeline)], path)
 
 
 def _progress(what: str, done: int, of: int) -> None:

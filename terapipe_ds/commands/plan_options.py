@@ -11,7 +11,7 @@ from terapipe_ds.commands.schedule_options import ScheduleDetails, details_optio
 from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
-    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.costs.profile import Profile
 
 MAX_UNITS = 100_000
 _WHAT, _BATCH, _SEARCH, _OUTPUT = map(Group, ("model and devices", "training", "search", "output"))

@@ -10,9 +10,9 @@ from terapipe_ds.commands import DTYPE_NAMES, CommandError
 from terapipe_ds.commands.plan_options import PlanOptions, complete
 
 if TYPE_CHECKING:
-    from terapipe_ds.cost_profile import Profile
-    from terapipe_ds.devices import DeviceCard
-    from terapipe_ds.model_sizes import ModelSize
+    from terapipe_ds.costs.devices import DeviceCard
+    from terapipe_ds.costs.model_sizes import ModelSize
+    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
@@ -42,7 +42,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     Raises:
         CommandError: something is missing, or does not fit together.
     """
-    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.costs.profile import Profile
 
     profile = None if options.profile is None else Profile.load(options.profile)
     options = complete(options, profile)
@@ -55,7 +55,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
 
 def _setup(options: PlanOptions, title: str, sequence_length: int, notes: str = "", **parts: Any) -> PlanSetup:
     """Return the setup with its heading, the limit of memory and where slices may end."""
-    from terapipe_ds.devices import device_card
+    from terapipe_ds.costs.devices import device_card
 
     limit_bytes = None
     if parts["memory_of"] is not None and options.memory_limit_gb is not None:
@@ -77,8 +77,8 @@ def _setup(options: PlanOptions, title: str, sequence_length: int, notes: str = 
 
 
 def _counted(options: PlanOptions) -> PlanSetup:
-    from terapipe_ds.devices import device_card
-    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.costs.model_sizes import model_size
 
     size, card = model_size(options.model), device_card(options.device)
     length = options.sequence_length or size.max_sequence_length
@@ -123,7 +123,7 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 
 def _counted_parts(options: PlanOptions, size: ModelSize, card: DeviceCard) -> PartsOf:
     """Count costs by the number of parts. Several parts of a stage are on one device, and its links those of K."""
-    from terapipe_ds.cost_analytic import analytic_costs
+    from terapipe_ds.costs.analytic import analytic_costs
 
     @functools.cache
     def counted(num_parts: int) -> list[Any]:
@@ -140,7 +140,7 @@ def _counted_parts(options: PlanOptions, size: ModelSize, card: DeviceCard) -> P
 
 
 def _measured(options: PlanOptions, profile: Profile) -> PlanSetup:
-    from terapipe_ds.cost_model import CostModel
+    from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts
 
     models: list[Any] = CostModel.from_profile(profile)
@@ -186,7 +186,7 @@ def _granularity(options: PlanOptions, sequence_length: int) -> int:
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
     """Count memory by the number of parts."""
-    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
     size = model_size(options.model)

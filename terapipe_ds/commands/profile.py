@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
     job = dataclasses.replace(job, granularity_tokens=min(section.granularity_tokens, length))
     from tqdm import tqdm
 
-    from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.runtime.offline import profile_model
+    from terapipe_ds.costs.fitted import CostModel
+    from terapipe_ds.runtime.profiling.one_device import profile_model
 
     bar = tqdm(total=100 * options.stages, desc="measuring", unit="%", disable=None, leave=False)
     with bar, redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions on stdout, the place of --json

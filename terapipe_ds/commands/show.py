@@ -46,7 +46,7 @@ add_arguments = ShowOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Print, or write, the schedule that is asked for."""
-    from terapipe_ds.files import write_text
+    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.schedule import ScheduleError, to_csv, validate
 
     options = ShowOptions.read(arguments)

@@ -32,7 +32,7 @@ EXAMPLES = """\
 
 With --model it shows the peak of each stage's memory as well: parameters, gradients, Adam's states in the dtype's usual
 mixed precision, live slices, keys and values; without ZeRO or activation checkpointing (`terapipe plan` knows both).
---trace opens in ui.perfetto.dev; --timeline is what `terapipe compare` reads.
+--trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
 """
 
 _COSTS = Group("costs", "exactly one")
@@ -63,7 +63,7 @@ class SimulateOptions(ScheduleOptions):
     trace: Output | None = option("write a Chrome trace (opens in ui.perfetto.dev)", "FILE")
     picture: Picture | None = option("draw to a .png, .svg or .pdf file", "FILE")
     csv: Output | None = option("write the events as CSV", "FILE")
-    timeline: Output | None = option("write the timeline, for `terapipe compare`", "FILE")
+    timeline: Output | None = option("write the timeline, for `terapipe timeline --against`", "FILE")
 
 
 add_arguments = SimulateOptions.add_to
@@ -202,17 +202,17 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
 def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan]) -> tuple[Any, MemoryModel | None]:
     """Return the costs, and with `--model` the bytes counted for Adam, without ZeRO and activation checkpointing."""
     if options.profile is not None:
-        from terapipe_ds.cost_model import CostModel
-        from terapipe_ds.cost_profile import Profile
+        from terapipe_ds.costs.fitted import CostModel
+        from terapipe_ds.costs.profile import Profile
 
         return CostModel.from_profile(Profile.load(options.profile)), None
     if options.model is None:
         from terapipe_ds.simulator import UnitCosts
 
         return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, schedule.part_share), None
-    from terapipe_ds.cost_analytic import analytic_costs
-    from terapipe_ds.devices import device_card
-    from terapipe_ds.model_sizes import model_size
+    from terapipe_ds.costs.analytic import analytic_costs
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
 
     device, dtype = str(options.device), options.dtype
@@ -224,15 +224,13 @@ def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan])
 
 
 def _write_files(options: SimulateOptions, timeline: Timeline) -> None:
-    from terapipe_ds.files import write_text
+    from terapipe_ds.files.atomic import write_text
+    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+    from terapipe_ds.timeline.picture import draw_timelines
 
     if options.picture:
-        timeline.draw(options.picture)
-    texts = (
-        (options.trace, timeline.to_chrome_trace),
-        (options.csv, timeline.to_csv),
-        (options.timeline, timeline.to_json),
-    )
+        draw_timelines([(timeline.name, timeline)], options.picture)
+    texts = ((options.trace, to_chrome_trace), (options.csv, to_csv), (options.timeline, type(timeline).to_json))
     for path, make in texts:
         if path:
-            write_text(path, make())
+            write_text(path, make(timeline))

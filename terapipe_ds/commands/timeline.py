@@ -1,8 +1,9 @@
-"""``terapipe timeline``: draw what the ranks of a pipeline did."""
+"""`terapipe timeline`: draw what the ranks of a pipeline did, or compare it with what was predicted."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,47 +13,88 @@ from terapipe_ds.commands import CommandError, check_output
 if TYPE_CHECKING:
     from terapipe_ds.timeline import Timeline
 
-HELP = "draw the timeline of a measured step"
-DESCRIPTION = "Draw what the ranks of a pipeline did in one step, from the files of a trace directory."
+HELP = "draw a measured step, or compare it with a predicted one"
+DESCRIPTION = (
+    "Draw what the ranks of a pipeline did in one step, from the files of a trace directory. With --against, print a "
+    "table: makespan, busy and waiting time per stage, and the single actions that differ most."
+)
 EXAMPLES = """\
   terapipe timeline traces/ --out step.png
   terapipe timeline traces/ --step 20 --out step20.svg
   terapipe timeline timeline-step000020-rank*.json --out step20.png
+  terapipe timeline traces/ --against predicted.json
+  terapipe timeline traces/ --step 20 --against predicted.json --json --out both.png
 
-The files are timeline-step<step>-rank<rank>.json, as the engine writes them where `trace_dir` is set.
+A trace directory holds timeline-step<step>-rank<rank>.json, as the engine writes them where `trace_dir` is set.
+A single file may also be one that `terapipe simulate --timeline` wrote.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument(
-        "traces", nargs="+", metavar="TRACE_DIR_OR_FILE", help="a trace directory, or its files"
+        "traces", nargs="+", metavar="TRACE_DIR_OR_FILE", help="a trace directory, its files, or one timeline file"
     )
-    parser.add_argument("--out", required=True, metavar="FILE", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--out", metavar="FILE", help="picture to write: .png, .svg or .pdf")
+    parser.add_argument("--step", type=int, metavar="N", help="which step (default: the last that all ranks have)")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="which step (default: the last that all ranks have)"
+        "--against", metavar="PREDICTED", help="compare with this timeline file or trace directory, drawn above"
     )
+    parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Draw the timeline of one step."""
+    """Draw the timeline of one step, compare it, or both."""
     check_output(arguments.out, "--out")
+    if arguments.against is None and (arguments.out is None or arguments.json):
+        missing = "--json goes with --against only" if arguments.json else "--out is missing"
+        raise CommandError(f"{missing}: give --out FILE for a picture, or --against PREDICTED for a table")
     step, timeline = load_step([Path(trace) for trace in arguments.traces], arguments.step)
-    timeline.draw(arguments.out, title=f"step {step}, {timeline.name}" if timeline.name else f"step {step}")
-    print(
-        f"{arguments.out}: step {step}, {timeline.num_stages} stages, makespan {timeline.makespan_s:.6g} s,"
-        f" bubble {100 * timeline.bubble_fraction:.1f} %"
-    )
+    if arguments.against is None:
+        _refuse_step(arguments.step, step)
+        _draw([(", ".join(filter(None, (step, timeline.name))), timeline)], arguments.out)
+        print(
+            f"{arguments.out}: {step or Path(arguments.traces[0]).name}, {timeline.num_stages} stages,"
+            f" makespan {timeline.makespan_s:.6g} s, bubble {100 * timeline.bubble_fraction:.1f} %"
+        )
+        return
+    from terapipe_ds.timeline.compare import compare
+
+    other_step, predicted = load_step([Path(arguments.against)], arguments.step)
+    _refuse_step(arguments.step, step, other_step)
+    comparison = compare(predicted, timeline)
+    if arguments.out:
+        _draw([(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)], arguments.out)
+    print(json.dumps(comparison.to_dict(), indent=1, allow_nan=False) if arguments.json else comparison.render())
 
 
-def load_step(paths: list[Path], wanted: int | None) -> tuple[int, Timeline]:
-    """The step (the wanted one, or the last that all ranks have) and the timeline of its pipeline."""
+def _refuse_step(wanted: int | None, *found: str) -> None:
+    """Refuse `--step` if no timeline has a number."""
+    if wanted is not None and not any(found):
+        raise CommandError(f"--step {wanted} goes with a trace directory or its files only: leave it out")
+
+
+def _draw(titled: list[tuple[str, Timeline]], path: str) -> None:
+    from terapipe_ds.timeline.picture import draw_timelines
+
+    draw_timelines(titled, path)
+
+
+def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:
+    """Return the name of the step (the wanted one, or the last that all ranks have) and its pipeline's timeline.
+
+    A single file with a name of its own is a whole timeline, of a step without a number.
+    """
+    from terapipe_ds.timeline import Timeline, parse_file_name
+
+    if len(paths) == 1 and not paths[0].is_dir() and parse_file_name(paths[0].name) is None:
+        return "", Timeline.load(paths[0])
     step, files = _pick_step(_find_traces(paths), wanted)
-    return step, _merge_replica(files)
+    return f"step {step}", _merge_replica(files)
 
 
 def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
-    """Step -> rank -> file, of all files named and of all in the directories named."""
+    """Return step -> rank -> file, of all files named and of all in the directories named."""
     from terapipe_ds.timeline import parse_file_name
 
     steps: dict[int, dict[int, Path]] = {}
@@ -64,9 +106,7 @@ def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
             if key is None and not path.is_dir():
                 raise CommandError(f"{file}: the name must be timeline-step<6 digits>-rank<4 digits>.json")
             if key is not None and steps.setdefault(key[0], {}).setdefault(key[1], file) != file:
-                raise CommandError(
-                    f"{file} and {steps[key[0]][key[1]]} are the same step and rank: give one of them"
-                )
+                raise CommandError(f"{file} and {steps[key[0]][key[1]]} are the same step and rank: give one of them")
     if not steps:
         places = ", ".join(map(str, paths))
         raise CommandError(f"no timeline-step*-rank*.json in {places}: set trace_dir, or give another path")
@@ -77,13 +117,10 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
     ranks = {rank for files in steps.values() for rank in files}
     complete = [step for step, files in steps.items() if len(files) == len(ranks)]
     if wanted is None and not complete:
-        raise CommandError(
-            f"no step is there for all of the {len(ranks)} ranks: choose one rank's files or --step N"
-        )
+        raise CommandError(f"no step is there for all of the {len(ranks)} ranks: choose one rank's files or --step N")
     step = max(complete) if wanted is None else wanted
     if step not in steps:
-        there = ", ".join(map(str, sorted(steps)))
-        raise CommandError(f"step {step} is not there: the steps are {there}; give one of them")
+        raise CommandError(f"step {step} is not there: the steps are {', '.join(map(str, sorted(steps)))}; give one")
     missing = sorted(ranks - set(steps[step]))
     if missing:
         raise CommandError(f"step {step} lacks rank {', '.join(map(str, missing))}: choose another step")
@@ -91,7 +128,7 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
 
 
 def _merge_replica(files: dict[int, Path]) -> Timeline:
-    """The timeline of one pipeline: of the ranks that hold the same stage, the lowest."""
+    """Return the timeline of one pipeline: of the ranks that hold the same stage, the lowest."""
     from terapipe_ds.timeline import Timeline
 
     chosen: dict[int, Timeline] = {}

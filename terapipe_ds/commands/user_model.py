@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from terapipe_ds.messages import show_value
 
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
-    from terapipe_ds.runtime.offline import OfflineJob
+    from terapipe_ds.runtime.profiling.one_device import OfflineJob
 
 MAX_TOKENS, MAX_THREADS = 2**26, 4096
 
@@ -38,7 +37,7 @@ class ModelOptions(Options):
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
         import torch
 
-        from terapipe_ds.runtime.offline import OfflineJob
+        from terapipe_ds.runtime.profiling.one_device import OfflineJob
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -67,7 +66,7 @@ def model_of(name: str, dtype: str) -> tuple[Any, Any, Any]:
 
     if name.endswith(".json"):
         fields = read_json(name, "--model")
-        known = [field.name for field in dataclasses.fields(GPTConfig)]
+        known = list(GPTConfig.model_fields)
         unknown = next((key for key in fields if key not in known), None)
         if unknown is not None:
             text = f"unknown field {show_value(unknown)}; give some of {', '.join(known)}"

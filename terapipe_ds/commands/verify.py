@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from terapipe_ds.commands.user_model import ModelOptions
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
     from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.runtime.profiling.one_device import OfflineJob
+    from terapipe_ds.runtime.verify.report import Findings
 
 HELP = "compare a model's layers on slices with the same layers on whole sequences"
 DESCRIPTION = (
@@ -48,15 +51,41 @@ def run(arguments: argparse.Namespace) -> None:
     options = VerifyOptions.read(arguments)
     section, keys = options.settings()
     job = options.job(keys, num_stages=1)
-    from terapipe_ds.runtime.verify.offline import verify_model
-
-    plan = _plan(section, job.inputs.shape[1], options.slices)
+    plan, begin_s = _plan(section, job.inputs.shape[1], options.slices), time.monotonic()
     with redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
-        report = verify_model(job, plan, section)
-    print(report)
-    if report.findings:
+        found = verify_model(job, plan, section)
+    print(found.text(time.monotonic() - begin_s))
+    if found.findings:
         sys.stdout.flush()
         raise SystemExit(1)
+
+
+def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> Findings:
+    """Check all layers of a model and its loss on one device, without an engine."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+    from terapipe_ds.runtime.layers.untouched import untouched
+    from terapipe_ds.runtime.profiling.one_device import init_single_process
+    from terapipe_ds.runtime.verify.cut import Cut
+    from terapipe_ds.runtime.verify.loss import LossCheck, weights_of
+    from terapipe_ds.runtime.verify.report import Findings
+    from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
+    from terapipe_ds.runtime.verify.tokens import Slicing
+
+    init_single_process()
+    device = torch.device(get_accelerator().device_name())
+    module = job.build_part(0, len(job.layers))
+    labels = SliceableTensors.of_labels(job.labels.to(device), 1)
+    inputs = inputs_of(SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1))
+    slicing = Slicing(plan, weights_of(labels, plan, section, job.loss_fn))
+    check = StageCheck(module, slicing, Findings(cut=Cut(plan, plan.sequence_length)))
+    with untouched(module, with_gradients=False):
+        outputs = check.check_layers(layers_of(module), inputs)
+        if outputs is not None:
+            check.check_loss(LossCheck(job.loss_fn, labels, outputs, slicing, section), len(job.layers))
+    return check.found
 
 
 def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None) -> SlicePlan:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.attention import active_slice, sliced_attention
+from terapipe_ds.compat.insertions import PATCH, PatchError
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.integrations.insertions import PATCH, PatchError
 from terapipe_ds.runtime.register import is_registered
 from terapipe_ds.runtime.register import register as _register
 

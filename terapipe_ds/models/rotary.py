@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Turn x [B, T, H, D] by ``turns`` [T, 1, D/2] (Su et al. 2021, arXiv 2104.09864, eq. 34).
+    """Turn x [B, T, H, D] by `turns` [T, 1, D/2] (Su et al. 2021, arXiv 2104.09864, eq. 34).
 
     Neighbours (2i, 2i + 1) are one complex number and a turn is one complex product: on a CPU that takes a
     third of the time of the same rotation written in real numbers. Half precision is turned in fp32.
@@ -20,10 +20,10 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor:
-    """The turns of positions [start, start + T) for ``like`` [B, T, ...], [T, 1, D/2] complex.
+    """Return the turns of positions [start, start + T) for `like` [B, T, ...], [T, 1, D/2] complex.
 
-    A view of a table that all layers share, complex128 where ``like`` is fp64. No position is too large: the
-    table grows.
+    It is a view of a table that all layers share, complex128 where `like` is fp64. No position is too large: the table
+    grows.
     """
     stop = start + like.shape[1]
     dtype = torch.complex128 if like.dtype == torch.float64 else torch.complex64
@@ -34,7 +34,7 @@ def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor
 
 @functools.lru_cache(maxsize=32)
 def _turn_table(head_dim: int, base: float, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``exp(i * position * base^(-2j/D))`` [length, 1, D/2], a pure function of its arguments.
+    """`exp(i * position * base^(-2j/D))` [length, 1, D/2], a pure function of its arguments.
 
     Neither a parameter nor a buffer, so that checkpoints do not carry it. The angles are taken in fp64: in
     fp32 they would be off by some 1e-7 of the position, which shows in long sequences.

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.model_sizes import ModelSize
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.model_memory import Setup, count_parts

@@ -27,7 +27,7 @@ Gradients of parameters come with a batch's first backward and go with the optim
 its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the input and its
 gradient of the last slice, which live until the next batch.
 
-Against exact peaks of steps in fp32 on a CPU (`bench.memory`) that is 0 to 2 % above on two stages. It is most off,
+Against exact peaks of steps in fp32 on a CPU (`studies.memory`) that is 0 to 2 % above on two stages. It is most off,
 8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
 Where slices are so small that fixed things count, it can be 1 % below.
 
@@ -43,8 +43,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.messages import show_value
-from terapipe_ds.model_sizes import ModelSize
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.part_memory import PartMemory

@@ -1,4 +1,9 @@
-"""All ranks have the same config before it matters: a mismatch is an error that shows both sides, never a hang."""
+"""What ranks tell one another: the few functions that everything uses.
+
+Each function but `meet` is a collective. `group` is a group of ranks; None stands for all ranks, which then talk on the
+CPU, because DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all of them, so that
+no rank waits for one that has left. `require_equal_configs` compares the configs of all ranks before it matters.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,12 @@ import math
 import pickle
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds import __version__
@@ -23,9 +30,10 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
-PATIENCE_S = 60.0  # at least, for ranks that come late: they load a model, say
+_LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
+_DIGEST_BYTES = 5
+PATIENCE_S = 60.0  # at least, for ranks that come late: they may still load a model
 REMIND_S = 30.0  # after which a rank says once for whom it waits
-_LOOK_S = 0.05
 _meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
 
 # What decides the order and the size of collectives and messages. Monitors and printing may differ.
@@ -34,8 +42,222 @@ COMPARED_SECTIONS = (
     "zero_optimization", "pipeline", "gradient_clipping", "prescale_gradients", "optimizer", "data_types",
     "activation_checkpointing", "communication_data_type",
 )  # fmt: skip
-
 VERSIONS = ("torch", "deepspeed", "megatron-core", "terapipe_ds", "python")
+
+
+class RaisedEverywhere(Exception):
+    """Carry an error that every rank of the job raises alike within a batch.
+
+    No rank is left waiting, so the watch-dog lets the job go on. `ErrorsUnwrapped` hands `error` itself to the caller.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+class ErrorsUnwrapped(AbstractContextManager[None]):
+    """Raise the error that a `RaisedEverywhere` carries in its place: what a user calls raises ordinary errors."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RaisedEverywhere):
+            raise error.error from error.error.__cause__
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def gather(value: T, group: Any = None) -> list[T]:
+    """Return the value of each rank of the group, in the order of the ranks."""
+    if torch_dist.get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * torch_dist.get_world_size(group)
+    with _on_cpu(group) as talking:
+        torch_dist.all_gather_object(values, value, group=talking)
+    return values
+
+
+def from_rank_0(ask: Callable[[], T], group: Any = None) -> T:
+    """Return what `ask` gives on the first rank of the group. Only this rank calls it.
+
+    Raises:
+        Exception: on every rank, what `ask` raised.
+    """
+    if torch_dist.get_world_size(group) == 1:
+        return ask()
+    outcome, own = _Outcome(), None
+    if torch_dist.get_rank(group) == 0:
+        outcome, own = _outcome_of(ask)
+    told = [outcome]
+    with _on_cpu(group) as talking:
+        torch_dist.broadcast_object_list(told, group=talking, group_src=0)
+    return _value_of(told[0], 0, own)
+
+
+def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | None]:
+    """Return what `act` gives on each rank of the group, in the order of the ranks; None where a rank gives no `act`.
+
+    Raises:
+        Exception: on every rank, what `act` raised on the first rank where it did. It may be of any class, because
+            `act` runs code of others.
+    """
+    outcome, own = _Outcome(), None
+    if act is not None:
+        outcome, own = _outcome_of(act)
+    rank = torch_dist.get_rank(group)
+    return [_value_of(each, other, own if other == rank else None) for other, each in enumerate(gather(outcome, group))]
+
+
+def refuse_everywhere(problem: str | None) -> None:
+    """Raise `TeraPipeConfigError` on every rank when one of them has found a problem, in its layers for example."""
+    everyone = gather(problem)
+    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
+    if found:
+        texts = "; ".join(sorted(set(found.values())))
+        raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(found)}: {texts}")
+
+
+class _Outcome(NamedTuple):
+    """What a function returned or raised on one rank, in a form that others can read."""
+
+    value: Any = None
+    error: Exception | None = None
+    text: str = ""
+
+
+def _outcome_of(act: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
+    """Call `act`. Return the outcome to tell the other ranks, and the error as this rank raises it."""
+    try:
+        return _Outcome(act()), None
+    except Exception as error:
+        return _Outcome(error=_readable(error), text=f"{type(error).__name__}: {error}"), error
+
+
+def _value_of(outcome: _Outcome, rank: int, own: Exception | None) -> Any:
+    """Return the value of an outcome on `rank`, or raise its error; `own` is the error itself on that rank."""
+    if own is not None:
+        raise own
+    if outcome.text:
+        error = outcome.error or RuntimeError(f"rank {rank}: {outcome.text}")
+        error.add_note(f"on rank {rank}")
+        raise error
+    return outcome.value
+
+
+def _readable(error: Exception) -> Exception | None:
+    """Return `error` if other ranks can read it. A class may not take its own arguments back."""
+    try:
+        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else None
+    except Exception:
+        return None
+
+
+@contextmanager
+def _on_cpu(group: Any) -> Iterator[Any]:
+    """Give `group`, or a group of all ranks on the CPU for None."""
+    if group is not None or torch_dist.get_backend() == "gloo":
+        yield group
+        return
+    temporary = torch_dist.new_group(backend="gloo")
+    yield temporary
+    torch_dist.destroy_process_group(temporary)
+
+
+# -- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def digest(*parts: object) -> int:
+    """Return a number in [0, 2^40) that tells plain values from others by their `repr`."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:_DIGEST_BYTES], "big")
+
+
+def share(number: int, index: int, count: int) -> int:
+    """Return what a rank adds to a sum that tells whether `count` ranks have the same digest.
+
+    The first rank adds its digest as often as there are other ranks. Each of the others subtracts its own digest once.
+    Equal digests sum up to 0. Different ones do so by a chance of 1 in 2^40. Several sets of ranks may use one sum if
+    each set's digests hold its name.
+    """
+    return number * (count - 1) if index == 0 else -number
+
+
+def on_any_rank(flag: bool, group: Any) -> bool:
+    """Return whether `flag` is true on some rank of a group on the CPU."""
+    number = torch.tensor(int(flag))
+    torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=group)
+    return bool(number)
+
+
+def by_text(texts: dict[int, str], places: str) -> str:
+    """Return which places say what, as "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+    sides: dict[str, list[int]] = {}
+    for place, text in texts.items():
+        sides.setdefault(text, []).append(place)
+    return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
+
+
+# -- through the store -----------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks of the default group have found one another."""
+    return torch_dist.distributed_c10d._get_default_store()
+
+
+def meet(
+    name: str,
+    ranks: Sequence[int],
+    rank: int,
+    text: str,
+    late: Callable[[float, Callable[[], list[int]]], None],
+    store: Any = None,
+) -> dict[int, str]:
+    """Tell `ranks` a text and return what each of them told, once all have.
+
+    This is no collective: a collective would wait for a missing rank until its group's timeout, and name no rank.
+
+    Args:
+        name: the same on all ranks, and used once.
+        late: called again and again while ranks are missing, with the seconds waited and a function that gives the
+            missing ranks. It may raise.
+        store: for tests; the default store otherwise.
+    """
+    store = default_store() if store is None else store
+    keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
+    store.set(keys[rank], text)
+    store.add(counter, 1)
+    begin_s, look_s = time.monotonic(), _LOOK_S
+    while store.add(counter, 0) < len(keys):
+        late(time.monotonic() - begin_s, lambda: [each for each, key in keys.items() if not store.check([key])])
+        time.sleep(look_s)
+        look_s = min(2 * look_s, _LONGEST_LOOK_S)
+    return dict(zip(keys, (told.decode() for told in store.multi_get(list(keys.values()))), strict=True))
+
+
+# -- configs ---------------------------------------------------------------------------------------------------------
+
+
+def require_equal_configs(raw: Mapping[str, Any]) -> None:
+    """Raise `TeraPipeConfigError` on every rank when the configs or the versions of ranks differ.
+
+    A collective over all ranks. A rank that does not come, because `register()` was not called there, is an error on
+    the others after `stall_timeout_s` (a minute at least). Ranks may differ where none has an enabled `terapipe`
+    section.
+    """
+    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
+        return
+    values, rank = _compared(raw), torch_dist.get_rank()
+    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    late = _remind_then_raise(rank, _timeout_s(values))
+    digests = meet(f"configs/{next(_meetings)}", range(torch_dist.get_world_size()), rank, digest, late)
+    if len(set(digests.values())) == 1:
+        return
+    everyone = gather(values)
+    if any(map(_is_enabled, everyone)):
+        raise TeraPipeConfigError(
+            "the ranks have different DeepSpeed configs or versions; every rank must be given the same one:\n  "
+            + "\n  ".join(_differences(everyone))
+        )
 
 
 def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -44,7 +266,7 @@ def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _schedule_file(raw: Mapping[str, Any]) -> str:
-    """What tells one content of the file that ``terapipe.schedule`` names from another; "" where it names none."""
+    """Return a checksum of the file that `terapipe.schedule` names; "" where it names none."""
     section = raw.get("terapipe")
     name = section.get("schedule") if isinstance(section, dict) else None
     if not isinstance(name, str) or not name.endswith(".csv"):
@@ -56,10 +278,10 @@ def _schedule_file(raw: Mapping[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """What has to be of one version on all ranks; a patch release of Python changes nothing between them."""
+    """Return the versions that all ranks must have alike. A patch release of Python may differ."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {"terapipe_ds": __version__, "python": python, **installed_versions()}
-    return {f"version of {name}": found.get(name, "not installed") for name in VERSIONS}
+    installed = {"terapipe_ds": __version__, "python": python, **installed_versions()}
+    return {f"version of {name}": installed.get(name, "not installed") for name in VERSIONS}
 
 
 def _is_enabled(values: Mapping[str, str]) -> bool:
@@ -67,121 +289,32 @@ def _is_enabled(values: Mapping[str, str]) -> bool:
     return isinstance(section, dict) and section.get("enabled") is True
 
 
-def raise_on_every_rank(problem: str | None) -> None:
-    """Raise ``TeraPipeConfigError`` on every rank when one of them has found a problem, in the layers of its stage say.
-
-    A collective over all ranks.
-    """
-    everyone = gathered(problem)
-    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
-    if found:
-        texts = "; ".join(sorted(set(found.values())))
-        raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(found)}: {texts}")
-
-
-def gathered(mine: Any) -> list[Any]:
-    """One object of each rank, in their order. A collective over all ranks.
-
-    Exchanged on the CPU: DeepSpeed may not have chosen this rank's device yet.
-    """
-    if torch_dist.get_world_size() == 1:
-        return [mine]
-    everyone: list[Any] = [None] * torch_dist.get_world_size()
-    group = torch_dist.new_group(backend="gloo")
-    torch_dist.all_gather_object(everyone, mine, group=group)
-    torch_dist.destroy_process_group(group)
-    return everyone
-
-
-def done_on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
-    """What ``act`` gives on each rank, in their order; None: this rank has nothing to do. A collective over all ranks.
-
-    Raises:
-        Exception: on every rank, what it raised on the first rank where it did; of the same class where other ranks can
-            read it. It is of any kind, for ``act`` runs code of others; unless all learn of it, they wait for ever.
-    """
-    own: Exception | None = None
-    mine: tuple[T | None, Exception | None] = (None, None)
-    try:
-        mine = (None if act is None else act(), None)
-    except Exception as error:
-        own, mine = error, (None, portable(error, torch_dist.get_rank()))
-    everyone = gathered(mine)
-    for rank, (_, raised) in enumerate(everyone):
-        if raised is not None:
-            if rank == torch_dist.get_rank() and own is not None:
-                raise own
-            raised.add_note(f"on rank {rank}; this is rank {torch_dist.get_rank()}")
-            raise raised
-    return [value for value, _ in everyone]
-
-
-def portable(error: Exception, rank: int) -> Exception:
-    """``error``, or one that says the same where other ranks could not read it: a class may not take its own args."""
-    try:
-        return error if type(pickle.loads(pickle.dumps(error))) is type(error) else _told(error, rank)
-    except Exception:
-        return _told(error, rank)
-
-
-def _told(error: Exception, rank: int) -> Exception:
-    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")
-
-
-def require_equal_configs(raw: Mapping[str, Any]) -> None:
-    """Raise ``TeraPipeConfigError`` on *every* rank when ranks differ in what their engines must agree on: configs and
-    versions.
-
-    A collective over all ranks. One that does not come, because ``register()`` was not called there, is an error on
-    the others after ``stall_timeout_s`` (a minute at least). Nothing is compared where no rank has an enabled
-    ``terapipe`` section.
-    """
-    if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
-        return
-    mine = _compared(raw)
-    _meet(_timeout_s(mine))
-    everyone = gathered(mine)
-    if not any(_is_enabled(values) for values in everyone):
-        return
-    differences = list(_differences(everyone))
-    if differences:
-        raise TeraPipeConfigError(
-            "the ranks have different DeepSpeed configs or versions; every rank must be given the same one:\n  "
-            + "\n  ".join(differences)
-        )
-
-
-def _timeout_s(mine: Mapping[str, str]) -> float:
-    """Of this rank's section, which nobody has validated yet."""
-    section = json.loads(mine["terapipe"])
+def _timeout_s(values: Mapping[str, str]) -> float:
+    """Return how long this rank waits for others. Its section is not validated yet."""
+    section = json.loads(values["terapipe"])
     given = section.get("stall_timeout_s") if isinstance(section, dict) else None
     usual = float(TeraPipeConfig().stall_timeout_s)
     return max(PATIENCE_S, float(given) if isinstance(given, (int, float)) else usual)
 
 
-def _meet(timeout_s: float) -> None:
-    """Wait until every rank is here, in the store of the default group: a collective with one that never comes would
-    end with the group's timeout, half an hour later, and name nobody.
-    """
-    store = torch_dist.distributed_c10d._get_default_store()
-    rank, world_size, meeting = torch_dist.get_rank(), torch_dist.get_world_size(), next(_meetings)
-    keys = [f"terapipe_ds/meeting/{meeting}/{each}" for each in range(world_size)]
-    store.set(keys[rank], "here")
-    store.add(f"terapipe_ds/meeting/{meeting}", 1)
-    begin_s, look_s, remind_s = time.monotonic(), _LOOK_S, min(REMIND_S, timeout_s)
-    while store.add(f"terapipe_ds/meeting/{meeting}", 0) < world_size:
-        waited_s = time.monotonic() - begin_s
-        if waited_s >= min(remind_s, timeout_s):
-            missing = [each for each, key in enumerate(keys) if not store.check([key])]
-            if missing and waited_s >= timeout_s:
-                raise TeraPipeConfigError(_nobody_came(rank, missing, waited_s))
-            logger.warning("%s", _nobody_came(rank, missing, waited_s))
-            remind_s = math.inf  # once is enough
-        time.sleep(look_s)
-        look_s = min(1.2 * look_s, _LOOK_S * 20)
+def _remind_then_raise(rank: int, timeout_s: float) -> Callable[[float, Callable[[], list[int]]], None]:
+    """Return what a rank does while others are missing: it says so once, and gives up after `timeout_s`."""
+    remind_s = min(REMIND_S, timeout_s)
+
+    def late(waited_s: float, missing_ranks: Callable[[], list[int]]) -> None:
+        nonlocal remind_s
+        if waited_s < min(remind_s, timeout_s):
+            return
+        missing = missing_ranks()
+        if missing and waited_s >= timeout_s:
+            raise TeraPipeConfigError(_missing_text(rank, missing, waited_s))
+        logger.warning("%s", _missing_text(rank, missing, waited_s))
+        remind_s = math.inf  # once is enough
+
+    return late
 
 
-def _nobody_came(rank: int, missing: list[int], waited_s: float) -> str:
+def _missing_text(rank: int, missing: list[int], waited_s: float) -> str:
     return (
         f"rank {rank} has waited {waited_s:.0f} s in deepspeed.initialize() to compare configs, and ranks {missing} "
         "have not come. Either they do not run terapipe_ds: call terapipe_ds.register() on every rank before "
@@ -191,12 +324,6 @@ def _nobody_came(rank: int, missing: list[int], waited_s: float) -> str:
 
 
 def _differences(everyone: list[dict[str, str]]) -> list[str]:
-    lines = []
-    for name in everyone[0]:
-        ranks_by_value: dict[str, list[int]] = {}
-        for rank, values in enumerate(everyone):
-            ranks_by_value.setdefault(values[name], []).append(rank)
-        if len(ranks_by_value) > 1:
-            sides = "; ".join(f"ranks {ranks}: {value}" for value, ranks in ranks_by_value.items())
-            lines.append(f"{name}: {sides}")
-    return lines
+    """Return a line for each value that is not the same on all ranks."""
+    lines = {name: {rank: values[name] for rank, values in enumerate(everyone)} for name in everyone[0]}
+    return [f"{name}: {by_text(texts, 'ranks')}" for name, texts in lines.items() if len(set(texts.values())) > 1]

@@ -35,7 +35,7 @@ def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     if _is_enabled(**kwargs):
-        from terapipe_ds.runtime.engine import TeraPipeEngine
+        from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
         engine = TeraPipeEngine(*args, **kwargs)
         engine.verify_only = _verify_only
@@ -95,7 +95,7 @@ def _partition() -> tuple[Any, Any]:
     """
     from deepspeed.pipe import PipelineModule
 
-    from terapipe_ds.runtime.partition import PARTITION_METHOD
+    from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 
     stock = PipelineModule._partition_layers
 
@@ -164,9 +164,9 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     Raises:
         TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.
     """
-    from terapipe_ds.json_text import parse_json
-    from terapipe_ds.runtime.first_layout import first_layout
-    from terapipe_ds.runtime.laying_out import lay_out as lay_out_parts
+    from terapipe_ds.files.strict_json import parse_json
+    from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
+    from terapipe_ds.runtime.planning.choose_layout import first_layout
 
     raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(Path(ds_config).read_bytes())
     config = _section(raw)

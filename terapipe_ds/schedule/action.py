@@ -47,6 +47,10 @@ RECV_KINDS = frozenset({Kind.RECV_ACTIVATION, Kind.RECV_GRAD})
 _COMPUTE_FORM = re.compile(r"([FBW])(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})(?:c(0|[1-9][0-9]{0,8}))?")
 
 
+SliceKey = tuple[int, int]
+"""(micro_batch_id, slice_id)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One thing a stage does, at the place (stage, `chunk_id`) of `part_id`.

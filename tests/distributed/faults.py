@@ -223,7 +223,7 @@ known("unweighted_losses", "loss", UNEVEN, "slices weigh the same")
 
 @fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels")
 def weights_of_tokens() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime.engine.engine import engine
 
     slice_weights = engine.slice_weights
 
@@ -236,7 +236,7 @@ def weights_of_tokens() -> Iterator[None]:
 
 @fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches")
 def slices_counted_as_micro_batches() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime.engine.engine import engine
 
     slice_weights = engine.slice_weights
 
@@ -250,7 +250,7 @@ def slices_counted_as_micro_batches() -> Iterator[None]:
 
 @fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN")
 def empty_slices_not_left_out() -> Iterator[None]:
-    from terapipe_ds.runtime import part_runner
+    from terapipe_ds.runtime.engine.engine import part_runner
 
     def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
         return loss_fn(outputs, labels) * weight
@@ -261,7 +261,7 @@ def empty_slices_not_left_out() -> Iterator[None]:
 
 @fault("loss", EQUAL, "the evaluation loss is that of the last slice")
 def evaluation_of_the_last_slice() -> Iterator[None]:
-    from terapipe_ds.runtime import part_runner
+    from terapipe_ds.runtime.engine.engine import part_runner
 
     with mock.patch.object(part_runner, "sum_of_slices", lambda losses: losses[-1]):
         yield
@@ -269,7 +269,7 @@ def evaluation_of_the_last_slice() -> Iterator[None]:
 
 @fault("loss", EQUAL, "labels are cut one token early")
 def labels_one_token_early() -> Iterator[None]:
-    from terapipe_ds.runtime.batch import SliceableTensors
+    from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
     part = SliceableTensors.part
 
@@ -301,7 +301,7 @@ def swapped_slices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _first_stage_reads(span: Callable[[Any], tuple[int, int]]) -> Iterator[None]:
-    from terapipe_ds.runtime.part_runner import PartRunner
+    from terapipe_ds.runtime.engine.part_runner import PartRunner
 
     slice_inputs = PartRunner._slice_inputs
 
@@ -315,8 +315,8 @@ def _first_stage_reads(span: Callable[[Any], tuple[int, int]]) -> Iterator[None]
 
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
 def gradients_of_another_micro_batch() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
-    from terapipe_ds.runtime.part_runner import PartRunner
+    from terapipe_ds.runtime.engine.engine import engine
+    from terapipe_ds.runtime.engine.part_runner import PartRunner
     from terapipe_ds.schedule import Kind
 
     send_gradients = PartRunner.send_gradients
@@ -336,7 +336,7 @@ def gradients_of_another_micro_batch() -> Iterator[None]:
 
 @fault("engine", CHECKPOINTED, "layers are recomputed as if they ran the first slice")
 def recomputed_with_the_first_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.part_runner import PartRunner
+    from terapipe_ds.runtime.engine.part_runner import PartRunner
 
     active_of = PartRunner._active
 
@@ -350,7 +350,7 @@ def recomputed_with_the_first_slice() -> Iterator[None]:
 
 @fault("engine", CHECKPOINTED, "layers are recomputed without a slice", stopped_by="mat1 and mat2 shapes")
 def recomputed_without_a_slice() -> Iterator[None]:
-    from terapipe_ds.runtime import part_runner
+    from terapipe_ds.runtime.engine.engine import part_runner
 
     push_slice = part_runner.push_slice
 
@@ -363,7 +363,7 @@ def recomputed_without_a_slice() -> Iterator[None]:
 
 @fault("engine", UNEVEN, "tied gradients are not summed")
 def tied_gradients_not_reduced() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     with mock.patch.object(TeraPipeEngine, "_exec_reduce_tied_grads", lambda self: None):
         yield
@@ -371,7 +371,7 @@ def tied_gradients_not_reduced() -> Iterator[None]:
 
 @fault("engine", UNEVEN, "tied gradients are summed twice")
 def tied_gradients_reduced_twice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     reduce = TeraPipeEngine._exec_reduce_tied_grads
 
@@ -385,7 +385,7 @@ def tied_gradients_reduced_twice() -> Iterator[None]:
 
 @fault("engine", REPLICAS, "gradients are not averaged over replicas")
 def gradients_not_reduced() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     with mock.patch.object(TeraPipeEngine, "_exec_reduce_grads", lambda self: None):
         yield
@@ -393,7 +393,7 @@ def gradients_not_reduced() -> Iterator[None]:
 
 @fault("engine", replace(EQUAL, hook=True), "the module's hook before_reduce is not called")
 def hook_not_called() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
     from terapipe_ds.schedule import Kind
 
     without = {Kind.REDUCE_TIED_GRADS: lambda self, action: self._exec_reduce_tied_grads()}
@@ -403,7 +403,7 @@ def hook_not_called() -> Iterator[None]:
 
 @fault("engine", EQUAL, "a weight's gradient is that of the slice whose backward ran last")
 def weight_gradients_overwritten() -> Iterator[None]:
-    from terapipe_ds.runtime import weight_gradients
+    from terapipe_ds.runtime.layers import weight_gradients
 
     def overwrite(weight: Any, rows: Any, inputs: Any) -> Any:
         weight.grad = None
@@ -415,7 +415,7 @@ def weight_gradients_overwritten() -> Iterator[None]:
 
 @fault("engine", EQUAL, "a weight's gradient counts twice from the second slice on")
 def weight_gradients_added_twice() -> Iterator[None]:
-    from terapipe_ds.runtime import weight_gradients
+    from terapipe_ds.runtime.layers import weight_gradients
 
     add_product = weight_gradients._add_product
 
@@ -429,7 +429,7 @@ def weight_gradients_added_twice() -> Iterator[None]:
 
 @fault("engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does")
 def norm_of_the_first_stage() -> Iterator[None]:
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime.engine.engine import engine
 
     with mock.patch.object(engine, "count_every_stage_in_norm"):
         yield
@@ -444,18 +444,18 @@ known("backward_in_forward_order_unnoticed", "schedule", UNEVEN, "the same, and 
 @contextlib.contextmanager
 def _orders(change: Callable[[tuple[Any, ...]], tuple[Any, ...]], validated: bool) -> Iterator[None]:
     """Every stage's order changed after it was built."""
-    from terapipe_ds.runtime import plans
+    from terapipe_ds.runtime.planning.auto_planner import batch_plans
 
-    build = plans.build
+    build = batch_plans.build
 
     def build_wrong(*args: Any, **kwargs: Any) -> Any:
         schedule = build(*args, **kwargs)
         return replace(schedule, orders=tuple(change(order) for order in schedule.orders))
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(plans, "build", build_wrong))
+        stack.enter_context(mock.patch.object(batch_plans, "build", build_wrong))
         if not validated:
-            stack.enter_context(mock.patch.object(plans, "validate"))
+            stack.enter_context(mock.patch.object(batch_plans, "validate"))
         yield
 
 
@@ -521,7 +521,7 @@ known("weight_never_runs", "schedule", SPLIT, "a W is missing; validate() is ski
 
 @fault("runtime", EQUAL, "each message carries the tensors of the one before")
 def messages_one_late() -> Iterator[None]:
-    from terapipe_ds.runtime.link import SendChannel
+    from terapipe_ds.runtime.links.channel import SendChannel
 
     send = SendChannel.send
     before: dict[int, Any] = {}
@@ -538,16 +538,16 @@ def messages_one_late() -> Iterator[None]:
 @fault("runtime", replace(EQUAL, mixed=True), "the shapes in the header are taken for those of the first batch",
        section={"stall_timeout_s": 5}, stopped_by="split_with_sizes expects")  # fmt: skip
 def stale_header() -> Iterator[None]:
-    from terapipe_ds.runtime import data
+    from terapipe_ds.runtime.batch.sliceable import source
 
-    exchange = data.exchange
+    agree = source.agree_on_batch
     first: list[Any] = []
 
-    def exchange_once(*args: Any) -> Any:
-        first.append(exchange(*args))
+    def agree_once(*args: Any) -> Any:
+        first.append(agree(*args))
         return first[0]
 
-    with mock.patch.object(data, "exchange", exchange_once):
+    with mock.patch.object(source, "agree_on_batch", agree_once):
         yield
 
 
@@ -557,8 +557,8 @@ def header_accepted_blindly() -> Iterator[None]:
     import torch.distributed as torch_dist
 
     from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.runtime import header
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.batch.sliceable import batch_agreement
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     train_batch = TeraPipeEngine.train_batch
 
@@ -568,7 +568,7 @@ def header_accepted_blindly() -> Iterator[None]:
         return train_batch(self, *args)
 
     with (
-        mock.patch.object(header, "_require_agreement"),
+        mock.patch.object(batch_agreement, "share", lambda *_: 0),
         mock.patch.object(TeraPipeEngine, "train_batch", train_otherwise),
     ):
         yield
@@ -579,7 +579,7 @@ def plans_differ() -> Iterator[None]:
     import torch.distributed as torch_dist
 
     from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     train_batch = TeraPipeEngine.train_batch
 

@@ -71,28 +71,6 @@ class OwnLengthTable(Base):
         return super().update(x + self.table[: x.shape[1]])
 
 
-class OwnLengthRotary(Base):
-    """Rotary positions arange(T)."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        angles = torch.arange(q.shape[2]).to(q.dtype)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=q.dtype)
-        cos, sin = angles.cos(), angles.sin()
-
-        def turn(x: Tensor) -> Tensor:
-            a, b = x.chunk(2, -1)
-            return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-        return sliced_attention(turn(q), turn(k), v, self.index)
-
-
-class OwnLengthCount(Base):
-    """Positions by a running count of ones: nothing that can be shifted from outside."""
-
-    def update(self, x: Tensor) -> Tensor:
-        positions = torch.tensor([float(i) for i in range(x.shape[1])], dtype=x.dtype)
-        return x * (0.3 * positions).cos()[:, None]
-
-
 class HiddenPlainAttention(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return softmax_attention(q, k, v)
@@ -103,20 +81,6 @@ class Bidirectional(Base):
         return softmax_attention(q, k, v, causal=False)
 
 
-class SequenceNorm(Base):
-    """Mean and deviation over the tokens."""
-
-    def update(self, x: Tensor) -> Tensor:
-        return (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-3).sqrt()
-
-
-class TransposedLayerNorm(Base):
-    """F.layer_norm over the tokens."""
-
-    def update(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.transpose(1, 2), (x.shape[1],)).transpose(1, 2)
-
-
 class CausalUnfold(Base):
     """A causal convolution of width 3, by `unfold`."""
 
@@ -125,43 +89,12 @@ class CausalUnfold(Base):
         return (windows * torch.tensor([0.2, 0.5, 0.3], dtype=x.dtype)).sum(-1)
 
 
-class CenteredConvolution(Base):
-    """A convolution that looks at the next token."""
-
-    def update(self, x: Tensor) -> Tensor:
-        windows = F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1)
-        return (windows * torch.tensor([0.2, 0.5, 0.3], dtype=x.dtype)).sum(-1)
-
-
 class RunningSum(Base):
     def update(self, x: Tensor) -> Tensor:
         return x.cumsum(1) * 0.1
 
 
-class HandRecurrence(Base):
-    def update(self, x: Tensor) -> Tensor:
-        state, states = torch.zeros_like(x[:, 0]), []
-        for token in x.unbind(1):
-            state = 0.9 * state + 0.1 * token
-            states.append(state)
-        return torch.stack(states, 1)
-
-
-class HandShift(Base):
-    """Each token with the one before it, beside sliced attention."""
-
-    def update(self, x: Tensor) -> Tensor:
-        return super().update(x) + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-
-
-class LinearAttention(Base):
-    """A causal product without softmax."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.transpose(-1, -2)).tril() @ v
-
-
-class _AddAuxiliary(torch.autograd.Function):
+class AddAuxiliary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         return x.clone()
@@ -183,31 +116,7 @@ class BalancedExperts(nn.Module):
         shares = self.router(x).softmax(-1)
         mixed = sum(shares[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
         balance = (shares.mean((0, 1)) ** 2).sum()
-        return _AddAuxiliary.apply(x + mixed, balance)
-
-
-class CapacityExperts(BalancedExperts):
-    """The half of the tokens of the call that the router likes best go through the expert."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        liking = self.router(x)[..., 0].sigmoid()
-        chosen = liking.topk(x.shape[1] // 2, dim=1).indices
-        taken = torch.zeros_like(liking).scatter(1, chosen, 1.0)
-        return x + (liking * taken)[..., None] * self.experts[0](x)
-
-
-class KeptTwice(Base):
-    """A cache of its own that keeps each slice's keys and values twice."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        active = active_slice()
-        if active is None or active.is_whole:
-            return softmax_attention(q, k, v)
-        if active.start == 0:
-            self.kept: list[tuple[Tensor, Tensor]] = []
-        keys, values = (torch.cat([*(pair[i].detach() for pair in self.kept), own], 2) for i, own in ((0, k), (1, v)))
-        self.kept += [(k, v), (k, v)]
-        return softmax_attention(q, keys, values)
+        return AddAuxiliary.apply(x + mixed, balance)
 
 
 class DetachedPrefix(Base):
@@ -270,10 +179,10 @@ class OverwrittenGradient(Base):
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
     def update(self, x: Tensor) -> Tensor:
-        return super().update(_MeanGradient.apply(x, self.gain))
+        return super().update(GradientByTokens.apply(x, self.gain))
 
 
-class _MeanGradient(torch.autograd.Function):
+class GradientByTokens(torch.autograd.Function):
     """x * gain, whose gradient of the gain is a mean over the tokens of the call."""
 
     @staticmethod
@@ -292,13 +201,6 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.mean(1).square()
-
-
-class TooLong(Base):
-    """Divides by the length of the call."""
-
-    def update(self, x: Tensor) -> Tensor:
-        return x / x.shape[1]
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -321,24 +223,15 @@ def root_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return losses / (labels != -100).sum() ** 0.5
 
 
-LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, what is likely
-    OwnLengthTable: ("output of tokens 8..", "positions are computed from the slice's own length"),
-    OwnLengthRotary: ("output of tokens 8..", "positions are computed from the slice's own length"),
-    OwnLengthCount: ("output of tokens 8..", "it treats each token alone, but not as in the whole sequence"),
-    HiddenPlainAttention: ("output of tokens 8..", "attention of its own (a softmax over the slice's own tokens)"),
-    Bidirectional: ("output of tokens 0..", "attention without a causal mask"),
-    SequenceNorm: ("output of tokens 0..", "a normalisation or a mean over the sequence"),
-    TransposedLayerNorm: ("output of tokens 0..", "a normalisation or a mean over the sequence"),
-    CausalUnfold: ("output of tokens 8..", "a convolution or shift over tokens, which needs the last tokens"),
-    CenteredConvolution: ("output of tokens 7..", "a convolution or shift over tokens that is not causal"),
-    RunningSum: ("output of tokens 8..", "a running sum over tokens"),
-    LinearAttention: ("output of tokens 8..", "a product over the slice's own tokens"),
-    BalancedExperts: ("input gradient of tokens 0..", "a router loss or another auxiliary loss"),
-    CapacityExperts: ("output of tokens", "a router (router) whose capacity"),
-    KeptTwice: ("output of tokens", "keys and values of a slice are kept more than once"),
-    DetachedPrefix: ("input gradient of tokens 0..", "the gradient that later slices give to earlier tokens is lost"),
-    WrongOwnBackward: ("input gradient of tokens 0..", "autograd.Function"),
-    OverwrittenGradient: ("gradient of", "gradients of this parameter are not added up over slices"),
-    Pooled: ("output without tokens", "a pooled state, an auxiliary or router"),
-    TooLong: ("output of tokens 0..", "depends on how many tokens come with it"),
+LAYERS: dict[type[nn.Module], tuple[str, str]] = {  # what differs, and what that shows
+    OwnLengthTable: ("output of tokens 8..", "their positions start at 0"),
+    HiddenPlainAttention: ("output of tokens 8..", "they see no tokens before them"),
+    Bidirectional: ("output of tokens 0..", "early outputs change with later tokens"),
+    CausalUnfold: ("output of tokens 8..", "the first tokens of a slice differ"),
+    RunningSum: ("output of tokens 8..", "slices after the first differ"),
+    BalancedExperts: ("input gradient of tokens 0..", "outputs agree, so look at the backward"),
+    DetachedPrefix: ("input gradient of tokens 0..", "gradients from later slices to earlier tokens are lost"),
+    WrongOwnBackward: ("input gradient of tokens 0..", "an autograd.Function"),
+    OverwrittenGradient: ("gradient of 1.gain", "outputs agree, so look at the backward"),
+    Pooled: ("output without tokens", "a pooled state, an auxiliary loss"),
 }

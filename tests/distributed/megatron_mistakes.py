@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
 from terapipe_ds.models.megatron import module as megatron_module
 from terapipe_ds.models.megatron.gradients import ReplicatedGradientError
-from terapipe_ds.runtime.batch import BatchError
+from terapipe_ds.runtime.batch.sliceable import BatchError
 from tests.distributed import megatron_models
 from tests.distributed.megatron_cases import LAYOUTS, Case, Weights
 from tests.distributed.megatron_models import build_engine, build_model, load_weights, micro_batch, own_parallel_state

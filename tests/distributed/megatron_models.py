@@ -25,7 +25,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
-from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
+from terapipe_ds.models.megatron.kernels import stand_in_for_cuda, stand_in_for_transformer_engine
 from tests.distributed.engines import reduce_in_fp64
 from tests.distributed.megatron_cases import (
     ADAM_EPS,

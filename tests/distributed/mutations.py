@@ -21,25 +21,25 @@ Mutation = Callable[[], contextlib.AbstractContextManager[None]]
 def train_mutated(case: Case, mutation: str) -> RankRecord:
     """`train_case` by our engine, broken, and without its own check of the first batch: it would refuse wrong weights,
     and it is the comparison that is looked at. Called on every rank."""
-    from terapipe_ds.runtime.engine import TeraPipeEngine
+    from terapipe_ds.runtime.verify import FirstBatchCheck
     from tests.distributed.training import train_case
 
-    with MUTATIONS[mutation](), mock.patch.object(TeraPipeEngine, "verified", True):
+    with MUTATIONS[mutation](), mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None):
         return train_case(case, system="terapipe")
 
 
 @contextlib.contextmanager
 def backward_in_forward_order() -> Iterator[None]:
     """The backwards of a micro-batch begin with its first slice; the proof that refuses this is skipped."""
-    from terapipe_ds.runtime import plans
+    from terapipe_ds.runtime.planning.auto_planner import batch_plans
 
-    build = plans.build
+    build = batch_plans.build
 
     def build_wrong(*args: Any, **kwargs: Any) -> Any:
         schedule = build(*args, **kwargs)
         return replace(schedule, orders=tuple(_slices_ascending(order) for order in schedule.orders))
 
-    with mock.patch.object(plans, "build", build_wrong), mock.patch.object(plans, "validate"):
+    with mock.patch.object(batch_plans, "build", build_wrong), mock.patch.object(batch_plans, "validate"):
         yield
 
 
@@ -117,7 +117,7 @@ def dropped_kv_gradient() -> Iterator[None]:
 @contextlib.contextmanager
 def unweighted_losses() -> Iterator[None]:
     """The loss of a micro-batch is the plain mean of its slices' losses (of those that have a label)."""
-    from terapipe_ds.runtime import engine
+    from terapipe_ds.runtime.engine.engine import engine
 
     slice_weights = engine.slice_weights
 
@@ -133,7 +133,7 @@ def unweighted_losses() -> Iterator[None]:
 @contextlib.contextmanager
 def dropped_weight() -> Iterator[None]:
     """The W of one slice adds nothing to the gradients."""
-    from terapipe_ds.runtime.weight_gradients import WeightGradients
+    from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 
     compute = WeightGradients.compute
 
@@ -149,7 +149,7 @@ def dropped_weight() -> Iterator[None]:
 @contextlib.contextmanager
 def weight_twice() -> Iterator[None]:
     """The W of one slice adds its gradients twice."""
-    from terapipe_ds.runtime.weight_gradients import WeightGradients
+    from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 
     compute = WeightGradients.compute
 
@@ -167,7 +167,7 @@ def weight_twice() -> Iterator[None]:
 @contextlib.contextmanager
 def _lowered(change: Callable[[list[Any], int], list[Any]]) -> Iterator[None]:
     """The last W of every stage, at its index in what the engine runs, is changed; the proof is skipped."""
-    from terapipe_ds.runtime import plans
+    from terapipe_ds.runtime.planning.auto_planner import batch_plans
     from terapipe_ds.schedule import Kind, Schedule
 
     for_stage = Schedule.for_stage
@@ -178,7 +178,7 @@ def _lowered(change: Callable[[list[Any], int], list[Any]]) -> Iterator[None]:
         places = [index for index, action in enumerate(actions) if action.kind is Kind.WEIGHT]
         return replace(stage, actions=tuple(change(actions, places[-1]) if places else actions))
 
-    with mock.patch.object(Schedule, "for_stage", changed), mock.patch.object(plans, "validate"):
+    with mock.patch.object(Schedule, "for_stage", changed), mock.patch.object(batch_plans, "validate"):
         yield
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.runtime import profiler
+from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.schedule import CHUNKED_SCHEDULES
 from tests.distributed import engines, tuple_models
 from tests.distributed.nccl_emulator import emulated_nccl
@@ -76,7 +76,7 @@ def _mixed_batches() -> list[engines.Batch]:
 
 def _few_rounds() -> contextlib.AbstractContextManager[Any]:
     """Measure as few rounds as possible: no test here looks at what is measured."""
-    return mock.patch.object(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
+    return mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
 
 
 def _train(

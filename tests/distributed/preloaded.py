@@ -8,8 +8,9 @@ import importlib
 for _name in (
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.profiler._cupti_monitor", "deepspeed",
     "deepspeed.module_inject", "deepspeed.module_inject.auto_ep_layer", "numpy.typing", "pytest",
-    "terapipe_ds.models.megatron", "terapipe_ds.models.gpt", "terapipe_ds.bench.ranks", "terapipe_ds.runtime.engine",
-    "terapipe_ds.runtime.register", "terapipe_ds.cli", "tests.distributed.tuple_models",
+    "terapipe_ds.models.megatron", "terapipe_ds.models.gpt", "terapipe_ds.bench.ranks",
+    "terapipe_ds.runtime.engine.engine", "terapipe_ds.runtime.register", "terapipe_ds.cli",
+    "tests.distributed.tuple_models",
 ):  # fmt: skip
     try:
         importlib.import_module(_name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.schedule.action import Kind
 from tests.distributed.engines import (
     EXACT,

@@ -38,9 +38,9 @@ def competition(folder: str, job: Job) -> dict[str, Any]:
     """In each rank."""
     from torch.distributed import get_rank
 
-    from terapipe_ds.bench.compete import compete
+    from terapipe_ds.bench.train_in_turns import measure_systems
 
-    found, drivers = compete(job, Path(folder), Position(Path(folder), get_rank()))
+    found, drivers = measure_systems(job, Path(folder), Position(Path(folder), get_rank()))
     for driver in drivers:
         driver.destroy()
     return found
@@ -52,7 +52,6 @@ def rows_of(job: Job, folder: Path) -> list[dict[str, Any]]:
         ranks = pool.run(competition, folder=str(folder), job=job)
     finally:
         pool.close()
-    ranks = [json.loads(json.dumps(found)) for found in ranks]
     runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(job, "test", {}, ranks)))["runs"]
     return runs
 
@@ -99,7 +98,7 @@ def test_a_benchmark_in_processes_of_its_own() -> None:
 
 def main_with_a_fault(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     """On rank 1 no step of torch's ZBV begins, while rank 0 waits for its messages: as up to torch 2.11 by itself."""
-    from terapipe_ds.bench.torch_pipeline import TorchDriver
+    from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
 
     plain = TorchDriver.step
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime import closing, copies
+from terapipe_ds.runtime.engine.engine import batch_end
+from terapipe_ds.runtime.layout.layout import tied_and_copied
 from tests.distributed.engines import (
     batches,
     config,
@@ -56,7 +57,7 @@ def counted(groups: list[Any]) -> Iterator[list[int]]:
 def job_messages(limit_bytes: int) -> tuple[list[int], list[int], dict[str, float]]:
     """The sums of a step, the sizes of what is summed, and how far the training is from the stock engine's."""
     data = batches(2)
-    with mock.patch.object(copies, "BUCKET_BYTES", limit_bytes):
+    with mock.patch.object(tied_and_copied, "BUCKET_BYTES", limit_bytes):
         with engine_of(gpt_layers(tied_embedding=True), BOTH_WAYS) as engine:
             weights = engine.module.get_tied_weights_and_groups()
             with counted([group for _, group in weights]) as messages:
@@ -67,7 +68,7 @@ def job_messages(limit_bytes: int) -> tuple[list[int], list[int], dict[str, floa
     return messages, sizes, differences(ours, stock)
 
 
-@pytest.mark.parametrize("limit_bytes", [copies.BUCKET_BYTES, 8000])
+@pytest.mark.parametrize("limit_bytes", [tied_and_copied.BUCKET_BYTES, 8000])
 def test_gradients_are_summed_in_few_messages(limit_bytes: int) -> None:
     ranks = rank_pool(2).run(job_messages, limit_bytes=limit_bytes)
     assert not violations([errors for *_, errors in ranks])
@@ -169,7 +170,7 @@ def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = 
     ``alone``: no copy takes its owner's weights.
     """
     options = {**PRECISIONS[precision], **OPTIONS}
-    left = mock.patch.object(closing, "take_owners_weights", lambda module: None) if alone else nullcontext()
+    left = mock.patch.object(batch_end, "take_owners_weights", lambda module: None) if alone else nullcontext()
     with left, engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
         return train(engine, batches(NUM_STEPS, first_seed=1000 * engine.grid.get_data_parallel_id())).parameters
 

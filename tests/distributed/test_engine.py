@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime import plans as plans_module
+from terapipe_ds.runtime.planning.auto_planner import batch_plans as plans_module
 from tests.distributed import tuple_models
 from tests.distributed.engines import (
     EXACT,
@@ -1229,7 +1229,7 @@ def job_callers_subclass() -> dict[str, Any]:
 
 class TestRegistration:
     def test_which_engine_deepspeed_initialize_builds(self) -> None:
-        ours = "terapipe_ds.runtime.engine.TeraPipeEngine"
+        ours = "terapipe_ds.runtime.engine.engine.TeraPipeEngine"
         stock = "deepspeed.runtime.pipe.engine.PipelineEngine"
         for rank in on_ranks(job_registration):
             assert {name: each["type"] for name, each in rank.items()} == {

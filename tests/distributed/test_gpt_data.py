@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,19 +13,16 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from terapipe_ds import compat
-from terapipe_ds.models.megatron_data.datasets import build_datasets
-from terapipe_ds.models.megatron_data.micro_batches import training_batches
-from terapipe_ds.models.megatron_data.needs import MegatronDataError
-from terapipe_ds.models.megatron_data.options import DataOptions
-from terapipe_ds.models.megatron_data.text_index import find_files, write_index
-from terapipe_ds.models.megatron_data.tokenizers import build_tokenizer
 from terapipe_ds.runtime.verify import VerifyError
 from tests.distributed.engines import EXACT, Run, both, section, train
 from tests.distributed.harness import rank_pool
 from tests.distributed.tuple_models import HIDDEN_SIZE, Head, decoder, weight
 
-pytestmark = pytest.mark.skipif(not compat.has_megatron(), reason="needs megatron-core: terapipe_ds[megatron]")
+pytest.importorskip("megatron.core", reason="needs the extra megatron")
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from index_text import write_index
+from megatron_data import build_datasets, build_tokenizer, micro_batches
 
 LENGTH = 16
 EOD = 30
@@ -40,25 +38,28 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
             words = " ".join(str(first + (i * j + j) % (20 - first // 2)) for j in range(3 + i % 9))
             lines.append(f'{{"text": "{words}"}}')
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-        write_index(tmp_path / name, find_files([tmp_path / f"{name}.jsonl"]), build_tokenizer(TOKENIZER))
+        write_index(tmp_path / name, [tmp_path / f"{name}.jsonl"], build_tokenizer(TOKENIZER))
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
-def options(data_path: Any, **changes: Any) -> DataOptions:
-    return DataOptions(data_path, LENGTH, split="8,1,1", eod_mask_loss=True, reset_position_ids=True, **changes)
+def datasets(data_path: str, num_samples: Any, reads: bool = True) -> list[Any]:
+    args = SimpleNamespace(
+        seq_length=LENGTH, split="8,1,1", seed=1, eod_mask_loss=True, reset_position_ids=True, data_cache_path=None
+    )
+    return build_datasets(args, data_path.split(), build_tokenizer(TOKENIZER), num_samples, reads)
 
 
-def samples_on_each_rank(data_path: Any, absent: int | None = None) -> tuple[int, Any]:
+def samples_on_each_rank(data_path: str, absent: int | None = None) -> tuple[int, Any]:
     """The number of samples, and all training samples as lists; None on the rank `absent`."""
     rank = torch.distributed.get_rank()
-    datasets = build_datasets(options(data_path), build_tokenizer(TOKENIZER), (30, 2, 0), on_this_rank=rank != absent)
+    training, validation, test = datasets(data_path, (30, 2, 0), reads=rank != absent)
+    assert test is None
     if rank == absent:
-        assert datasets == (None, None, None)
+        assert (training, validation) == (None, None)
         return 0, None
-    assert len(datasets.valid) >= 2
-    assert datasets.test is None
-    batches = itertools.islice(training_batches(datasets.train, 1), 30)
-    return len(datasets.train), [[t.tolist() for pair in batch for t in pair] for batch in batches]
+    assert len(validation) >= 2
+    batches = micro_batches(training, 1, count=30)
+    return len(training), [[t.tolist() for pair in batch for t in pair] for batch in batches]
 
 
 class TestBuilding:
@@ -83,31 +84,15 @@ class TestBuilding:
         from_b = sum(min(t for t in tokens[0]) >= 20 for tokens, *_ in first)
         assert from_b in (7, 8)  # a quarter of 30
 
-    def test_a_cache_that_other_ranks_do_not_see(self, prefixes: tuple[str, str], tmp_path: Path) -> None:
-        told = rank_pool(2).run(build_with_caches_apart, data_path=prefixes[0], folder=str(tmp_path))
-        assert told[0] == ""
-        assert "give a cache path on a file system that all nodes share" in told[1]
-
-    def test_rank_0_must_build(self, prefixes: tuple[str, str]) -> None:
-        told, _ = rank_pool(2).run(build_elsewhere, data_path=prefixes[0])
-        assert "on_this_rank is False on rank 0" in told
+    def test_prefixes_without_weights_give_one_epoch(self, prefixes: tuple[str, str]) -> None:
+        for said in rank_pool(2).run(too_many_samples, data_path=" ".join(prefixes)):
+            assert "training has " in said and "3000 were asked for: prefixes without weights give one epoch" in said
 
 
-def build_with_caches_apart(data_path: str, folder: str) -> str:
-    cache = f"{folder}/{torch.distributed.get_rank()}"
+def too_many_samples(data_path: str) -> str:
     try:
-        build_datasets(options(data_path, cache_path=cache), build_tokenizer(TOKENIZER), (30, 0, 0))
-    except MegatronDataError as error:
-        return str(error)
-    return ""
-
-
-def build_elsewhere(data_path: str) -> str:
-    if torch.distributed.get_rank() != 0:
-        return ""
-    try:
-        build_datasets(options(data_path), build_tokenizer(TOKENIZER), (30, 0, 0), on_this_rank=False)
-    except MegatronDataError as error:
+        datasets(data_path, (3000, 0, 0))
+    except ValueError as error:
         return str(error)
     return ""
 
@@ -165,18 +150,17 @@ def layers() -> list[LayerSpec]:
 
 
 def train_on_dataset(data_path: str, wrong: bool = False) -> tuple[Run, Run, float]:
-    dataset = build_datasets(options(data_path), build_tokenizer(TOKENIZER), (8, 0, 0)).train
-    micro_batches = list(itertools.islice(training_batches(dataset, 2), 4))
+    batches = list(micro_batches(datasets(data_path, (8, 0, 0))[0], 2, count=4))
     loss_fn = WrongWeight() if wrong else MaskedMean()
     terapipe = section(slices=[5, 1, 7, 3])
 
     def two_steps(engine: Any) -> Run:
-        run = train(engine, [micro_batches[:2], micro_batches[2:]])
-        assert engine.global_samples == 8, "what training_batches() is to go on from"
+        run = train(engine, [batches[:2], batches[2:]])
+        assert engine.global_samples == 8, "what micro_batches() is to go on from"
         return run
 
     runs = both(two_steps, layers, terapipe, loss_fn=loss_fn)
-    return *runs, float(sum((mask == 0).sum() for _, (_, mask) in micro_batches))
+    return *runs, float(sum((mask == 0).sum() for _, (_, mask) in batches))
 
 
 def refused_weights(data_path: str) -> str:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from terapipe_ds.runtime import groups
+from terapipe_ds.runtime.links import groups
 from tests.distributed.engines import (
     EXACT,
     batches,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -37,11 +36,11 @@ def hanging(kind: str, stage: int, folder: Path, stages: int = 2, **fault: objec
 def assert_named(ended: Ended, stages: int, stage: int) -> None:
     """Every rank ends, with exit code 1, and blames this stage and no other."""
     ended.assert_all_told(
-        r"no progress for 1 s \(terapipe.stall_timeout_s\)", rf"Stage {stage} \(rank {stage}\) is where it stands",
+        r"no progress for 1 s \(terapipe.stall_timeout_s\)", rf"Stage {stage} \(rank {stage}\) holds up the job",
         "in wait_for_ever", survivors=list(range(stages)),
     )  # fmt: skip
     for other in set(range(stages)) - {stage}:
-        assert not any(f"Stage {other} (rank {other}) is where" in output for output in ended.outputs)
+        assert not any(f"Stage {other} (rank {other}) holds up" in output for output in ended.outputs)
     assert ended.exit_codes == [1] * stages
     assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S
 
@@ -89,11 +88,11 @@ class TestHangs:
 
     @pytest.mark.full
     def test_saving_a_checkpoint(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It may take long: it is reported after the limit, and ended after six times as long."""
+        """It may take long: it is ended after six times the limit."""
         job = hanging("hang_save", 1, tmp_path / "trace")
         ended = end(Job(**{**vars(job), "folder": str(tmp_path / "saved")}), monkeypatch)
-        ended.assert_all_told(r"Stage 1 \(rank 1\) is where it stands: .*save_checkpoint", survivors=[0, 1])
-        assert re.search(r"rank 0 has waited \d s in save_checkpoint:", ended.outputs[0])
+        ended.assert_all_told(r"Stage 1 \(rank 1\) holds up the job: .*save_checkpoint", survivors=[0, 1])
+        assert ended.seconds_after_fault > 5 * STALL_TIMEOUT_S
         assert ended.exit_codes == [1, 1]
 
 
@@ -103,7 +102,7 @@ class TestEnds:
         job = hanging("stopped", 0, tmp_path, unit=(1, 0))
         ended = end_pool(2, job, monkeypatch, grace_s=0.2, act=train_until_it_hangs)
         ended.assert_all_told(
-            r"no progress for 1 s .*rank 0, which serves the watch-dog's store, does not answer", survivors=[1]
+            r"no progress for 1 s .*the store of the job does not answer. Rank 0, or the launcher", survivors=[1]
         )
         assert ended.exit_codes == [None, 1]  # the pool has to end the stopped one
         assert ended.seconds_after_fault < STALL_TIMEOUT_S + REPORT_S

@@ -17,8 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
 import terapipe_ds
-from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss
-from terapipe_ds.models.megatron import attention as megatron_attention
+from terapipe_ds.attention import sliced_attention
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss, sliced_core_attention
 from terapipe_ds.models.megatron.gradients import ReplicatedGradientError, require_equal_replicas
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
@@ -111,8 +111,8 @@ def states_drawn_from(sequence_parallel: bool) -> dict[str, list[bytes]]:
     with pytest.MonkeyPatch.context() as patch:
         hidden = watched("hidden", F.dropout, lambda args, kwargs: kwargs.get("training", True))
         patch.setattr(F, "dropout", hidden)
-        attend = watched("attention", megatron_attention.sliced_attention, lambda args, kwargs: kwargs["dropout_p"] > 0)
-        patch.setattr(megatron_attention, "sliced_attention", attend)
+        attend = watched("attention", sliced_attention, lambda args, kwargs: kwargs["dropout_p"] > 0)
+        patch.setattr(sliced_core_attention, "sliced_attention", attend)
         train(
             engines.section(slices=[8, 10, 6]), tensor=2, sequence_parallel=sequence_parallel, hidden_dropout=0.2,
             attention_dropout=0.2,

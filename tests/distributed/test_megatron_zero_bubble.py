@@ -16,8 +16,8 @@ import torch
 pytest.importorskip("megatron.core")
 
 from terapipe_ds.models.megatron import linears
-from terapipe_ds.runtime import measuring, profiler
-from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import megatron_cases
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, Record, megatron_name
@@ -130,7 +130,7 @@ class TestMistakesAreCaught:
 def job_measured(case: Case) -> dict[str, Any]:
     """One batch whose slices are found by measuring: what it says of W, and how many products that was."""
     found: dict[str, Any] = {"bytes": []}
-    weights, weight_bytes = profiler.weights, StageProbe.weight_bytes
+    weights, weight_bytes = rounds.weights, SliceTimer.weight_bytes
     auto = {"enabled": True, "schedule": case.schedule, "slices": "auto", "granularity_tokens": 12}
     engine = build_engine(build_model(case), case, terapipe=auto)
     seen = count_products(engine)
@@ -140,14 +140,14 @@ def job_measured(case: Case) -> dict[str, Any]:
         found["computed"] = seen["computed"]
         return found["weight_s"]
 
-    def watched_bytes(probe: StageProbe, tokens: int) -> int:
+    def watched_bytes(probe: SliceTimer, tokens: int) -> int:
         found["bytes"].append((tokens, weight_bytes(probe, tokens)))
         return int(found["bytes"][-1][1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
-        patch.setattr(measuring, "weights", watched_weights)
-        patch.setattr(StageProbe, "weight_bytes", watched_bytes)
+        patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
+        patch.setattr(rounds, "weights", watched_weights)
+        patch.setattr(SliceTimer, "weight_bytes", watched_bytes)
         try:
             engine.train_batch(iter([micro_batch(case, 0, 0, 0)]))
         finally:
@@ -160,7 +160,7 @@ def test_measured_w() -> None:
     case = Case(layout="tp2_sp", schedule="zb-h1")
     for found in rank_pool(2).run(job_measured, case=case):
         assert sorted(found["weight_s"]) == [12, 24] and min(found["weight_s"].values()) > 0
-        assert found["computed"] == (1 + profiler.WEIGHT_ROUNDS) * 2 * (4 * NUM_LAYERS + 1)
+        assert found["computed"] == (1 + rounds.WEIGHT_ROUNDS) * 2 * (4 * NUM_LAYERS + 1)
         [(tokens, kept)] = found["bytes"]
         # bytes per token of qkv, proj, fc1, fc2. Inputs: half of the tokens (qkv, fc1, head), or all of them and half
         # of the features (proj, fc2). Gradients of outputs: half of the features (qkv, fc1, head) or all (proj, fc2)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.bench.memory import counted_model, in_place_model, measure_peak
-from terapipe_ds.bench.ranks import Workload, batches, build_engine
+from studies.memory import counted_model, in_place_model, measure_peak
+from studies.options import batches
+from terapipe_ds.bench.ranks import Workload, build_engine
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import build

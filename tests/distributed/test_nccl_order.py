@@ -14,9 +14,10 @@ from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
-from terapipe_ds.runtime import groups, measuring
-from terapipe_ds.runtime.groups import PipelineGroups, Wires
-from terapipe_ds.runtime.link import Wire
+from terapipe_ds.runtime.links import groups
+from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.planning.auto_planner import auto_planner
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import EXACT, violations
 from tests.distributed.harness import RankFailure, rank_pool
@@ -91,12 +92,13 @@ def test_other_layouts(name: str, eager: bool) -> None:
 @contextlib.contextmanager
 def links_measured_over_the_first_group() -> Iterator[None]:
     """As long as any two stages had a wire over the first group, in which `connect` had connected others."""
-    links = measuring._links
+    measure = auto_planner.measure_parts
 
-    def over_the_first_group(specs: Any, layout: Any, groups: PipelineGroups, wires: Wires, *rest: Any) -> Any:
-        return links(specs, layout, groups, _OverFirst(wires, next(iter(groups.by_wire.values()))), *rest)
+    def over_the_first_group(engine: Any, layout: Any, groups: PipelineGroups, wires: Wires, *rest: Any) -> Any:
+        wires = _OverFirst(wires, next(iter(groups.by_wire.values())))
+        return measure(engine, layout, groups, wires, *rest)
 
-    with mock.patch.object(measuring, "_links", over_the_first_group):
+    with mock.patch.object(auto_planner, "measure_parts", over_the_first_group):
         yield
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from terapipe_ds.runtime import measuring
-from terapipe_ds.runtime.own_time import own_seconds
-from terapipe_ds.runtime.untouched import untouched
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.own_time import own_seconds
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.profiling import all_parts
 from tests.distributed.engines import Run, batches, build, gpt_layers, section, train
 from tests.distributed.harness import rank_pool
 
@@ -127,16 +128,16 @@ def test_a_rehearsal_leaves_nothing_behind(kind: str) -> None:
 def _measured(own_s: float) -> list[tuple[float, float]]:
     """The shortest F and B that "auto" has measured, with ``own_s`` said to be the engine's."""
     found = []
-    real = measuring.measure_parts
+    real = all_parts.measure_parts
 
     def watched(*args: Any) -> Any:
         costs = real(*args)
-        found.extend((s.forward_s, s.backward_s) for part in costs for s in part.samples)
+        found.extend((s.forward_s, s.backward_s) for part in costs for s in part.times.samples)
         return costs
 
     engine = build(gpt_layers(), section(slices="auto", granularity_tokens=4))
-    told = mock.patch.object(measuring, "own_seconds", lambda *args: (own_s, 2 * own_s))
-    with told, mock.patch("terapipe_ds.runtime.planning.measure_parts", watched):
+    told = mock.patch.object(TeraPipeEngine, "own_seconds", lambda *args: (own_s, 2 * own_s))
+    with told, mock.patch("terapipe_ds.runtime.planning.auto_planner.measure_parts", watched):
         train(engine, batches(1))
     engine.destroy()
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,15 @@ import torch
 import terapipe_ds
 from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.cost_profile import Profile, ProfileError
+from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PlanResult, plan_slices
-from terapipe_ds.runtime import measuring, planning, profiler
-from terapipe_ds.runtime.batch import BatchError
-from terapipe_ds.runtime.engine import TeraPipeEngine
-from terapipe_ds.runtime.header import raised_on_every_rank
-from terapipe_ds.runtime.schedule_choice import bounds_of
+from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.planning.auto_planner import auto_planner
+from terapipe_ds.runtime.planning.schedule_choice import bounds_of
+from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import (
     EXACT,
@@ -48,13 +50,27 @@ from tests.distributed.harness import rank_pool
 
 def _with_few_rounds(job: Callable[..., Any], **options: Any) -> Any:
     """What is measured is not looked at here, so that as many rounds as there must be will do."""
-    with mock.patch.object(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS):
+    with mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS):
         return job(**options)
 
 
 def on_ranks(ranks: int, job: Callable[..., Any], **options: Any) -> list[Any]:
     """The results of ``job(**options)``, one for each rank."""
     return rank_pool(ranks).run(_with_few_rounds, job=job, **options)
+
+
+@contextlib.contextmanager
+def measured_lengths() -> Iterator[list[int]]:
+    """The lengths of the sequences that parts of this rank are measured for, one by one."""
+    lengths: list[int] = []
+    original = rounds.measure
+
+    def noted(timer: Any, points: Any, length: int, *rest: Any) -> Any:
+        lengths.append(length)
+        return original(timer, points, length, *rest)
+
+    with mock.patch.object(rounds, "measure", noted):
+        yield lengths
 
 
 AUTO = {"slices": "auto", "granularity_tokens": 4}
@@ -76,15 +92,12 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], bool, dict[st
     """The plan that ran, and whether a run given that plan as a list is the same to the last bit."""
     torch.manual_seed(5)
     layers = options.pop("layers", {})
-    planning.plan_slices = _cut_anyway
-    try:
-        with engine_of(gpt_layers(**layers), _auto(), **options) as engine:
-            assert isinstance(engine, TeraPipeEngine)
-            planned = train(engine, batches(3))
-            lengths = list(engine.slice_plan(LENGTH).lengths)
-            after = torch.rand(1)
-    finally:
-        planning.plan_slices = plan_slices
+    cut = mock.patch.object(auto_planner, "plan_slices", _cut_anyway)
+    with cut, engine_of(gpt_layers(**layers), _auto(), **options) as engine:
+        assert isinstance(engine, TeraPipeEngine)
+        planned = train(engine, batches(3))
+        lengths = list(engine.slice_plan(LENGTH).lengths)
+        after = torch.rand(1)
     torch.manual_seed(5)
     listed = run_training(lambda: gpt_layers(**layers), section(slices=lengths), batches(3), **options)
     same_numbers = bool(torch.equal(after, torch.rand(1)))
@@ -197,7 +210,7 @@ class _HandsOn(torch.nn.Module):
 def _items_on_the_last_stage() -> dict[str, tuple[list[float], list[bool]]]:
     """By schedule: losses, and of each part whose layers were timed whether that went well."""
     found = {}
-    original = measuring.layer_shares
+    original = rounds.layer_shares
     for schedule in ("seq1f1b", "auto"):
         known: list[bool] = []
 
@@ -206,14 +219,11 @@ def _items_on_the_last_stage() -> dict[str, tuple[list[float], list[bool]]]:
             known.append(shares is not None)
             return shares
 
-        measuring.layer_shares = noted  # type: ignore[assignment]
         layers = [spec.build() for spec in gpt_layers()]
         layers = [_HandsOn(layer, n == len(layers) - 1, n == len(layers) - 2) for n, layer in enumerate(layers)]
-        try:
-            with engine_of(layers, {**_auto(), "schedule": schedule}) as engine:
-                found[schedule] = train(engine, batches(1)).returned, known
-        finally:
-            measuring.layer_shares = original
+        watched = mock.patch.object(rounds, "layer_shares", noted)
+        with watched, engine_of(layers, {**_auto(), "schedule": schedule}) as engine:
+            found[schedule] = train(engine, batches(1)).returned, known
     return found
 
 
@@ -233,25 +243,13 @@ def _measured_in(
 ) -> tuple[list[int], tuple[int, ...]]:
     """How often each of ``count`` engines, one after the other, measured, and the last one's plan."""
     measured: list[int] = []
-    original = measuring.measure
-    calls = [0]
     layers = options.pop("layers", {})
     terapipe = {**_auto(cache_dir=folder), "granularity_tokens": granularity_tokens}
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return original(*args, **kwargs)
-
-    measuring.measure = counted  # type: ignore[assignment]
-    try:
-        for _ in range(count):
-            calls[0] = 0
-            with engine_of(gpt_layers(**layers), terapipe, **options) as engine:
-                train(engine, batches(2))
-                plan = engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
-            measured.append(calls[0])
-    finally:
-        measuring.measure = original
+    for _ in range(count):
+        with measured_lengths() as lengths, engine_of(gpt_layers(**layers), terapipe, **options) as engine:
+            train(engine, batches(2))
+            plan = engine.slice_plan(LENGTH).lengths  # type: ignore[attr-defined]
+        measured.append(len(lengths))
     return measured, plan
 
 
@@ -270,14 +268,14 @@ def cache(measured_once: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def profile_file(cache: Path) -> Path:
-    (file,) = [f for f in cache.glob("profile-*.json") if ".memory." not in f.name]
+    (file,) = cache.glob("profile-*.json")
     return file
 
 
 def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     first, second = on_ranks(2, _measured_in, folder=str(tmp_path), count=2)
     assert first[0] == second[0] == [1, 0] and first[1] == second[1]
-    (file,) = [f for f in tmp_path.glob("profile-*.json") if ".memory." not in f.name]
+    (file,) = tmp_path.iterdir()
     profile = Profile.load(file)
     assert profile.key.num_stages == len(profile.parts) == 2 and profile.key.micro_batch == 2
     assert profile.key.sequence_length == LENGTH and profile.key.dtype == "float64"
@@ -285,9 +283,9 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
     assert [each and len(each) for each in shares] == [4, 3]  # embedding, three decoder layers; another, norm and head
     assert all(each and sum(layer.backward for layer in each) == pytest.approx(1) for each in shares)
     assert {link.part_id for link in profile.links} == {0, 1}
-    memory = json.loads(next(tmp_path.glob("*.memory.json")).read_text())
     heads, tokens = 2 * 4 * 8, 2  # 2 key heads of dimension 4 in fp64, 2 rows
-    assert [part["store_bytes_per_token"] for part in memory] == [2 * heads * tokens * layers for layers in (3, 1)]
+    memory = [part.memory and part.memory["store_bytes_per_token"] for part in profile.parts]
+    assert memory == [2 * heads * tokens * layers for layers in (3, 1)]
 
 
 _HALF = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
@@ -310,13 +308,14 @@ def test_another_run_is_measured_again(tmp_path: Path, before: dict[str, Any], a
             assert measured == [expected], options
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": "terapipe_ds.profile", "version": 99}', "[]"])
+@pytest.mark.parametrize("change", [lambda text: text[:99], lambda text: text.replace("static_bytes", "bytes")])
 @pytest.mark.sample(1)
-def test_a_cache_that_cannot_be_used_is_measured_again(cache: Path, text: str) -> None:
+def test_a_cache_that_cannot_be_used_is_measured_again(
+    cache: Path, profile_file: Path, change: Callable[[str], str]
+) -> None:
     for measured, _ in on_ranks(2, _measured_in, folder=str(cache), count=1):
         assert measured == [0]  # as it is it can be used
-    for file in cache.glob("profile-*.json"):
-        file.write_text(text)
+    profile_file.write_text(change(profile_file.read_text()))
     for measured, _ in on_ranks(2, _measured_in, folder=str(cache), count=2):
         assert measured == [1, 0]  # and mended
 
@@ -330,23 +329,32 @@ def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> tuple[st
     ):
         engines.append(engine)
         train(engine, batches(1))
-    assert raised_on_every_rank(caught.value)
     return str(caught.value), not engines
 
 
 @pytest.mark.parametrize(
-    ("layers", "options", "named"),
+    ("key", "layers", "options", "named"),
     [
-        ({"ffn_size": 32}, {}, "model_fingerprint"),
-        ({"dtype": "float32"}, {}, "dtype"),
-        ({}, {"module": {"activation_checkpoint_interval": 1}}, "activation_checkpointing"),
+        ({}, {"ffn_size": 32}, {}, "model_fingerprint"),
+        ({}, {"dtype": "float32"}, {}, "dtype"),
+        ({}, {}, {"module": {"activation_checkpoint_interval": 1}}, "activation_checkpointing"),
+        ({"device": "a calculator"}, {}, {}, "a calculator"),
+        ({"micro_batch": 7}, {}, {}, "micro_batch"),  # which the first batch tells
     ],
 )
 def test_the_profile_of_something_else_is_refused_on_every_rank(
-    profile_file: Path, layers: dict[str, Any], options: dict[str, Any], named: str
+    profile_file: Path, key: dict[str, Any], layers: dict[str, Any], options: dict[str, Any], named: str
 ) -> None:
+    document = json.loads(profile_file.read_text())
+    document["key"].update(key)
+    profile_file.write_text(json.dumps(document))
     for message, early in on_ranks(2, _with_profile, path=str(profile_file), layers=layers, **options):
-        assert named in message and "measure" in message and early
+        assert named in message and "measure" in message and early == (named != "micro_batch")
+
+
+def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for message, early in on_ranks(2, _with_profile, path=str(tmp_path / "none.json"), layers={}):
+        assert "none.json" in message and early
 
 
 def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
@@ -354,7 +362,7 @@ def _own_profile(folder: str, dtype: str, options: dict[str, Any]) -> bool:
     with engine_of(gpt_layers(dtype=dtype), _auto(cache_dir=folder), **options) as engine:
         train(engine, batches(1))
     torch.distributed.barrier()
-    (file,) = [f for f in Path(folder).glob("profile-*.json") if ".memory." not in f.name]
+    (file,) = Path(folder).iterdir()
     with engine_of(gpt_layers(dtype=dtype), _auto(profile=str(file)), **options) as engine:
         return bool(train(engine, batches(1)).returned)
 
@@ -374,25 +382,6 @@ def test_a_run_takes_its_own_profile(tmp_path: Path, dtype: str, options: dict[s
     assert on_ranks(2, _own_profile, folder=str(tmp_path), dtype=dtype, options=options) == [True, True]
 
 
-def _edited(file: Path, **key: Any) -> Path:
-    document = json.loads(file.read_text())
-    document["key"].update(key)
-    edited = file.with_name("edited.json")
-    edited.write_text(json.dumps(document))
-    return edited
-
-
-@pytest.mark.parametrize(
-    ("key", "named"),
-    [({"device": "a calculator"}, "a calculator"), ({"micro_batch": 7}, "micro_batch")],  # which the first batch tells
-)
-def test_a_profile_of_another_device_or_micro_batch_is_refused(
-    profile_file: Path, key: dict[str, Any], named: str
-) -> None:
-    for message, early in on_ranks(2, _with_profile, path=str(_edited(profile_file, **key)), layers={}):
-        assert named in message and early == ("device" in key)
-
-
 def _planned_from(path: str) -> tuple[int, ...]:
     terapipe = _auto(profile=path)
     options = {"module": {"partition_method": "parameters"}}  # as the command cuts, and DeepSpeed by default
@@ -403,7 +392,7 @@ def _planned_from(path: str) -> tuple[int, ...]:
 
 def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
     model, ds_config, path = (tmp_path / name for name in ("model.json", "ds.json", "profile.json"))
-    fields = dataclasses.asdict(gpt_layers(dtype="float32")[0].module_args[0])
+    fields = gpt_layers(dtype="float32")[0].module_args[0].model_dump()
     model.write_text(json.dumps(fields))
     ds_config.write_text(json.dumps(config(terapipe=_auto())))
     files = ["--config", str(ds_config), "--model", str(model), "--out", str(path)]
@@ -414,11 +403,6 @@ def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
     )  # fmt: skip
     plans = on_ranks(2, _planned_from, path=str(path))
     assert plans[0] == plans[1] and sum(plans[0]) == LENGTH
-
-
-def test_a_profile_that_is_not_there_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for message, early in on_ranks(2, _with_profile, path=str(tmp_path / "none.json"), layers={}):
-        assert "none.json" in message and early
 
 
 # -- limits and lengths --------------------------------------------------------------------------------------------
@@ -434,6 +418,21 @@ def _limited(limit_gb: float) -> str:
 def test_a_memory_limit_that_nothing_meets_is_an_error_on_every_rank() -> None:
     for message in on_ranks(2, _limited, limit_gb=1e-6):
         assert "memory" in message and "stage" in message
+
+
+def _limited_while_a_profiler_runs() -> str:
+    terapipe = _auto(memory_limit_gb=1.0)
+    here = torch.distributed.get_rank() == 0
+    counts = mock.patch.object(MemoryPeak, "is_available", staticmethod(lambda: not here))
+    with counts, engine_of(gpt_layers(), terapipe) as engine, pytest.raises(TeraPipeConfigError) as caught:
+        train(engine, batches(1))
+    return str(caught.value)
+
+
+def test_a_memory_limit_without_measured_memory_is_an_error_on_every_rank() -> None:
+    """Bytes cannot be counted on one of the ranks."""
+    for message in on_ranks(2, _limited_while_a_profiler_runs):
+        assert "memory_limit_gb = 1.0" in message and "start the profiler after the first batch" in message
 
 
 def _too_short() -> str:
@@ -522,44 +521,22 @@ def test_a_plan_can_be_set_by_hand_alike_on_all_ranks() -> None:
 
 def _given_beside_auto() -> tuple[list[int], list[int]]:
     """With planning on, a length that is set by hand is not measured; another one is."""
-    calls: list[int] = []
-    original = measuring.measure
-
-    def counted(probe: Any, points: Any, length: int, **options: Any) -> Any:
-        calls.append(length)
-        return original(probe, points, length, **options)
-
-    measuring.measure = counted  # type: ignore[assignment]
-    try:
-        with engine_of(gpt_layers(), _auto()) as engine:
-            assert isinstance(engine, TeraPipeEngine)
-            engine.use_slice_plan(SlicePlan((12, 11)))
-            train(engine, [*batches(1), *batches(1, length=31)])
-            return calls, [engine.slice_plan(LENGTH).num_slices, engine.slice_plan(31).sequence_length]
-    finally:
-        measuring.measure = original
+    with measured_lengths() as calls, engine_of(gpt_layers(), _auto()) as engine:
+        assert isinstance(engine, TeraPipeEngine)
+        engine.use_slice_plan(SlicePlan((12, 11)))
+        train(engine, [*batches(1), *batches(1, length=31)])
+        return calls, [engine.slice_plan(LENGTH).num_slices, engine.slice_plan(31).sequence_length]
 
 
 def _other_rows_and_back() -> tuple[list[int], list[int]]:
     """How often measured after each batch; the second one has micro-batches of another size."""
-    calls: list[int] = []
     after: list[int] = []
-    original = measuring.measure
-
-    def counted(probe: Any, points: Any, length: int, **options: Any) -> Any:
-        calls.append(length)
-        return original(probe, points, length, **options)
-
-    measuring.measure = counted  # type: ignore[assignment]
-    try:
-        with engine_of(gpt_layers(), _auto()) as engine:
-            for rows in (2, 4, 2, 4):
-                engine.set_train_micro_batch_size(rows)
-                train(engine, batches(1, num_micro_batches=engine.micro_batches, rows=rows))
-                after.append(len(calls))
-            return calls, after
-    finally:
-        measuring.measure = original
+    with measured_lengths() as calls, engine_of(gpt_layers(), _auto()) as engine:
+        for rows in (2, 4, 2, 4):
+            engine.set_train_micro_batch_size(rows)
+            train(engine, batches(1, num_micro_batches=engine.micro_batches, rows=rows))
+            after.append(len(calls))
+    return calls, after
 
 
 def test_micro_batches_of_another_size_are_measured_once() -> None:
@@ -581,7 +558,7 @@ def test_the_predicted_step_lies_beside_the_measured_ones(
 ) -> None:
     on_ranks(2, _traced, folder=str(tmp_path))
     predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
-    assert main(["compare", str(predicted), str(tmp_path)]) == 0
+    assert main(["timeline", str(tmp_path), "--against", str(predicted)]) == 0
     text = capsys.readouterr().out
     assert "stage" in text and "F0.0" in text
 

@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.pipe import p2p
 from torch import Tensor
 
-from terapipe_ds.runtime import groups, link, staging
+from terapipe_ds.runtime.links import channel, groups, staging
 from tests.distributed.engines import EXACT, Run, batches, both, gpt_layers, run_training, section, train
 from tests.distributed.harness import rank_pool
 
@@ -28,7 +28,7 @@ def _train_staged() -> tuple[Run, Run, int]:
 
     data = batches(2)
     always = mock.patch.object(groups, "needs_staging", lambda group, device: True)
-    with always, mock.patch.object(link, "to_host", counted):
+    with always, mock.patch.object(channel, "to_host", counted):
         stock, ours = both(lambda engine: train(engine, data))
     return stock, ours, len(copies)
 
@@ -88,7 +88,7 @@ class GlooForDevices:
         with contextlib.ExitStack() as stack:
             for module in (groups, staging):
                 stack.enter_context(mock.patch.object(module, "needs_staging", lambda group, device: True))
-            for module, name in itertools.product((link, staging), ("to_host", "host_buffer")):
+            for module, name in itertools.product((channel, staging), ("to_host", "host_buffer")):
                 stack.enter_context(mock.patch.object(module, name, getattr(self, name)))
             for name in ("send", "recv", "isend", "irecv"):
                 stack.enter_context(mock.patch.object(distributed, name, self.takes(getattr(distributed, name))))
@@ -159,8 +159,8 @@ def _exchange(device: torch.device) -> bool:
     """A message from rank 0 to rank 1 by way of the host; whether the buffers were pinned."""
     from torch import distributed
 
-    from terapipe_ds.runtime.layout import Layout
-    from terapipe_ds.runtime.link import MessageSpec, ReceiveChannel, SendChannel, TensorSpec
+    from terapipe_ds.runtime.layout.layout import Layout
+    from terapipe_ds.runtime.links.channel import MessageSpec, ReceiveChannel, SendChannel, TensorSpec
 
     rank, everyone = distributed.get_rank(), distributed.group.WORLD
     layout = Layout.plain(2)

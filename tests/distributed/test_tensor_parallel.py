@@ -10,8 +10,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import BatchError
-from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from tests.distributed import tensor_parallel as tp
 from tests.distributed.engines import (
     EXACT,

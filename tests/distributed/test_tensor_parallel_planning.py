@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
-from terapipe_ds.runtime import own_time, planning, probe, profiler
-from terapipe_ds.runtime.engine import TeraPipeEngine
-from terapipe_ds.runtime.probe import StageProbe
-from terapipe_ds.runtime.tensor_peak import TensorPeak
+from terapipe_ds.runtime.engine import own_time
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.planning.auto_planner import auto_planner
+from terapipe_ds.runtime.profiling import rounds, slice_timer
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import tensor_parallel as tp
 from tests.distributed.engines import LENGTH, Run, batches, engine_of, section, train
 from tests.distributed.harness import rank_pool
@@ -38,39 +40,39 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
     if not is_disturbed:
         return
     if how == "slow clock":  # the measurement seems to take a million times as long, so that it wants to stop
-        patch.setattr(profiler, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
+        patch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter()))
     elif how == "noisy clock":  # every second measurement seems to take an hour, the engine's own time too
         jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
-        patch.setattr(probe, "_now_s", lambda: time.perf_counter() + next(jumps))
+        patch.setattr(slice_timer, "_now_s", lambda: time.perf_counter() + next(jumps))
         patch.setattr(own_time, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + next(jumps)))
     elif how == "own profiler":  # as where one rank alone is profiled: peaks cannot be told on it
-        patch.setattr(TensorPeak, "is_available", staticmethod(lambda: False))
+        patch.setattr(MemoryPeak, "is_available", staticmethod(lambda: False))
 
 
 def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     """The slices whose F and B the probe of this rank runs, in their order."""
     ran: list[tuple[str, int, int]] = []
-    forward, backward = StageProbe._forward, StageProbe.issue_backward
+    forward, backward = SliceTimer._forward, SliceTimer.issue_backward
 
-    def note_forward(self: StageProbe, active: Any) -> Any:
+    def note_forward(self: SliceTimer, active: Any, *rest: Any) -> Any:
         ran.append(("F", active.start, active.stop))
-        return forward(self, active)
+        return forward(self, active, *rest)
 
-    def note_backward(self: StageProbe, live: Any) -> None:
+    def note_backward(self: SliceTimer, live: Any) -> None:
         ran.append(("B", live.active.start, live.active.stop))
         backward(self, live)
 
-    patch.setattr(StageProbe, "_forward", note_forward)
-    patch.setattr(StageProbe, "issue_backward", note_backward)
+    patch.setattr(SliceTimer, "_forward", note_forward)
+    patch.setattr(SliceTimer, "issue_backward", note_backward)
     return ran
 
 
 def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, bool]:
     """The plan, the slices that were measured, and whether a run with that plan as a list is the same to the bit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "plan_slices", _cut_anyway)
-        patch.setattr(profiler, "MAX_ROUNDS", 4)
-        patch.setattr(profiler, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
+        patch.setattr(auto_planner, "plan_slices", _cut_anyway)
+        patch.setattr(rounds, "MAX_ROUNDS", 4)
+        patch.setattr(rounds, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)
         ran = _recorded(patch)
         with engine_of(tp.layers(), section(**AUTO), **parallel(grid)) as engine:
@@ -108,11 +110,11 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
 def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: int) -> tuple[int, tuple[int, ...]]:
     """How many slices were measured, and the plan; each rank sees another folder, as on machines of their own."""
     module_class = tp.InMultiplesOfTwo if multiple == 2 else tp.TensorParallelModule
-    usual = planning.cache_path
+    usual = auto_planner.cache_path
     with pytest.MonkeyPatch.context() as patch:
         own = str(Path(folder, str(torch.distributed.get_rank())))
-        patch.setattr(planning, "cache_path", lambda _, *rest: usual(own, *rest))
-        patch.setattr(profiler, "MAX_ROUNDS", profiler.MIN_ROUNDS)
+        patch.setattr(auto_planner, "cache_path", lambda _, *rest: usual(own, *rest))
+        patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
         ran = _recorded(patch)
         terapipe = section(**AUTO, planner={"cache_dir": folder})
         with engine_of(tp.layers(), terapipe, **parallel(grid, module_class)) as engine:
@@ -133,5 +135,4 @@ def test_rank_0_decides_whether_to_measure(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     in_multiples = pool.run(_with_cache_of_its_own, **{**job, "multiple": 2})
     assert len({ran for ran, _ in in_multiples}) == 1 and in_multiples[0][0] > 0
-    files = [path for path in tmp_path.glob("0/profile-*.json") if ".memory." not in path.name]
-    assert sorted(Profile.load(path).key.tensor_parallel for path in files) == [2, 2]
+    assert [Profile.load(path).key.tensor_parallel for path in tmp_path.glob("0/profile-*.json")] == [2, 2]

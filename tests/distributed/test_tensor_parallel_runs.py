@@ -12,9 +12,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.cli import main
-from terapipe_ds.runtime import profiler, trials, watchdog
-from terapipe_ds.runtime.engine import TeraPipeEngine
-from terapipe_ds.runtime.probe import StageProbe
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.failures import trials, watchdog
+from terapipe_ds.runtime.profiling import rounds
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.timeline import Timeline
 from tests.distributed import harness
 from tests.distributed import tensor_parallel as tp
@@ -143,7 +144,7 @@ def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
     stages = {rank: {event.stage_id for event in Timeline.load(file).events} for rank, file in files.items()}
     assert stages == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
     predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
-    assert main(["compare", str(predicted), str(tmp_path)]) == 0
+    assert main(["timeline", str(tmp_path), "--against", str(predicted)]) == 0
     said = capsys.readouterr()
     assert "F0.0" in said.out and "note: ranks 0, 2; others hold the same stages" in said.err
     picture = tmp_path / "step.svg"
@@ -204,10 +205,10 @@ def test_a_tensor_parallel_rank_that_fails_ends_all(kind: str, rank: int) -> Non
             assert f"rank {rank} (stage {rank // 2}) failed at F1.1: BrokenError: the layer is broken" in output
         if kind == "hangs":
             assert "no progress for 2 s" in output and f"rank {rank} (stage {rank // 2}): running F1.1" in output
-            assert f"Stage {rank // 2} (rank {rank}) is where it stands: it has been running F1.1" in output
+            assert f"Stage {rank // 2} (rank {rank}) holds up the job: running F1.1" in output
     if kind == "hangs":
         assert all("in _wait_for_ever" in output for output in outputs), "each shows where that rank stands"
-        peer = f"rank {rank ^ 1} (stage {rank // 2}): running F1.1, in a collective (all_reduce"
+        peer = f"rank {rank ^ 1} (stage {rank // 2}): running F1.1, in a collective"
         assert any(peer in output for output in outputs), outputs[0]
 
 
@@ -218,19 +219,19 @@ TRIED = {"slices": "auto", "schedule": "auto", "granularity_tokens": 5}  # a qua
 
 
 def _fail_in(method: str, layer: bool, patch: pytest.MonkeyPatch) -> None:
-    """`StageProbe`'s method, or a layer while that runs, raises on this rank."""
-    original, forward = getattr(StageProbe, method), tp.DecoderLayer.forward
+    """`SliceTimer`'s method, or a layer while that runs, raises on this rank."""
+    original, forward = getattr(SliceTimer, method), tp.DecoderLayer.forward
 
     def broken(*_: Any) -> Any:
         raise BrokenError("the layer is broken")
 
-    def failing(self: StageProbe, *arguments: Any) -> Any:
+    def failing(self: SliceTimer, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(tp.DecoderLayer, "forward", broken if layer else forward)
             result = original(self, *arguments)
         return result if layer else broken()
 
-    patch.setattr(StageProbe, method, failing)
+    patch.setattr(SliceTimer, method, failing)
 
 
 def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.PATIENCE_S) -> tuple[list[float], bool]:
@@ -239,8 +240,8 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "PATIENCE_S", patience_s)
         patch.setattr(watchdog, "LINGER_S", 0.1)
-        for rounds in ("MIN_ROUNDS", "MAX_ROUNDS", "WEIGHT_ROUNDS"):
-            patch.setattr(profiler, rounds, 1)
+        for name in ("MIN_ROUNDS", "MAX_ROUNDS", "WEIGHT_ROUNDS"):
+            patch.setattr(rounds, name, 1)
         if kind == "verified":
             terapipe = {"slices": 3, "verify": "first_batch", "stall_timeout_s": 60}
             patch.setattr(tp.DecoderLayer, "forward", _broken_when_whole if here else tp.DecoderLayer.forward)

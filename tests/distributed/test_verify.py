@@ -67,14 +67,17 @@ def _tuple_batches(micro_batch: Any) -> Any:
 CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "dropout, checkpointing": (
         lambda: gpt_layers("float32", dropout=0.2),
-        {"engine": {"module": {"activation_checkpoint_interval": 1}}}, lambda: batches(3),
+        {"engine": {"module": {"activation_checkpoint_interval": 1}}},
+        lambda: batches(3),
     ),
     "tied, bf16": (
-        lambda: gpt_layers("bfloat16", tied_embedding=True), {"engine": {"bf16": {"enabled": True}}},
+        lambda: gpt_layers("bfloat16", tied_embedding=True),
+        {"engine": {"bf16": {"enabled": True}}},
         lambda: batches(3),
     ),
     "fp16": (
-        lambda: gpt_layers("float16"), {"engine": {"fp16": {"enabled": True, "initial_scale_power": 4}}},
+        lambda: gpt_layers("float16"),
+        {"engine": {"fp16": {"enabled": True, "initial_scale_power": 4}}},
         lambda: batches(3),
     ),
     "passengers": (tuple_models.guided_layers, {}, _tuple_batches(tuple_models.guided_micro_batch)),
@@ -88,13 +91,15 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "frozen": (lambda: tuple_models.frozen_layers("whole stage"), {}, lambda: batches(3)),
     "own weights": (
         gpt_layers,
-        {"engine": {"loss_fn": tuple_models.WeightedLoss()}}, _tuple_batches(tuple_models.weighted_micro_batch),
+        {"engine": {"loss_fn": tuple_models.WeightedLoss()}},
+        _tuple_batches(tuple_models.weighted_micro_batch),
     ),
     "own loss": (
-        tuple_models.own_loss_layers, {"engine": {"loss_fn": None}, "section": {"loss_reduction": "mean"}},
+        tuple_models.own_loss_layers,
+        {"engine": {"loss_fn": None}, "section": {"loss_reduction": "mean"}},
         _tuple_batches(tuple_models.own_loss_micro_batch),
     ),
-}  # fmt: skip
+}
 
 
 class TestTwoRanks:
@@ -190,4 +195,4 @@ class TestMegatron:
         assert len(texts) == 1
         text = texts.pop()
         assert text.startswith("VerifyError: ") and f"\n  {layer}: output of tokens {token}.. differs by " in text
-        assert "positions are computed from the slice's own length" in text
+        assert "their positions start at 0" in text

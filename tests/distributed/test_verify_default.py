@@ -69,9 +69,13 @@ class MeanSquare(nn.Module):
 
 
 def said(
-    extra: Any = None, data: Any = None, steps: int = 1, loss_fn: Any = gpt.gpt_loss, dtype: str = "float64",
+    extra: Any = None,
+    data: Any = None,
+    steps: int = 1,
+    loss_fn: Any = gpt.gpt_loss,
+    dtype: str = "float64",
     **changes: Any,
-) -> tuple[str, str, str]:  # fmt: skip
+) -> tuple[str, str, str]:
     """What `steps` steps end with on this rank: the type and text of an error, and what was logged of the check."""
     layers = gpt_layers(dtype, max_sequence_length=512)
     layers[4:4] = [LayerSpec(each) for each in (extra if isinstance(extra, tuple) else (extra,)) if each is not None]
@@ -181,7 +185,6 @@ class TestLayers:
         kind, _, log = _one(rank_pool(2).run(said, loss_fn=lossy.Plain()))
         assert kind == "" and log.startswith("verify: 7 layers and the loss agree")
 
-
     def test_a_model_that_computes_its_loss_itself(self) -> None:
         kind, text, log = _one(rank_pool(2).run(said, loss_fn=None, data=batches(1, masked=False)[0], verify="off"))
         assert (kind, text) == ("", "")
@@ -193,7 +196,7 @@ class TestLosses:
     def test_refused(self, name: str) -> None:
         kind, text, _ = _one(rank_pool(2).run(losses, name=name))
         assert kind == "VerifyError" and "\n  loss_fn: the " in text
-        assert "slice_weight(labels)" in text or name == "shifting"
+        assert "slice_weight(labels)" in text
         suggested = 'set terapipe.loss_reduction to "' in text
         assert suggested == name.startswith("mean over"), text  # no advice that the gradients speak against
 
@@ -265,7 +268,6 @@ class TestCut:
         kind, text, log = _one(rank_pool(2).run(long_with, extra=OnlyTrained, verify="off"))
         assert (kind, text) == ("", "")
         assert "the loss was not compared: layer 4 (OnlyTrained) raised ValueError: it takes 400 tokens" in log
-
 
     def test_what_differs_on_a_cut_counts_though_another_layer_cannot_run_on_it(self) -> None:
         kind, text, _ = _one(rank_pool(2).run(long_with, extra=(WrongIfShort, OnlyTrained)))

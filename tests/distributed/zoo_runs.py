@@ -13,8 +13,9 @@ from unittest import mock
 import torch
 
 from terapipe_ds.attention import allow_attention_within_slice
-from terapipe_ds.runtime import data as terapipe_data
-from terapipe_ds.runtime import engine as terapipe_engine
+from terapipe_ds.runtime.batch.sliceable import source as terapipe_data
+from terapipe_ds.runtime.engine.engine import engine as terapipe_engine
+from terapipe_ds.runtime.verify import FirstBatchCheck
 from tests.distributed.engines import Batch, Run, build, differences, section, train
 from tests.zoo import ZOO, Member
 from tests.zoo.layers import torch_attention
@@ -86,7 +87,7 @@ def nothing_is_checked() -> Iterator[None]:
     and nothing is compared."""
     with (
         mock.patch.object(terapipe_engine, "problem_of_layers", lambda engine: None),
-        mock.patch.object(terapipe_engine, "verify_first_batch", lambda *arguments: None),
+        mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
         mock.patch.object(terapipe_data, "check_found", lambda *arguments: None),
         allow_attention_within_slice(),
     ):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds import cli
 from terapipe_ds.bench import gpu, run
+from terapipe_ds.bench.report.data import read_result
 from terapipe_ds.commands import CommandError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, to_csv
@@ -83,9 +84,7 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--max-slices": NUMBERS, "--memory-limit-gb": NUMBERS, "--json": None, "--out": OUTPUTS,
         "--chunks-per-stage": NUMBERS,
     },
-    "compare": {"": FILES, " ": FILES, "--step": NUMBERS, "--json": None, "--picture": OUTPUTS},
-    "timeline": {"": FILES, " ": FILES, "--out": OUTPUTS, "--step": NUMBERS},
-    "report": {"": FILES, "--out": OUTPUTS},
+    "timeline": {"": FILES, "--against": FILES, "--out": OUTPUTS, "--step": NUMBERS, "--json": None},
     "profile": {
         "--config": FILES, "--model": [*FILES, *NAMES], "--out": OUTPUTS, "--stages": NUMBERS,
         "--sequence-length": NUMBERS, "--threads": NUMBERS, "--json": None,
@@ -96,22 +95,20 @@ OPTIONS: dict[str, dict[str, list[str] | None]] = {
         "--sequence-length": NUMBERS, "--hidden": NUMBERS, "--layers": NUMBERS, "--heads": NUMBERS,
         "--micro-batch": NUMBERS, "--share-device": None,
         "--granularity": NUMBERS, "--device": NAMES, "--json": OUTPUTS, "--html": OUTPUTS, "--check-replay": None,
+        "--from": FILES,
     },
     "verify": {
         "--config": FILES, "--model": [*FILES, *NAMES], "--sequence-length": NUMBERS, "--slices": COUNTS, " ": NUMBERS,
         "--threads": NUMBERS,
     },
-    "index": {"": FILES, " ": FILES, "--out": OUTPUTS, "--tokenizer": NAMES, "--json-key": NAMES, "--force": None},
 }  # fmt: skip
 USUAL = {
-    "show": "--schedule seq1f1b --stages 2 --slices 4", "compare": "timeline.json timeline.json",
+    "show": "--schedule seq1f1b --stages 2 --slices 4",
     "simulate": "--schedule seq1f1b --stages 2 --micro-batches 2 --slices 2,1 --unit",
-    "report": "bench.json --out o.html",
     "plan": "--model tiny --device h100 --stages 2 --sequence-length 64 --granularity 16", "bench": "cpu-2stage",
-    "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --out o.txt",
-    "index": "text.txt --out made --force", "verify": "--config ds.json --model nano",
+    "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --against timeline.json",
+    "verify": "--config ds.json --model nano",
 }  # fmt: skip
-SLOW = {"report", "index"}  # drawing, and imports of seconds
 
 
 @st.composite
@@ -166,17 +163,16 @@ def nothing_is_measured(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_every_command(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from terapipe_ds.runtime import offline
-    from terapipe_ds.runtime.verify import offline as check
+    from terapipe_ds.commands import verify
+    from terapipe_ds.runtime.profiling import one_device
 
-    monkeypatch.setattr(check, "verify_model", nothing_is_measured)
-    monkeypatch.setattr(offline, "profile_model", nothing_is_measured)
+    monkeypatch.setattr(verify, "verify_model", nothing_is_measured)
+    monkeypatch.setattr(one_device, "profile_model", nothing_is_measured)
     monkeypatch.setattr(run, "run_benchmark", nothing_is_measured)
     monkeypatch.setattr(gpu, "run_on_gpu", nothing_is_measured)
-    if name == "report":
-        monkeypatch.setattr("terapipe_ds.bench.report.render_page", lambda result: "page")  # drawn elsewhere
+    monkeypatch.setattr("terapipe_ds.bench.report.page.render_page", lambda data: f"{read_result(data)}")
 
-    @cases(12 if name in SLOW else 25, 300 if name in SLOW else 1500)
+    @cases(25, 1500)
     @given(command_lines(name))
     def each(words: list[str]) -> None:
         run_command(words, folder, monkeypatch)

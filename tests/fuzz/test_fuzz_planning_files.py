@@ -13,14 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
+from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.schedule import ScheduleError, build, from_csv, to_csv
 from terapipe_ds.schedule.show import render, to_dict
 from terapipe_ds.simulator import UnitCosts, simulate
 from terapipe_ds.timeline import Timeline, TimelineError
-from terapipe_ds.timeline_compare import CompareError, compare
-from terapipe_ds.timeline_compare import render as render_comparison
+from terapipe_ds.timeline.compare import CompareError, compare
+from terapipe_ds.timeline.export import to_chrome_trace
+from terapipe_ds.timeline.export import to_csv as events_as_csv
+from terapipe_ds.timeline.picture import draw_timelines
 from tests.fuzz.damage import json_files, spoilt_bytes
 from tests.fuzz.outcome import accepted, cases
 
@@ -82,7 +84,7 @@ def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
     assert [part["part_id"] for part in json.loads(profile.to_json())["parts"]] == sorted(
         part["part_id"] for part in document["parts"]
     )
-    times = sorted(sample["forward_s"] for part in document["parts"] for sample in part["samples"])
+    times = sorted(float(sample["forward_s"]) for part in document["parts"] for sample in part["samples"])
     assert times == sorted(sample.forward_s for part in profile.parts for sample in part.samples)
 
 
@@ -90,7 +92,7 @@ def test_profiles(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
 @given(json_files(json.loads(PROFILE.to_json())))
 def test_what_is_fitted_to_a_profile(data: bytes) -> None:
     """A profile that can be read can be fitted, or the fit says why not; its costs are numbers."""
-    from terapipe_ds.cost_model import CostModel, CostModelError
+    from terapipe_ds.costs.fitted import CostModel, CostModelError
 
     try:
         profile = Profile.from_json(data)
@@ -228,11 +230,11 @@ def test_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
     assert json.loads(timeline.to_json())["events"] == document["events"]
     assert 0.0 <= timeline.bubble_fraction <= 1.0
     assert all(math.isfinite(number) for number in (timeline.makespan_s, *timeline.busy_s(), *timeline.bubbles()))
-    json.loads(timeline.to_chrome_trace())
-    assert len(list(csv.reader(io.StringIO(timeline.to_csv())))) == 1 + len(document["events"])
+    json.loads(to_chrome_trace(timeline))
+    assert len(list(csv.reader(io.StringIO(events_as_csv(timeline))))) == 1 + len(document["events"])
     comparison = accepted("compare", CompareError, lambda: compare(SIMULATED, timeline))
     if comparison is not None:
-        render_comparison(comparison)
+        comparison.render()
         json.dumps(comparison.to_dict(), allow_nan=False)
 
 
@@ -244,7 +246,7 @@ def test_pictures_of_timelines(tmp_path_factory: pytest.TempPathFactory, data: b
         timeline = Timeline.from_json(data.decode())
     except (TimelineError, UnicodeDecodeError):
         return
-    accepted("picture", TimelineError, lambda: timeline.draw(path))
+    accepted("picture", TimelineError, lambda: draw_timelines([("", timeline)], path))
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])

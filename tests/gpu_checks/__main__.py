@@ -72,7 +72,7 @@ def machine(device: str) -> dict[str, object]:
     import torch
 
     from terapipe_ds.bench.ranks import machine as host
-    from terapipe_ds.runtime.machine import device_name
+    from terapipe_ds.runtime.profiling.key import device_name
 
     found = {**host(), "device": device_name(torch.device(device))}
     if device == "cuda":

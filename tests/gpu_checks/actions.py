@@ -87,13 +87,13 @@ def _rank_main(
 def _measured(
     ours: Any, stock: Any, data: Any, work: Workload, slices: tuple[int, ...], folder: Path
 ) -> dict[str, Any]:
-    from terapipe_ds.cost_model import CostModel
-    from terapipe_ds.cost_profile import Profile
+    from terapipe_ds.costs.fitted import CostModel
+    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
 
-    (path,) = [file for file in folder.glob("profile-*.json") if not file.name.endswith(".memory.json")]
+    (path,) = folder.glob("profile-*.json")
     costs = CostModel.from_profile(Profile.load(path))
     ours.use_slice_plan(SlicePlan((work.sequence_length,)), "1f1b")
     pairs = [(_step(stock, data), _step(ours, data)) for _ in range(2 + _PAIRS)][2:]
@@ -114,16 +114,16 @@ def _measured(
 
 def _first_step(engine: Any, data: Any) -> tuple[float, float]:
     """Run the step in which slices are measured, and return the engine's own time of F and B as it was found."""
-    from terapipe_ds.runtime import measuring
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
     found: list[tuple[float, float]] = []
-    real = measuring.own_seconds
+    real = TeraPipeEngine.own_seconds
 
     def watched(*args: Any) -> tuple[float, float]:
         found.append(real(*args))
         return found[-1]
 
-    with mock.patch.object(measuring, "own_seconds", watched):
+    with mock.patch.object(TeraPipeEngine, "own_seconds", watched):
         _step(engine, data)
     return found[0]
 
@@ -131,24 +131,24 @@ def _first_step(engine: Any, data: Any) -> tuple[float, float]:
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
-    from terapipe_ds.runtime import probe
-    from terapipe_ds.runtime.closing import ClosingOfBatches
+    from terapipe_ds.runtime.engine.batch_end import ClosingOfBatches
+    from terapipe_ds.runtime.profiling import slice_timer
 
     real = ClosingOfBatches._timed_closing
 
     @contextlib.contextmanager
     def timed(engine: ClosingOfBatches) -> Iterator[None]:
-        probe.synchronize()
+        slice_timer.synchronize()
         with real(engine):
             yield
-            probe.synchronize()
+            slice_timer.synchronize()
 
     with mock.patch.object(ClosingOfBatches, "_timed_closing", timed):
         yield
 
 
 def _step(engine: Any, data: Any) -> float:
-    from terapipe_ds.runtime.probe import synchronize
+    from terapipe_ds.runtime.profiling.slice_timer import synchronize
 
     synchronize()
     begin_s = time.perf_counter()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.files import write_text
+from terapipe_ds.files.atomic import write_text
 
 RESULT = "gpu-checks.json"
 PART_LIMIT_S = 570.0

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from terapipe_ds.bench import gpu
 from terapipe_ds.bench.attention import one_attention
-from terapipe_ds.cost_model import CostModel
-from terapipe_ds.cost_profile import Profile
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import plan_slices
 from tests.gpu_checks.checks import Check, Settings, not_run
 

@@ -130,7 +130,7 @@ def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
     import torch
     from torch import distributed
 
-    from terapipe_ds.runtime.staging import neighbours_staged
+    from terapipe_ds.runtime.links.staging import neighbours_staged
     from tests.distributed import training
 
     if world.device == "cpu":

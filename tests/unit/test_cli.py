@@ -15,6 +15,8 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.schedule import build, from_csv, render, to_csv
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
+from terapipe_ds.timeline.export import to_chrome_trace
+from terapipe_ds.timeline.export import to_csv as events_as_csv
 
 ROOT = Path(__file__).parents[2]
 SEQ1F1B = ["--schedule", "seq1f1b", "--stages", "4", "--micro-batches", "2", "--slices", "4"]
@@ -115,8 +117,10 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("show", *SEQ1F1B, "--chunks-per-stage", "2"), "chunks_per_stage is 2: schedule 'seq1f1b' has one part"),
         (("show", "--from-csv", "x.csv", "--stages", "2"), "--stages does not go with --from-csv"),
         (("show", "--from-csv", "x.csv", "--forward-only"), "--forward-only does not go with --from-csv"),
-        (("timeline", "no/such", "--out", "x.png"), "no/such: no such file or directory"),
-        (("timeline", "x"), "required: --out"),
+        (("timeline", "no/such", "--out", "x.png"), "no/such: No such file or directory; give a path that exists"),
+        (("timeline", "x"), "--out is missing: give --out FILE for a picture, or --against PREDICTED for a table"),
+        (("timeline", "x", "--out", "x.png", "--json"), "--json goes with --against only"),
+        (("timeline", "no/such.json", "--against", "x"), "no/such.json: No such file"),
         (("simulate", *UNIT[:-1]), "one of the arguments --profile --model --unit is required"),
         (("simulate", *UNIT, "--model", "tiny"), "not allowed with argument --unit"),
         (("simulate", "--stages", "2", "--slices", "4", "--unit"), "one of the arguments --schedule --from-csv"),
@@ -136,8 +140,6 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("simulate", *UNIT[:-3], "--slices", "0", "--sequence-length", "8", "--unit"), "num_slices = 0"),
         (("simulate", *UNIT[:-1], "--model", "tiny"), "--model needs --device"),
         (("simulate", *UNIT[:-1], "--model", "tiny", "--device", "v100", "--unit-send", "1"), "goes with --unit only"),
-        (("compare", "no/such.json", "x"), "no/such.json: No such file"),
-        (("compare", "x"), "required: MEASURED"),
     ],
 )
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], reason: str) -> None:
@@ -198,8 +200,7 @@ def test_outputs_without_a_file_name(capsys: pytest.CaptureFixture[str], name: s
         text = refused(capsys, *words, option, name)
         assert f"{option} {name!r} has no file name: give the name of a file" in text
     assert "--out" in refused(capsys, "timeline", "traces", "--out", name)
-    assert "--out" in refused(capsys, "report", "result.json", "--out", name)
-    assert "--picture" in refused(capsys, "compare", "a.json", "b.json", "--picture", name)
+    assert "--html" in refused(capsys, "bench", "--from", "result.json", "--html", name)
 
 
 def test_timeline_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -216,7 +217,8 @@ def test_timeline_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "end the name in .png" in refused(capsys, "timeline", str(traces), "--out", "step.jpg")
     other = tmp_path / "other.json"
     other.write_text(first.read_text())
-    assert "the name must be timeline-step" in refused(capsys, "timeline", str(other), "--out", out)
+    assert "the name must be timeline-step" in refused(capsys, "timeline", str(other), str(first), "--out", out)
+    assert "--step 1 goes with a trace" in refused(capsys, "timeline", str(other), "--out", out, "--step", "1")
     copy = tmp_path / first.name
     copy.write_text(first.read_text())
     assert "are the same step and rank" in refused(capsys, "timeline", str(traces), str(copy), "--out", out)
@@ -288,8 +290,8 @@ def test_simulate_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert {file.name for file in tmp_path.iterdir()} == set(names.values())
     timeline = Timeline.load(tmp_path / "t.json")
     assert timeline.makespan_s == 5.5, "4.875, and half a message of 5 tokens of 8 either way"
-    assert (tmp_path / "trace.json").read_text() == timeline.to_chrome_trace()
-    assert (tmp_path / "events.csv").read_text() == timeline.to_csv()
+    assert (tmp_path / "trace.json").read_text() == to_chrome_trace(timeline)
+    assert (tmp_path / "events.csv").read_text() == events_as_csv(timeline)
     assert "makespan 5.6875 s" in shown(capsys, "simulate", *UNIT, "--unit-send", "0.5", "--no-overlap")
 
 
@@ -322,9 +324,9 @@ def test_simulate_takes_costs_from_a_profile_and_from_a_model(
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, f"terapipe_ds.{name}", module)
 
-    fake("cost_model", CostModel=FakeCosts)
-    fake("cost_profile", Profile=types.SimpleNamespace(load=lambda path: f"read {path}"))
-    fake("cost_analytic", analytic_costs=FakeCosts.analytic)
+    fake("costs.fitted", CostModel=FakeCosts)
+    fake("costs.profile", Profile=types.SimpleNamespace(load=lambda path: f"read {path}"))
+    fake("costs.analytic", analytic_costs=FakeCosts.analytic)
     FakeCosts.asked.clear()
     assert "makespan 60 s" in shown(capsys, "simulate", *UNIT[:-1], "--profile", "p.json")
     model = ["--model", "gpt3-13b", "--device", "v100", "--tensor-parallel", "8", "--micro-batch-size", "2"]
@@ -355,7 +357,7 @@ def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]
     assert fp32[0]["peak_bytes"] != peaks[8][0]
 
 
-def test_compare_reads_files_and_trace_directories(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_timeline_is_compared_with_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     predicted, traces = tmp_path / "predicted.json", tmp_path / "traces"
     traces.mkdir()
     for step in (1, 2):
@@ -363,21 +365,25 @@ def test_compare_reads_files_and_trace_directories(capsys: pytest.CaptureFixture
     one_slice = ["--schedule", "seq1f1b", "--stages", "2", "--slices", "1", "--sequence-length", "8"]
     shown(capsys, "simulate", *one_slice, "--unit", "--timeline", str(predicted))
     picture = tmp_path / "both.png"
-    text = shown(capsys, "compare", str(predicted), str(traces), "--step", "1", "--picture", str(picture))
+    both = ["timeline", str(traces), "--against", str(predicted)]
+    text = shown(capsys, *both, "--step", "1", "--out", str(picture))
     assert "makespan s                       6           6   1.000" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
-    data = json.loads(shown(capsys, "compare", str(predicted), str(traces), "--json"))
-    assert data["durations"]["median_ratio_by_kind"] == {"F": 1.0, "B": 0.5}
-    assert data["stages"][0]["busy_s"]["B"] == {"predicted": 2.0, "measured": 1.0, "ratio": 0.5}
-    assert "step 3 is not there" in refused(capsys, "compare", str(predicted), str(traces), "--step", "3")
+    data = json.loads(shown(capsys, *both, "--json"))
+    assert data["median_ratio"] == {"all": 0.75, "F": 1.0, "B": 0.5}
+    (busy,) = [row for row in data["rows"] if (row["what"], row["stage_id"], row["kind"]) == ("busy_s", 0, "B")]
+    assert (busy["predicted"], busy["measured"], busy["ratio"]) == (2.0, 1.0, 0.5)
+    assert "step 3 is not there" in refused(capsys, *both, "--step", "3")
+    turned = json.loads(shown(capsys, "timeline", str(predicted), "--against", str(traces), "--step", "1", "--json"))
+    assert turned["median_ratio"]["B"] == 2.0
     shown(capsys, "simulate", *UNIT, "--timeline", str(predicted))
-    assert "not the same schedule" in refused(capsys, "compare", str(predicted), str(traces))
+    assert "not the same schedule" in refused(capsys, *both)
     predicted.write_text("{}")
-    assert "predicted.json: not a timeline" in refused(capsys, "compare", str(predicted), str(traces))
+    assert "predicted.json: not a timeline" in refused(capsys, *both)
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("show", "simulate", "timeline", "compare"):
+    for command in ("show", "simulate", "timeline"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0

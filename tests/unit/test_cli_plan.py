@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.cost_analytic import analytic_costs
-from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
-from terapipe_ds.devices import device_card
+from terapipe_ds.costs.analytic import analytic_costs
+from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import simulate

@@ -106,7 +106,7 @@ def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path) -
 
 def test_directories_are_read_in_order_without_binaries(text_data: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name, content in {"b.txt": b"bb", "a.md": b"aa", "sub/c.py": b"cc", "image": b"x\0y"}.items():
+    for name, content in {"b.txt": b"bb", "a.md": b"aa", "sub/c.py": b"cc", "image": b"x\0y", ".git": b"h"}.items():
         (tmp_path / name).write_bytes(content)
     corpus = text_data.Corpus.load([str(tmp_path)], max_bytes=5, validation_fraction=0.0)
     assert bytes(corpus.train.tolist()) == b"aabbc"
@@ -125,7 +125,7 @@ def teststandard_library_is_the_default(text_data: ModuleType) -> None:
 
 def test_unusable_text_says_what_to_give(text_data: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="give --data files or directories that do"):
+    with pytest.raises(ValueError, match="give text files, or directories of them"):
         text_data.Corpus.load([str(tmp_path / "nothing")], max_bytes=10)
     with pytest.raises(ValueError, match="give --data text files"):
         text_data.Corpus.load([str(tmp_path / "empty")], max_bytes=10)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
+from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.models.rotary import rotary_turns, rotate
@@ -272,7 +272,7 @@ def test_bf16_layers_run_sliced() -> None:
     model = Model(config)
     tokens, labels = batch(config)
     logits, loss = train_sliced(model, tokens, labels, [8, 8, 7])
-    exact, exact_loss = train_whole(Model(dataclasses.replace(config, dtype="float32")), tokens, labels)
+    exact, exact_loss = train_whole(Model(config.model_copy(update={"dtype": "float32"})), tokens, labels)
     assert logits.dtype == torch.bfloat16
     assert relative_error(logits.float(), exact) < 0.05
     assert loss.item() == pytest.approx(exact_loss.item(), rel=0.01)
@@ -396,7 +396,7 @@ def test_from_name_lets_sizes_follow_what_is_replaced() -> None:
     named = GPTConfig.from_name("tiny")
     assert (named.num_heads, named.num_kv_heads, named.head_dim, named.ffn_size) == (4, 2, 32, 384)
     deeper = GPTConfig.from_name("tiny", num_layers=9, seed=3)
-    assert dataclasses.replace(deeper, num_layers=named.num_layers, seed=named.seed) == named
+    assert deeper.model_copy(update={"num_layers": named.num_layers, "seed": named.seed}) == named
     wider = GPTConfig.from_name("tiny", hidden_size=256, num_heads=8)
     assert (wider.num_kv_heads, wider.head_dim, wider.ffn_size) == (8, 32, 704)
     given = GPTConfig.from_name("tiny", hidden_size=256, ffn_size=100, head_dim=16, num_kv_heads=1)
@@ -411,11 +411,13 @@ def test_from_name_lets_sizes_follow_what_is_replaced() -> None:
         ({"hidden_size": 30, "num_heads": 4}, "change one of them or give head_dim"),
         ({"num_heads": 4, "num_kv_heads": 3}, r"give num_kv_heads one of \[1, 2, 4\]"),
         ({"hidden_size": 12, "num_heads": 4}, "give an even head_dim or positions"),
-        ({"num_layers": 0}, "num_layers=0: give a positive number"),
-        ({"ffn_size": -1}, "ffn_size=-1: give a positive number"),
-        ({"positions": "alibi"}, 'give "rope" or "learned"'),
-        ({"dropout": 1.0}, "give a number from 0 up to"),
-        ({"dtype": "int8"}, "give one of float32, float64, bfloat16, float16"),
+        ({"num_layers": 0}, "num_layers=0: input should be greater than or equal to 1"),
+        ({"ffn_size": -1}, "ffn_size=-1: input should be greater than or equal to 1"),
+        ({"positions": "alibi"}, r"positions='alibi': input should be 'rope' or 'learned'"),
+        ({"num_heads": True}, "num_heads=True: input should be a valid integer"),
+        ({"heads": 3}, "heads=3: extra inputs are not permitted; give another value"),
+        ({"dropout": 1.0}, "dropout=1.0: input should be less than 1"),
+        ({"dtype": "int8"}, "dtype='int8': input should be 'float32', 'float64', 'bfloat16' or 'float16'"),
     ],
     ids=str,
 )
@@ -442,7 +444,7 @@ def test_learned_positions_end() -> None:
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 def test_dropout_is_active_in_training_only(positions: str) -> None:
     plain = GPTConfig(**{**SMALL, "positions": positions})
-    model = Model(dataclasses.replace(plain, dropout=0.5, attention_dropout=0.5))
+    model = Model(plain.model_copy(update={"dropout": 0.5, "attention_dropout": 0.5}))
     tokens, _ = batch(plain)
     assert not torch.equal(model(tokens), model(tokens))
     model.modules.eval()
@@ -468,7 +470,7 @@ def test_attention_gets_its_own_dropout_while_training(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpt, "sliced_attention", attention)
     config = GPTConfig(**SMALL, dropout=0.1)
     for fields in ({}, {"attention_dropout": 0.0}, {"attention_dropout": 0.3}):
-        layer = gpt.DecoderLayer(dataclasses.replace(config, **{"attention_dropout": None, **fields}), 0)
+        layer = gpt.DecoderLayer(GPTConfig(**{**SMALL, "dropout": 0.1, **fields}), 0)
         layer(torch.randn(1, 4, config.hidden_size))
         layer.eval()(torch.randn(1, 4, config.hidden_size))
     assert seen == [0.1, 0.0, 0.0, 0.0, 0.3, 0.0]

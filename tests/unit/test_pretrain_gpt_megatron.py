@@ -122,16 +122,6 @@ def test_precision_is_deepspeeds(
     assert (config.bf16, config.fp16) == (dtype == torch.bfloat16, dtype == torch.float16)
 
 
-def test_data_options(pretrain: ModuleType) -> None:
-    given = "--seq-length 299 --split 8,1,1 --seed 3 --eod-mask-loss --data-cache-path c"
-    options = pretrain.data_options(parsed(pretrain, *given.split()), ["0.5", "a", "0.5", "b"])
-    assert (options.sequence_length, options.split, options.seed, options.cache_path) == (299, "8,1,1", 3, "c")
-    assert (options.eod_mask_loss, options.reset_position_ids) == (True, False)
-    assert options.blend() == (["a", "b"], [0.5, 0.5])
-    with pytest.raises(ValueError, match="reset_attention_mask: attention that ends at document borders"):
-        pretrain.data_options(parsed(pretrain, "--reset-attention-mask"), ["a"])
-
-
 # -- what is wrong ---------------------------------------------------------------------------------------------
 
 
@@ -144,6 +134,9 @@ def test_data_options(pretrain: ModuleType) -> None:
         ("--num-layer 4", "unknown arguments: --num-layer 4"),
         ("--seq-length 3", "4 slices cut at multiples of 1 tokens do not fit in a sequence of 3 tokens"),
         ("--tokenizer huggingface:gpt2", "needs --data-path"),
+        ("--reset-attention-mask", "--reset-attention-mask: a slice attends to all of its prefix"),
+        ("--split 9,x", "argument --split: '9,x': give shares of training, validation and test"),
+        ("--split 0,0", "argument --split"),
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
         ("--hidden-size 0", "0 is not a number >= 1"),
         ("--eval-iters -1", "argument --eval-iters"),
@@ -200,7 +193,7 @@ def test_help_has_groups_and_examples() -> None:
     )
     assert done.returncode == 0, done.stderr
     for words in ("parallelism:", "model:", "recomputation", "data:", "run:", "examples:", "--tensor-parallel",
-                  "terapipe index books/ --out books"):  # fmt: skip
+                  "python examples/index_text.py books/ --out books"):  # fmt: skip
         assert words in done.stdout
 
 
@@ -211,19 +204,18 @@ def test_a_loaded_run_goes_on_at_the_first_sample_that_no_step_has_used(
     pretrain: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the size of its batches was before: 3 steps of 8 samples, and now batches have 4."""
-    from terapipe_ds.models.megatron_data import micro_batches
-
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(micro_batches, "training_batches", lambda dataset, **options: asked.update(options) or "them")
+    module = example("megatron_data", monkeypatch)
+    monkeypatch.setattr(module, "micro_batches", lambda dataset, rows, **options: asked.update(options) or "them")
     grid = SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)
     data = object.__new__(pretrain.Data)
-    data.num_workers, data.sets = 0, SimpleNamespace(train=["a sample"])
+    data.num_workers, data.sets = 0, [["a sample"]]
     data.engine = SimpleNamespace(
         global_samples=24, global_steps=3, grid=grid,
         train_batch_size=lambda: 4, train_micro_batch_size_per_gpu=lambda: 4,
     )
     assert data.training() == "them"
-    assert asked["consumed_samples"] == 24
+    assert asked["first_sample"] == 24
 
 
 def test_ranks_that_do_not_divide_are_told_before_anything_else(

@@ -9,67 +9,64 @@ from torch.nn.functional import scaled_dot_product_attention as captured_attenti
 
 from terapipe_ds.attention import active_slice
 from tests.zoo.layers import HEADS, LONG, WIDTH, Attention, later, scores_of, seeded, sliced_attention, weight
-from tests.zoo.members import attends, layer, updates
+from tests.zoo.members import AFTER, BACKWARD, EARLY, FIRST, attends, layer, updates
 
-BLIND = "attention of its own"
 PLAIN = "plain attention"
-NOT_CAUSAL = "without a causal mask"
-PRODUCT = "a product over"
 
 
-@attends(BLIND)
+@attends(AFTER)
 def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores_of(q, k).masked_fill(later(q.shape[2]), float("-inf")).softmax(-1) @ v
 
 
-@attends(BLIND)
+@attends(AFTER)
 def softmax_by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k).masked_fill(later(q.shape[2]), -1e30)
     return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
 
 
-@attends("mixes tokens")
+@attends(AFTER)
 def softmax_by_exponentials(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     exponentials = scores_of(q, k).exp().tril()
     return exponentials @ v / exponentials.sum(-1, keepdim=True)
 
 
-@attends("mixes tokens")
+@attends(AFTER)
 def softmax_by_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = scores_of(q, k).masked_fill(later(q.shape[2]), float("-inf"))
     return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
 
 
-@attends(PRODUCT)
+@attends(AFTER)
 def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-1, -2)).tril() @ v
 
 
-@attends("a running sum")
+@attends(AFTER)
 def linear_attention_by_running_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k = F.elu(q) + 1, F.elu(k) + 1
     states = torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)
     return torch.einsum("bhtd,bhtde->bhte", q, states) / (q * k.cumsum(2)).sum(-1, keepdim=True)
 
 
-@attends(PRODUCT)
+@attends(EARLY)
 def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.softmax(-1) @ (k.exp().transpose(-1, -2) @ v)
 
 
-@attends(PRODUCT)
+@attends(AFTER)
 def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     decay = (0.9 ** distance.clamp(min=0)).masked_fill(distance < 0, 0.0).to(q.dtype)
     return (q @ k.transpose(-1, -2) * decay) @ v
 
 
-@attends(PRODUCT)
+@attends(AFTER)
 def relu_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores_of(q, k).relu().tril() @ v
 
 
-@attends(BLIND)
+@attends(AFTER)
 def alibi_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     tokens = q.shape[2]
     distance = (torch.arange(tokens)[:, None] - torch.arange(tokens)).to(q.dtype)
@@ -77,20 +74,20 @@ def alibi_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores_of(q, k) - slopes * distance).masked_fill(later(tokens), float("-inf")).softmax(-1) @ v
 
 
-@attends(BLIND)
+@attends(FIRST)
 def sliding_window_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out_of_reach = later(q.shape[2]) | later(q.shape[2]).logical_not().tril(-4)
     return scores_of(q, k).masked_fill(out_of_reach, float("-inf")).softmax(-1) @ v
 
 
-@attends("mixes tokens")
+@attends(FIRST)
 def sliding_window_by_unfold(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     keys, values = (F.pad(each, (0, 0, 3, 0)).unfold(2, 4, 1) for each in (k, v))  # [B, H, T, D, 4]
     weights = torch.einsum("bhtd,bhtdw->bhtw", q, keys).softmax(-1)
     return torch.einsum("bhtw,bhtdw->bhtd", weights, values)
 
 
-@attends("mixes tokens")
+@attends(AFTER)
 def nearest_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = scores_of(q, k).masked_fill(later(q.shape[2]), -1e30)
     best = scores.topk(min(3, q.shape[2]), dim=-1)
@@ -98,12 +95,12 @@ def nearest_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return chosen.tril() @ v
 
 
-@attends(NOT_CAUSAL)
+@attends(EARLY)
 def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores_of(q, k).softmax(-1) @ v
 
 
-@attends("mixes tokens")
+@attends(EARLY)
 def prefix_language_model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     hidden = later(q.shape[2])
     hidden[:, :12] = False
@@ -120,7 +117,7 @@ def plain_attention_by_another_name(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return captured_attention(q, k, v, is_causal=True)
 
 
-@attends("mixes tokens")
+@attends(EARLY)
 def attention_to_pooled_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     keys, values = (F.adaptive_avg_pool2d(each, (3, each.shape[-1])) for each in (k, v))
     return F.scaled_dot_product_attention(q, keys, values)
@@ -180,7 +177,7 @@ class RegisterTokens(Attention):
         return super().forward(torch.cat([self.registers.expand(len(x), -1, -1), x], 1))[:, 2:]
 
 
-@layer("mixes tokens")
+@layer(AFTER)
 class RegisterTokensByHand(RegisterTokens):
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +196,7 @@ class ClosedGate(Attention):
         return x + self.gate * super().forward(x)
 
 
-@layer("mixes tokens")
+@layer(EARLY)
 class Latents(nn.Module):
     """Three learned queries read the sequence, and every token reads them."""
 
@@ -212,7 +209,7 @@ class Latents(nn.Module):
         return x + scores_of(x, read).softmax(-1) @ read
 
 
-@layer("mixes tokens")
+@layer(EARLY)
 class Linformer(Attention):
     """Keys and values are projected to four, by a matrix over tokens."""
 
@@ -250,7 +247,7 @@ class CacheWithGraph(_OwnCache):
     pass
 
 
-@layer("the gradient that later slices give to earlier tokens is lost")
+@layer(BACKWARD)
 class DetachedCache(_OwnCache):
     def kept(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
@@ -276,7 +273,7 @@ class SharedKeys(nn.Module):
         return self.second(self.first(x))
 
 
-@layer("mixes tokens")
+@layer(EARLY)
 class SlicedBackwards(Attention):
     """A model that reads from right to left, by sliced attention on the flipped sequence."""
 
@@ -287,12 +284,17 @@ class SlicedBackwards(Attention):
         return super().forward(x.flip(1)).flip(1)
 
 
-@updates("mixes tokens")
+@updates(AFTER)
 def attention_without_weights(x: Tensor) -> Tensor:
     return scores_of(x, x).masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x
 
 
-@updates("mixes tokens")
+@updates(AFTER)
 def attention_by_a_loop(x: Tensor) -> Tensor:
-    return torch.stack([(x[:, t : t + 1] @ x[:, : t + 1].mT).softmax(-1)[:, 0, :, None].mul(x[:, : t + 1]).sum(1)
-                        for t in range(x.shape[1])], 1)  # fmt: skip
+    return torch.stack(
+        [
+            (x[:, t : t + 1] @ x[:, : t + 1].mT).softmax(-1)[:, 0, :, None].mul(x[:, : t + 1]).sum(1)
+            for t in range(x.shape[1])
+        ],
+        1,
+    )

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.distributed.engines import VOCAB_SIZE
+from tests.distributed.faulty_layers import GradientByTokens
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, seeded, weight
-from tests.zoo.members import add, checkpointed, layer, stack, updates
-
-CALLS = "changes from call to call"
-
-
-class _MeanGradient(torch.autograd.Function):
-    """x * gain, whose gradient of the gain is a mean over the tokens of the call."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, gain)
-        return x * gain
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, gain = ctx.saved_tensors
-        return grad * gain, (grad * x).mean((0, 1))
+from tests.zoo.members import EARLY, add, checkpointed, layer, stack, updates
 
 
 @layer("gain differs")
@@ -37,7 +20,7 @@ class MeanGradient(nn.Module):
         self.gain = weight(WIDTH, seed=100)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _MeanGradient.apply(x, self.gain)
+        return GradientByTokens.apply(x, self.gain)
 
 
 @updates("input gradient")
@@ -67,7 +50,7 @@ class NormalisedWeightGradient(nn.Module):
         return x + (x @ self.inner).tanh()
 
 
-@layer(CALLS)
+@layer(EARLY)
 class SpectralNorm(nn.Module):
     """Each call in training does one more step of the power iteration."""
 
@@ -80,7 +63,7 @@ class SpectralNorm(nn.Module):
         return x + self.inner(x)
 
 
-@layer(CALLS)
+@layer(EARLY)
 class RunningScale(nn.Module):
     """Divides by the running mean size of what former calls were given."""
 
@@ -94,7 +77,7 @@ class RunningScale(nn.Module):
         return x / self.size
 
 
-@layer(CALLS)
+@layer(EARLY)
 class CountsCalls(nn.Module):
     """Warms up over the calls."""
 
@@ -121,8 +104,9 @@ class Recomputed(nn.Module):
 add(
     "ScaledByLengthAndRecomputed",
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Recomputed), LayerSpec(Head)],
-    "depends on how many tokens come with it", engine=checkpointed(Recomputed),
-)  # fmt: skip
+    EARLY,
+    engine=checkpointed(Recomputed),
+)
 
 
 class FrequencyEmbedding(nn.Module):

@@ -205,7 +205,7 @@ def correlation(logits: Tensor, labels: Tensor) -> Tensor:
 # -- shifts and neighbours -------------------------------------------------------------------------------------------
 
 
-@loss("shifts the labels itself")
+@loss(LOSS)
 def shifting(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
 
@@ -295,10 +295,19 @@ def labels_as_input(seed: int) -> MicroBatch:
 
 
 def with_own_loss(own_loss: Any, inner: LayerSpec | None = None) -> list[LayerSpec]:
-    return [LayerSpec(FirstOf, LayerSpec(Embedding)), LayerSpec(FirstOf, inner or LayerSpec(Mlp)),
-            LayerSpec(FirstOf, LayerSpec(Mlp)), LayerSpec(OwnLossHead, own_loss)]  # fmt: skip
+    return [
+        LayerSpec(FirstOf, LayerSpec(Embedding)),
+        LayerSpec(FirstOf, inner or LayerSpec(Mlp)),
+        LayerSpec(FirstOf, LayerSpec(Mlp)),
+        LayerSpec(OwnLossHead, own_loss),
+    ]
 
 
 for each_loss in (summed, root_mean_square, perplexity):
-    add(f"own_{each_loss.__name__}", lambda each_loss=each_loss: with_own_loss(each_loss), "layer 3 (OwnLossHead)",
-        loss_fn=None, data=labels_as_input)  # fmt: skip
+    add(
+        f"own_{each_loss.__name__}",
+        lambda each_loss=each_loss: with_own_loss(each_loss),
+        "layer 3 (OwnLossHead)",
+        loss_fn=None,
+        data=labels_as_input,
+    )

@@ -12,6 +12,12 @@ from torch import Tensor, nn
 from tests.distributed.engines import MicroBatch, micro_batch
 from tests.zoo.layers import Attention, Embedding, Head, Mlp, Residual, cross_entropy
 
+EARLY = "early outputs change with later tokens, with how many there are, or from call to call"
+AFTER = "slices after the first differ"
+FIRST = "the first tokens of a slice differ"
+ONE_VALUE = "one value for all tokens of a call"
+BACKWARD = "outputs agree, so look at the backward"
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Update = Callable[[Tensor], Tensor]
 

@@ -8,71 +8,68 @@ from torch import Tensor, nn
 
 from tests.zoo.convolutions import BY_TYPE, START, over_tokens
 from tests.zoo.layers import LONG, WIDTH, fixed, seeded, weight
-from tests.zoo.members import layer, updates
-
-NORM = "a normalisation or a mean over"
-MIXES = "mixes tokens"
+from tests.zoo.members import AFTER, EARLY, layer, updates
 
 
-@updates(NORM)
+@updates(EARLY)
 def layer_norm_over_tokens(x: Tensor) -> Tensor:
     return over_tokens(x, lambda y: F.layer_norm(y, (y.shape[-1],)))
 
 
-@updates(NORM)
+@updates(EARLY)
 def group_norm(x: Tensor) -> Tensor:
     return over_tokens(x, lambda y: F.group_norm(y, 3))
 
 
-@updates(NORM)
+@updates(EARLY)
 def batch_norm_by_hand(x: Tensor) -> Tensor:
     return (x - x.mean((0, 1))) / (x.var((0, 1)) + 1e-3).sqrt()
 
 
-@updates(NORM)
+@updates(EARLY)
 def without_mean(x: Tensor) -> Tensor:
     return x - x.mean(1, keepdim=True)
 
 
-@updates(MIXES)
+@updates(EARLY)
 def softmax_over_tokens(x: Tensor) -> Tensor:
     return x * x.softmax(1)
 
 
-@updates(MIXES)
+@updates(EARLY)
 def divided_by_largest(x: Tensor) -> Tensor:
     return x / x.abs().amax(1, keepdim=True)
 
 
-@updates(MIXES)
+@updates(EARLY)
 def unit_columns(x: Tensor) -> Tensor:
     return F.normalize(x, dim=1)
 
 
-@updates(MIXES)
+@updates(EARLY)
 def standardised_scale(x: Tensor) -> Tensor:
     """One scale for the whole tensor, as some quantisations have it."""
     return (x / x.abs().max() * 3).tanh()
 
 
-@updates(MIXES)
+@updates(EARLY)
 def squeeze_and_excitation(x: Tensor) -> Tensor:
     return x * (x.mean(1, keepdim=True) @ fixed(WIDTH, WIDTH, seed=60)).sigmoid()
 
 
-@updates(MIXES)
+@updates(EARLY)
 def centred_products(x: Tensor) -> Tensor:
     """Decorrelated features: by the covariance over tokens."""
     centred = x - x.mean(1, keepdim=True)
     return x @ (centred.mT @ centred / x.shape[1])
 
 
-@updates(MIXES)
+@updates(EARLY)
 def fourier_mixing(x: Tensor) -> Tensor:
     return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=1).real
 
 
-@updates(MIXES)
+@updates(AFTER)
 def toeplitz(x: Tensor) -> Tensor:
     distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
     return (fixed(LONG, seed=61)[distance.clamp(min=0)] * (distance >= 0)) @ x
@@ -87,7 +84,7 @@ class _OverTokens(nn.Module):
         return self.tokens[:length, :length]
 
 
-@layer(MIXES)
+@layer(EARLY)
 class TokenMixer(_OverTokens):
     """A linear layer over tokens, as MLP-Mixer has it."""
 
@@ -95,7 +92,7 @@ class TokenMixer(_OverTokens):
         return x + self.matrix(x.shape[1]) @ x
 
 
-@layer(MIXES)
+@layer(AFTER)
 class SpatialGate(_OverTokens):
     """As gMLP: a causal matrix over tokens gates."""
 

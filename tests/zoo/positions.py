@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import VOCAB_SIZE
 from tests.zoo.layers import LONG, WIDTH, Embedding, Head, Mlp, later, scores_of, sliced_attention, weight
-from tests.zoo.members import add, attends, layer, updates
-
-OWN_LENGTH = "positions are computed from the slice's own length"
-LENGTH_DEPENDENT = "depends on how many tokens come with it"
+from tests.zoo.members import AFTER, EARLY, FIRST, add, attends, layer, updates
 
 
-@layer(OWN_LENGTH)
+@layer(AFTER)
 class LearnedPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +25,13 @@ class LearnedPositions(nn.Module):
         return torch.arange(x.size(1))
 
 
-@layer(OWN_LENGTH)
+@layer(AFTER)
 class FirstRowsOfATable(LearnedPositions):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table[: x.size(1)]
 
 
-@layer(OWN_LENGTH)
+@layer(AFTER)
 class PositionIdsInABuffer(LearnedPositions):
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +41,7 @@ class PositionIdsInABuffer(LearnedPositions):
         return self.position_ids[:, : x.size(1)]
 
 
-@layer("it treats each token alone")
+@layer(AFTER)
 class CountedPositions(LearnedPositions):
     """Positions by counting, as models do that know of padding."""
 
@@ -61,13 +58,13 @@ class UntrainedPositions(LearnedPositions):
         torch.nn.init.zeros_(self.table)
 
 
-@layer(LENGTH_DEPENDENT)
+@layer(EARLY)
 class PositionsFromTheEnd(LearnedPositions):
     def positions(self, x: Tensor) -> Tensor:
         return torch.arange(x.size(1)).flip(0)
 
 
-@layer(LENGTH_DEPENDENT)
+@layer(EARLY)
 class RelativePositions(nn.Module):
     """How far along the sequence a token is, from 0 to 1."""
 
@@ -110,9 +107,11 @@ class CountingEmbedding(Embedding):
 
 
 for embedding, words in (
-    (PositionedEmbedding, OWN_LENGTH), (SinusoidalEmbedding, OWN_LENGTH), (PairEmbedding, "mixes tokens"),
-    (CountingEmbedding, "mixes tokens"),
-):  # fmt: skip
+    (PositionedEmbedding, AFTER),
+    (SinusoidalEmbedding, AFTER),
+    (PairEmbedding, FIRST),
+    (CountingEmbedding, AFTER),
+):
     layers = [LayerSpec(embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(Head)]
     add(embedding.__name__, lambda layers=layers: layers, ("layer 0 ", words))
 
@@ -124,41 +123,39 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
 
 
-@attends(OWN_LENGTH)
+@attends(AFTER)
 def rotary_from_zero(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     positions = torch.arange(q.shape[2])
     return sliced_attention(turned(q, positions), turned(k, positions), v, "rotary")
 
 
-@attends(OWN_LENGTH)
+@attends(AFTER)
 def rotary_from_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Positions count from one: nobody can shift them from outside."""
     positions = torch.tensor([1.0 + i for i in range(q.shape[2])])
     return sliced_attention(turned(q, positions), turned(k, positions), v, "rotary")
 
 
-@attends("attention of its own")
+@attends(AFTER)
 def biased_by_distance(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     places = torch.arange(q.shape[2])
     bias = (places[:, None] - places).clamp(0, 8).to(q.dtype).sqrt()
     return (scores_of(q, k) - bias).masked_fill(later(q.shape[2]), float("-inf")).softmax(-1) @ v
 
 
-@attends(LENGTH_DEPENDENT)
+@attends(EARLY)
 def scaled_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sliced_attention(q * torch.tensor(q.shape[2] + 1.0).log(), k, v, "scaled")
 
 
-@updates(LENGTH_DEPENDENT)
+@updates(EARLY)
 def divided_by_length(x: Tensor) -> Tensor:
     return x / x.shape[1]
 
 
-@updates(LENGTH_DEPENDENT)
+@updates(EARLY)
 def warmed_up(x: Tensor) -> Tensor:
     """The second half of a sequence counts more."""
     half = torch.ones(x.shape[1], 1, dtype=x.dtype)
     half[x.shape[1] // 2 :] = 2.0
     return x * half
-
-

@@ -8,32 +8,30 @@ from torch import Tensor, nn
 
 from tests.zoo.convolutions import BY_TYPE, START
 from tests.zoo.layers import WIDTH, fixed, seeded, weight
-from tests.zoo.members import layer, updates
-
-MIXES = "mixes tokens"
+from tests.zoo.members import AFTER, layer, updates
 
 
-@updates("a running sum")
+@updates(AFTER)
 def running_sum(x: Tensor) -> Tensor:
     return x.cumsum(1)
 
 
-@updates("a running sum")
+@updates(AFTER)
 def running_mean(x: Tensor) -> Tensor:
     return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
 
 
-@updates(MIXES)
+@updates(AFTER)
 def running_maximum(x: Tensor) -> Tensor:
     return x.cummax(1).values
 
 
-@updates("a running sum")
+@updates(AFTER)
 def running_logsumexp(x: Tensor) -> Tensor:
     return x.logcumsumexp(1)
 
 
-@updates(MIXES)
+@updates(AFTER)
 def moving_average(x: Tensor) -> Tensor:
     state, states = torch.zeros_like(x[:, 0]), []
     for token in x.unbind(1):
@@ -42,7 +40,7 @@ def moving_average(x: Tensor) -> Tensor:
     return torch.stack(states, 1)
 
 
-@updates(MIXES)
+@updates(AFTER)
 def scan_by_doubling(x: Tensor) -> Tensor:
     """A decaying sum in log2(T) shifts."""
     shift, decay = 1, 0.9
@@ -52,7 +50,7 @@ def scan_by_doubling(x: Tensor) -> Tensor:
     return x
 
 
-@updates(MIXES)
+@updates(AFTER)
 def fast_weights(x: Tensor) -> Tensor:
     """The delta rule: a matrix per row that each token reads and corrects."""
     memory, out = x.new_zeros(x.shape[0], WIDTH, WIDTH), []
@@ -63,7 +61,7 @@ def fast_weights(x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
-@layer(MIXES)
+@layer(AFTER)
 class StateSpace(nn.Module):
     """A diagonal state space model with gates from the input."""
 
@@ -80,7 +78,7 @@ class StateSpace(nn.Module):
         return x + out
 
 
-@layer(MIXES)
+@layer(AFTER)
 class StateSpaceByKernel(nn.Module):
     """The same with constant rates, as a product with a matrix of powers."""
 
@@ -150,7 +148,7 @@ class LstmCells(_Recurrence):
         return x + torch.stack(states, 1)
 
 
-@layer(MIXES)
+@layer(AFTER)
 class OwnGru(nn.Module):
     """A gated recurrence out of linear layers."""
 

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from tests.distributed.faulty_layers import AddAuxiliary
 from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, cross_entropy, weight
-from tests.zoo.members import add, layer
-
-ROUTER = "a router"
+from tests.zoo.members import BACKWARD, EARLY, ONE_VALUE, add, layer
 
 
 class Experts(nn.Module):
@@ -36,7 +35,7 @@ class Experts(nn.Module):
         return liking * F.one_hot(liking.argmax(-1), 4)
 
 
-@layer("depends on how many tokens come with it")
+@layer(EARLY)
 class LimitedExperts(Experts):
     """An expert takes at most so many tokens of a row, those that come first."""
 
@@ -46,7 +45,7 @@ class LimitedExperts(Experts):
         return shares * (place <= x.shape[1] // 6)
 
 
-@layer(ROUTER)
+@layer(EARLY)
 class ChoosingExperts(Experts):
     """Each expert chooses a fourth of the tokens."""
 
@@ -56,7 +55,7 @@ class ChoosingExperts(Experts):
         return torch.zeros_like(liking).scatter(1, chosen, 1.0) * liking
 
 
-@layer("mixes tokens")
+@layer(EARLY)
 class BalancedRouting(Experts):
     """A few turns of Sinkhorn's algorithm give every expert as many tokens."""
 
@@ -68,7 +67,7 @@ class BalancedRouting(Experts):
         return shares
 
 
-@layer("mixes tokens")
+@layer(EARLY)
 class SkippingLayer(nn.Module):
     """Mixture of depths: half of the tokens go through the layer."""
 
@@ -82,32 +81,20 @@ class SkippingLayer(nn.Module):
         return x + (taken * liking.sigmoid())[..., None] * (x @ self.inner)
 
 
-class _Add(torch.autograd.Function):
-    """x; the loss joins the whole loss in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.full((), 0.1, dtype=grad.dtype)
-
-
-@layer("a router loss")
+@layer(BACKWARD)
 class BalancingLoss(Experts):
     """The squared mean share of each expert, added in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Add.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
+        return AddAuxiliary.apply(super().forward(x), self.liking(x).mean((0, 1)).square().sum())
 
 
-@layer("a router loss")
+@layer(BACKWARD)
 class RouterZLoss(Experts):
     """A mean over the tokens of the call, added in the backward: slices would add it once each."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Add.apply(super().forward(x), (x @ self.router).logsumexp(-1).square().mean())
+        return AddAuxiliary.apply(super().forward(x), (x @ self.router).logsumexp(-1).square().mean())
 
 
 class CarriedLoss(Experts):
@@ -134,5 +121,6 @@ def loss_with_balance(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
 add(
     "BalanceHandedOn",
     lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(CarriedLoss), LayerSpec(HeadBesideLoss)],
-    "a router loss", loss_fn=loss_with_balance,
-)  # fmt: skip
+    ONE_VALUE,
+    loss_fn=loss_with_balance,
+)

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
 from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
-from tests.zoo.members import add
-
-MIXES = "mixes tokens"
+from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
 class FirstOf(nn.Module):
@@ -73,13 +71,21 @@ def square_mask_of_heads(seed: int) -> MicroBatch:
 
 MASKED = [LayerSpec(MaskedAttention), LayerSpec(FirstOf, LayerSpec(Mlp))]
 add(
-    "MaskOfTokensByTokens", lambda: tuples(*MASKED), ("input 1", "two dimensions"), data=square_mask,
-    error="BatchError", stops=True,
-)  # fmt: skip
+    "MaskOfTokensByTokens",
+    lambda: tuples(*MASKED),
+    ("input 1", "two dimensions"),
+    data=square_mask,
+    error="BatchError",
+    stops=True,
+)
 add(
-    "MaskOfHeads", lambda: tuples(*MASKED), ("input 1", "two dimensions"), data=square_mask_of_heads,
-    error="BatchError", stops=True,
-)  # fmt: skip
+    "MaskOfHeads",
+    lambda: tuples(*MASKED),
+    ("input 1", "two dimensions"),
+    data=square_mask_of_heads,
+    error="BatchError",
+    stops=True,
+)
 
 
 class PerSequence(nn.Module):
@@ -99,9 +105,12 @@ def table(seed: int) -> MicroBatch:
 
 
 add(
-    "TableAsLongAsTheText", lambda: reading(PerSequence),
-    ("input 1", "sliced_inputs"), data=table, error="BatchError",
-)  # fmt: skip
+    "TableAsLongAsTheText",
+    lambda: reading(PerSequence),
+    ("input 1", "sliced_inputs"),
+    data=table,
+    error="BatchError",
+)
 
 
 def memory_of_the_length(seed: int) -> MicroBatch:
@@ -117,9 +126,11 @@ class ReadsMemory(nn.Module):
 
 
 add(
-    "MemoryAsLongAsTheText", lambda: reading(ReadsMemory), MIXES,
+    "MemoryAsLongAsTheText",
+    lambda: reading(ReadsMemory),
+    EARLY,
     data=memory_of_the_length,
-)  # fmt: skip
+)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
@@ -155,8 +166,8 @@ def pooled(kind: type[nn.Module]) -> list[LayerSpec]:
     return [LayerSpec(Embedding), LayerSpec(kind), LayerSpec(UsesState), LayerSpec(Head)]
 
 
-add("PooledState", lambda: pooled(Pooling), MIXES)
-add("LastTokenPooled", lambda: pooled(LastState), MIXES)
+add("PooledState", lambda: pooled(Pooling), ONE_VALUE)
+add("LastTokenPooled", lambda: pooled(LastState), ONE_VALUE)
 
 
 class Distances(nn.Module):
@@ -186,8 +197,11 @@ class Classifier(Head):
         return super().forward(x)[:, -1:].expand(-1, x.shape[1], -1)
 
 
-add("LastTokenClassifies", lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
-    ("layer 3 (Classifier)", MIXES))  # fmt: skip
+add(
+    "LastTokenClassifies",
+    lambda: [*[LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp)], LayerSpec(Classifier)],
+    ("layer 3 (Classifier)", EARLY),
+)
 
 
 def class_labels(seed: int) -> MicroBatch:
@@ -203,9 +217,13 @@ class OneClass(Head):
 
 
 add(
-    "OneLabelPerSequence", lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(OneClass)],
-    ("no label tensor has dimension 1",), data=class_labels, error="BatchError", stops=True,
-)  # fmt: skip
+    "OneLabelPerSequence",
+    lambda: [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(Mlp), LayerSpec(OneClass)],
+    ("no label tensor has dimension 1",),
+    data=class_labels,
+    error="BatchError",
+    stops=True,
+)
 
 
 # -- rows and tokens in one dimension --------------------------------------------------------------------------------
@@ -227,8 +245,11 @@ class FlatShift(nn.Module):
         return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
 
 
-add("FlatRowsShifted", lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
-    "layer 2 (FlatShift)")  # fmt: skip
+add(
+    "FlatRowsShifted",
+    lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
+    "layer 2 (FlatShift)",
+)
 
 
 class Pairs(nn.Module):
@@ -244,7 +265,7 @@ class Pairs(nn.Module):
         return x + wide.unflatten(2, (2, -1)).flatten(1, 2)[:, odd:]
 
 
-add("PairsOfTokens", lambda: [LayerSpec(Embedding), LayerSpec(Pairs), LayerSpec(Mlp), LayerSpec(Head)], MIXES)
+add("PairsOfTokens", lambda: [LayerSpec(Embedding), LayerSpec(Pairs), LayerSpec(Mlp), LayerSpec(Head)], EARLY)
 
 
 def positions_of_rows(seed: int) -> MicroBatch:
@@ -264,6 +285,8 @@ class FirstDimension(nn.Module):
 
 
 add(
-    "PositionIdsWithoutRows", lambda: tuples(LayerSpec(FirstDimension), LayerSpec(FirstOf, LayerSpec(Mlp))),
-    "layer 1 (FirstDimension)", data=positions_of_rows,
-)  # fmt: skip
+    "PositionIdsWithoutRows",
+    lambda: tuples(LayerSpec(FirstDimension), LayerSpec(FirstOf, LayerSpec(Mlp))),
+    "layer 1 (FirstDimension)",
+    data=positions_of_rows,
+)

@@ -15,8 +15,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from terapipe_ds.models.megatron.groups import sum_over_tensor_ranks
-
 _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give equal numbers, forgotten sums differ by 1
 
 
@@ -25,8 +23,10 @@ class ReplicatedGradientError(RuntimeError):
 
 
 def mark_split_parameters(module: nn.Module) -> None:
-    """Mark what is split over tensor-parallel ranks, as megatron-core does where it draws the weights (it forgets
-    to with ``perform_initialization=False``). The gradient norm goes by these marks."""
+    """Mark what is split over tensor-parallel ranks; the gradient norm goes by these marks.
+
+    megatron-core does so where it draws the weights, and forgets it with `perform_initialization=False`.
+    """
     for layer in module.modules():
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
             continue
@@ -37,13 +37,12 @@ def mark_split_parameters(module: nn.Module) -> None:
 
 
 def is_split(parameter: nn.Parameter) -> bool:
-    """True where each tensor-parallel rank has a part of the parameter, False where each has a copy."""
+    """Return whether each tensor-parallel rank has a part of the parameter; otherwise each has a copy."""
     return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
-    """What gives the gradient of a parameter that DeepSpeed's ``optimizer`` will reduce and read; None where there is
-    none.
+    """Return a function from a parameter to the gradient that DeepSpeed's `optimizer` will read, or None.
 
     Other attributes of the parameter are stale or empty: an optimizer that copies gradients into buffers of its own, in
     another dtype, reads nothing else after that.
@@ -52,7 +51,9 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
         TypeError: for an optimizer of which it is not known where its gradients are.
     """
     if isinstance(optimizer, BF16_Optimizer):
-        return _gradients_of_bf16(optimizer).get
+        buffers = (optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients)
+        rows = (row for group in zip(*buffers, strict=True) for row in zip(*group, strict=True))
+        return {parameter: gradient for parameter, gradient, has_one in rows if has_one}.get
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         return lambda parameter: getattr(parameter, name, None)
@@ -64,16 +65,11 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
     return lambda parameter: parameter.grad
 
 
-def _gradients_of_bf16(optimizer: Any) -> dict[nn.Parameter, Tensor]:
-    groups = zip(
-        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
-    )
-    return {p: gradient for group in groups for p, gradient, has_one in zip(*group, strict=True) if has_one}
-
-
 def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
-    """True where a rank's gradient counts only its own tokens (sequence parallelism) or its own heads (query and key
-    norms), so that the sum over tensor-parallel ranks is the gradient."""
+    """Return whether only the sum over tensor-parallel ranks is the gradient.
+
+    A rank's share counts its own tokens alone (sequence parallelism), or its own heads (query and key norms).
+    """
     if is_split(parameter):
         return False
     if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
@@ -85,27 +81,38 @@ def sum_partial_gradients(module: nn.Module, config: TransformerConfig, optimize
     """Sum partial gradients over the tensor-parallel ranks, in place: once per batch, after its last backward.
 
     Raises:
-        RuntimeError: a parameter has no gradient where ``optimizer`` reads it. All of these layers take part in every
-            forward pass, so it was computed and is elsewhere: left out of the sum it would be silently wrong.
+        RuntimeError: a parameter has no gradient where `optimizer` reads it. All of these layers take part in every
+            forward pass, so it is elsewhere, and would silently be left out of the sum.
     """
     partial = {n: p for n, p in module.named_parameters() if p.requires_grad and is_partial(n, p, config)}
     gradient_of = gradient_reader(optimizer)
-    gradients = {name: gradient_of(p) for name, p in partial.items()}
-    missing = [name for name, gradient in gradients.items() if gradient is None]
+    gradients = {name: gradient for name, p in partial.items() if (gradient := gradient_of(p)) is not None}
+    missing = [name for name in partial if name not in gradients]
     if missing:
         raise RuntimeError(
             f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
-            f"have none where {type(optimizer).__name__} reads it: {', '.join(missing[:4])}"
-            f"{' and more' if len(missing) > 4 else ''}. Set requires_grad_(False) on what is not trained"
+            f"have none where {type(optimizer).__name__} reads it: {_few(missing)}. Set requires_grad_(False) on what "
+            "is not trained"
         )
-    if gradients:
-        sum_over_tensor_ranks([gradient for gradient in gradients.values() if gradient is not None], group)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients.values():
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same in by_dtype.values():  # one collective for each dtype
+        flat = torch.cat([gradient.flatten() for gradient in same])
+        torch_dist.all_reduce(flat, group=group)
+        for gradient, total in zip(same, flat.split([gradient.numel() for gradient in same]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
 def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> bool:
-    """Compare the gradients of replicated parameters over tensor-parallel ranks; a collective over ``group``.
+    """Compare the gradients of replicated parameters over tensor-parallel ranks; a collective over `group`.
 
-    False where nothing could be compared because some gradient is not finite, as in the first batches of fp16.
+    Returns:
+        False where nothing could be compared: some gradient is not finite, as in the first batches of fp16.
 
     Raises:
         ReplicatedGradientError: on all of these ranks, with the parameters that differ.
@@ -116,11 +123,10 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     gradients = list(map(gradient_reader(optimizer), replicated.values()))
     device = next(iter(replicated.values())).device
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    rows = [zero if g is None else g.float().norm() for g in gradients]
-    rows += [zero if g is None else g.float().sum() for g in gradients]
-    mine = torch.stack(rows)
-    everyone = [torch.empty_like(mine) for _ in range(torch_dist.get_world_size(group))]
-    torch_dist.all_gather(everyone, mine, group=group)
+    floats = [zero if g is None else g.float() for g in gradients]
+    here = torch.stack([g.norm() for g in floats] + [g.sum() for g in floats])
+    everyone = [torch.empty_like(here) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(everyone, here, group=group)
     if not all(torch.isfinite(row).all() for row in everyone):
         return False
     norms, sums = torch.stack(everyone).unflatten(1, (2, -1)).unbind(1)  # [ranks, parameters]
@@ -134,9 +140,9 @@ def require_equal_replicas(module: nn.Module, optimizer: Any, group: Any) -> boo
     if names:
         raise ReplicatedGradientError(
             f"tensor-parallel ranks {torch_dist.get_process_group_ranks(group)} have different gradients for "
-            f"{len(names)} of {len(replicated)} parameters of which each keeps a copy: {', '.join(names[:4])}"
-            f"{' and more' if len(names) > 4 else ''}. Where a rank's gradient counts only its own tokens or heads, "
-            "set parameter.sequence_parallel = True, so that it is summed; otherwise the ranks were given different "
-            "samples or different random numbers for dropout (terapipe_ds.models.megatron.random.seed_dropout)"
+            f"{len(names)} of {len(replicated)} parameters of which each keeps a copy: {_few(names)}. Where a rank's "
+            "gradient counts only its own tokens or heads, set parameter.sequence_parallel = True, so that it is "
+            "summed; otherwise the ranks were given different samples or different random numbers for dropout "
+            "(terapipe_ds.models.megatron.layers.seed_dropout)"
         )
     return True

@@ -1,7 +1,7 @@
 """DeepSpeed's process groups as megatron-core takes them, and the check that both mean the same ranks.
 
 No second set of groups: tensor-parallel collectives run in the grid's own group. What megatron-core looks up in its
-``parallel_state`` instead of taking it as an argument is the same groups, entered there.
+`parallel_state` instead of taking it as an argument is the same groups, entered there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -23,14 +24,11 @@ _ORDER = "tp-cp-ep-dp-pp"  # the same of Megatron, which names the fastest first
 _AXIS_OF = {"tp": "model", "dp": "data", "pp": "pipe"}
 
 
-def process_groups(grid: Any, config: TransformerConfig) -> ProcessGroupCollection:
-    """The groups for layers of this rank, checked. A collective over all ranks.
+def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> ProcessGroupCollection:
+    """Return the groups for layers of this rank, checked. A collective over all ranks.
 
-    ``pp`` is a group of this rank alone: DeepSpeed cuts the model into stages, and a layer that knew of them would add
-    an offset to its number. Context and expert parallelism are not there, so their groups hold one rank as well.
-
-    Args:
-        grid: DeepSpeed's ``PipelineParallelGrid``.
+    `pp` is a group of this rank alone: DeepSpeed cuts the model into stages, and a layer that knew of them would add
+    an offset to its number. The groups of context and expert parallelism hold one rank as well.
 
     Raises:
         MegatronConfigError: on every rank, where grid and config or DeepSpeed's and Megatron's groups differ.
@@ -39,33 +37,35 @@ def process_groups(grid: Any, config: TransformerConfig) -> ProcessGroupCollecti
     _require_everywhere(_problem_of_communicators(grid))
     tensor, alone = grid.get_slice_parallel_group(), _alone(grid)
     groups = ProcessGroupCollection(
-        tp=tensor, pp=alone, cp=alone, tp_cp=tensor, ep=alone, expt_tp=tensor, tp_ep=tensor, tp_ep_pp=tensor,
-        mp=grid.get_model_parallel_group(), dp=grid.get_data_parallel_group(), dp_cp=grid.get_data_parallel_group(),
-        expt_dp=grid.get_data_parallel_group(), embd=alone, pos_embd=alone, tp_dp_cp=tensor,
-    )  # fmt: skip
+        mp=grid.get_model_parallel_group(),
+        **dict.fromkeys(("tp", "tp_cp", "expt_tp", "tp_ep", "tp_ep_pp", "tp_dp_cp"), tensor),
+        **dict.fromkeys(("dp", "dp_cp", "expt_dp"), grid.get_data_parallel_group()),
+        **dict.fromkeys(("pp", "cp", "ep", "embd", "pos_embd"), alone),
+    )
     _enter(groups, grid, alone)
     return groups
 
 
-def _alone(grid: Any) -> Any:
+def _alone(grid: PipelineParallelGrid) -> Any:
     if grid.get_slice_parallel_world_size() == 1:
         return grid.get_slice_parallel_group()  # DeepSpeed made one for each rank
     return torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
 
 
-def _problem(grid: Any, config: TransformerConfig) -> str | None:
-    """What is wrong with the layout on this rank; None where all agrees."""
+def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | None:
+    """Return what is wrong with the layout on this rank, or None."""
     topology = grid.topology()
     tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
-    if config.tensor_model_parallel_size != tensor:
+    given_tensor, given_stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    if given_tensor != tensor:
         return (
-            f"TransformerConfig has tensor_model_parallel_size={config.tensor_model_parallel_size}, but the topology "
-            f"has {tensor} tensor-parallel ranks; give both the same number"
+            f"TransformerConfig has tensor_model_parallel_size={given_tensor}, but the topology has {tensor} "
+            "tensor-parallel ranks; give both the same number"
         )
-    if config.pipeline_model_parallel_size not in (1, stages):
+    if given_stages not in (1, stages):
         return (
-            f"TransformerConfig has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but the "
-            f"topology has {stages} stages; give the same number, or 1 to leave stages to DeepSpeed"
+            f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages} stages; "
+            "give the same number, or 1 to leave stages to DeepSpeed"
         )
     megatron = parallel_state.RankGenerator(
         tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=_ORDER
@@ -82,8 +82,8 @@ def _problem(grid: Any, config: TransformerConfig) -> str | None:
     return _problem_of_members(grid) or _problem_of_parallel_state(grid)
 
 
-def _problem_of_members(grid: Any) -> str | None:
-    """Whether the groups list the ranks that the topology says, in its order: shares of a vocabulary follow it."""
+def _problem_of_members(grid: PipelineParallelGrid) -> str | None:
+    """Compare the ranks that groups list with those of the topology, in its order: vocabulary shares follow it."""
     for axis, group, expected in _groups_of_axes(grid):
         found = torch_dist.get_process_group_ranks(group)
         if found != expected:
@@ -91,8 +91,8 @@ def _problem_of_members(grid: Any) -> str | None:
     return None
 
 
-def _problem_of_communicators(grid: Any) -> str | None:
-    """Whether those who answer in a group are who it lists. A collective over each group."""
+def _problem_of_communicators(grid: PipelineParallelGrid) -> str | None:
+    """Compare the ranks that answer in a group with those that it lists. A collective over each group."""
     device = get_accelerator().current_device_name()
     for axis, group, expected in _groups_of_axes(grid):
         mine = torch.tensor([torch_dist.get_rank()], device=device)
@@ -104,13 +104,15 @@ def _problem_of_communicators(grid: Any) -> str | None:
     return None
 
 
-def _groups_of_axes(grid: Any) -> Iterator[tuple[str, Any, list[int]]]:
-    """The axes with this rank's group, and the ranks that it should have by the topology."""
-    groups = {"model": grid.get_slice_parallel_group(), "data": grid.get_data_parallel_group(),
-              "pipe": grid.get_pipe_parallel_group()}  # fmt: skip
+def _groups_of_axes(grid: PipelineParallelGrid) -> Iterator[tuple[str, Any, list[int]]]:
+    """Yield the axes with this rank's group, and the ranks that it should have by the topology."""
     rank = torch_dist.get_rank()
-    for axis, group in groups.items():
+    for axis, group in zip(("model", "data", "pipe"), _groups(grid), strict=True):
         yield axis, group, next((r for r in grid.topology().get_axis_comm_lists(axis) if rank in r), [rank])
+
+
+def _groups(grid: PipelineParallelGrid) -> tuple[Any, Any, Any]:
+    return grid.get_slice_parallel_group(), grid.get_data_parallel_group(), grid.get_pipe_parallel_group()
 
 
 def _wrong_members(axis: str, found: list[int], expected: list[int]) -> str:
@@ -120,17 +122,17 @@ def _wrong_members(axis: str, found: list[int], expected: list[int]) -> str:
     )
 
 
-def _problem_of_parallel_state(grid: Any) -> str | None:
-    """Whether a ``parallel_state`` that somebody else has initialized agrees."""
+def _problem_of_parallel_state(grid: PipelineParallelGrid) -> str | None:
+    """Compare a `parallel_state` that another program has initialized."""
     if not parallel_state.model_parallel_is_initialized() or _entered_by_us():
         return None
-    pairs = {
-        "tensor": (parallel_state.get_tensor_model_parallel_group(), grid.get_slice_parallel_group()),
-        "pipeline": (parallel_state.get_pipeline_model_parallel_group(), grid.get_pipe_parallel_group()),
-        "data": (parallel_state.get_data_parallel_group(), grid.get_data_parallel_group()),
-    }
-    for name, (theirs, ours) in pairs.items():
-        members = [torch_dist.get_process_group_ranks(group) for group in (theirs, ours)]
+    megatron = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+    )
+    for name, *both in zip(("tensor", "data", "pipeline"), megatron, _groups(grid), strict=True):
+        members = [torch_dist.get_process_group_ranks(group) for group in both]
         if members[0] != members[1]:
             return (
                 f"Megatron's parallel_state was initialized with other {name} groups: rank {torch_dist.get_rank()} is "
@@ -144,24 +146,25 @@ _MARK = "_terapipe_entered"
 
 
 def _entered_by_us() -> bool:
-    """Whether what is there now is ours: somebody may have destroyed it and initialized it again."""
+    """Return whether the groups there now are ours: they may have been destroyed and initialized again since."""
     ours = getattr(parallel_state, _MARK, None)
     return ours is not None and parallel_state._TENSOR_MODEL_PARALLEL_GROUP is ours
 
 
-def _enter(groups: ProcessGroupCollection, grid: Any, alone: Any) -> None:
+def _enter(groups: ProcessGroupCollection, grid: PipelineParallelGrid, alone: Any) -> None:
     """Put the groups where megatron-core's own functions look them up."""
     if parallel_state.model_parallel_is_initialized() and not _entered_by_us():
-        return  # somebody else did, and it agrees
+        return  # another program did, and it agrees
+    pipe, ranks_of = grid.get_pipe_parallel_group(), torch_dist.get_process_group_ranks
     entries: dict[str, Any] = {
         "_TENSOR_MODEL_PARALLEL_GROUP": groups.tp,
-        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": torch_dist.get_process_group_ranks(groups.tp),
-        "_PIPELINE_MODEL_PARALLEL_GROUP": grid.get_pipe_parallel_group(),
-        "_PIPELINE_GLOBAL_RANKS": torch_dist.get_process_group_ranks(grid.get_pipe_parallel_group()),
+        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": ranks_of(groups.tp),
+        "_PIPELINE_MODEL_PARALLEL_GROUP": pipe,
+        "_PIPELINE_GLOBAL_RANKS": ranks_of(pipe),
         "_MODEL_PARALLEL_GROUP": groups.mp,
         "_DATA_PARALLEL_GROUP": groups.dp,
         "_DATA_PARALLEL_GROUP_WITH_CP": groups.dp,
-        "_DATA_PARALLEL_GLOBAL_RANKS": torch_dist.get_process_group_ranks(groups.dp),
+        "_DATA_PARALLEL_GLOBAL_RANKS": ranks_of(groups.dp),
         "_CONTEXT_PARALLEL_GROUP": alone,
         "_CONTEXT_PARALLEL_GLOBAL_RANKS": [torch_dist.get_rank()],
         "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": groups.tp,
@@ -189,15 +192,3 @@ def _require_everywhere(problem: str | None) -> None:
     if found:
         texts = "; ".join(sorted(set(found.values())))
         raise MegatronConfigError(f"on rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}: {texts}")
-
-
-def sum_over_tensor_ranks(tensors: list[torch.Tensor], group: Any) -> None:
-    """Add each tensor up over the tensor-parallel ranks, in place, with one collective per dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for same in by_dtype.values():
-        flat = torch.cat([tensor.flatten() for tensor in same])
-        torch_dist.all_reduce(flat, group=group)
-        for tensor, total in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(total.view_as(tensor))

@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.megatron.random import initial_weights
-from terapipe_ds.models.megatron.specs import layer_specs, norm_class
+from terapipe_ds.models.megatron.sliced_core_attention import layer_specs
 
 
 @dataclass
 class Blueprint:
-    """What all layers of one model are built from. ``groups`` come in when DeepSpeed has made them.
+    """What all layers of one model are built from. `groups` come in when DeepSpeed has made them.
 
-    Fields other than ``config`` are named as the arguments of megatron-core's ``GPTModel``.
+    Fields other than `config` are named as the arguments of megatron-core's `GPTModel`.
     """
 
     config: TransformerConfig
@@ -48,7 +52,7 @@ class Blueprint:
     seq_len_interpolation_factor: float | None = None
     seed: int = 1234
     transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None
-    groups: ProcessGroupCollection = field(default=None, repr=False)  # type: ignore[assignment]
+    groups: ProcessGroupCollection = field(default=None, repr=False)
 
     @functools.cached_property
     def rotary(self) -> RotaryEmbedding | None:
@@ -70,25 +74,28 @@ class Blueprint:
     @functools.cached_property
     def tied_projection(self) -> ColumnParallelLinear:
         """The output projection of tied embeddings, which has no weight of its own."""
-        return self._projection(skip_weight_param_allocation=True)
+        return self.projection(skip_weight_param_allocation=True)
 
-    def projection(self) -> ColumnParallelLinear:
-        """A new output projection with weights."""
-        return self._projection()
-
-    def _projection(self, **options: Any) -> ColumnParallelLinear:
+    def projection(self, **options: Any) -> ColumnParallelLinear:
+        """Return a new output projection, with a weight unless `options` say otherwise."""
         return ColumnParallelLinear(
-            self.config.hidden_size, self.vocab_size, config=self.config, init_method=self.config.init_method,
-            bias=False, skip_bias_add=False, gather_output=not self.parallel_output, tp_group=self.groups.tp, **options,
-        )  # fmt: skip
+            self.config.hidden_size,
+            self.vocab_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=not self.parallel_output,
+            tp_group=self.groups.tp,
+            **options,
+        )
 
     def drawn(self, layer_index: int) -> Any:
-        """Around the building of a layer: its weights depend on the seed and ``layer_index`` alone."""
+        """Let the weights of a layer that is built inside depend on the seed and `layer_index` alone."""
         return initial_weights(self.seed, layer_index, self.groups.tp.rank())
 
     def random_numbers(self) -> Any:
-        """Around a layer's forward: under sequence parallelism ranks hold different tokens and need different
-        dropout."""
+        """Draw a layer's dropout inside: ranks that hold different tokens need different numbers."""
         config = self.config
         if config.sequence_parallel and (config.hidden_dropout > 0 or config.attention_dropout > 0):
             return tensor_parallel.get_cuda_rng_tracker().fork()
@@ -96,35 +103,23 @@ class Blueprint:
 
 
 def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
-    """The model as ``PipelineModule(layers=...)`` takes it: tokens in, logits [B, T, V / tp] out."""
-    config = blueprint.config
-    tied = blueprint.share_embeddings_and_output_weights
-    embedding: dict[str, Any] = {"tied_weight_attr": ["word_embeddings.weight"]}
-    layers: list[LayerSpec] = [
-        TiedLayerSpec("embedding", MegatronEmbedding, blueprint, **embedding)
-        if tied
-        else LayerSpec(MegatronEmbedding, blueprint)
-    ]
-    specs = layer_specs(config, blueprint.transformer_layer_spec)
-    layers.extend(LayerSpec(MegatronLayer, blueprint, index, spec) for index, spec in enumerate(specs))
-    layers.append(LayerSpec(MegatronFinalNorm, blueprint))
-    if tied:
-        layers.append(
-            TiedLayerSpec(
-                "embedding", MegatronEmbedding, blueprint, positions=False,
-                forward_fn=functools.partial(_tied_logits, blueprint), **embedding,
-            )
-        )  # fmt: skip
-    else:
-        layers.append(LayerSpec(MegatronHead, blueprint))
-    return layers
+    """Return the model as `PipelineModule(layers=...)` takes it: tokens in, logits [B, T, V / tp] out."""
+    first, last = LayerSpec(MegatronEmbedding, blueprint), LayerSpec(MegatronHead, blueprint)
+    if blueprint.share_embeddings_and_output_weights:
+        tied = functools.partial(
+            TiedLayerSpec, "embedding", MegatronEmbedding, blueprint, tied_weight_attr=["word_embeddings.weight"]
+        )
+        first, last = tied(), tied(positions=False, forward_fn=functools.partial(_tied_logits, blueprint))
+    specs = layer_specs(blueprint.config, blueprint.transformer_layer_spec)
+    layers = [LayerSpec(MegatronLayer, blueprint, index, spec) for index, spec in enumerate(specs)]
+    return [first, *layers, LayerSpec(MegatronFinalNorm, blueprint), last]
 
 
 class MegatronEmbedding(LanguageModelEmbedding):
     """Tokens [B, T], or (tokens, position ids), int64 -> hidden states.
 
     Position ids matter for learned positions; rotary ones follow from a token's place in the sequence, as in
-    megatron-core's ``GPTModel``. ``positions=False``: the last stage's copy of a tied embedding.
+    megatron-core's `GPTModel`. `positions=False`: the last stage's copy of a tied embedding.
     """
 
     def __init__(self, blueprint: Blueprint, positions: bool = True) -> None:
@@ -142,7 +137,7 @@ class MegatronEmbedding(LanguageModelEmbedding):
         self.blueprint = blueprint
 
     def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
-        """Of the output projection, where it has this embedding's weight; lookups have their gradients in B."""
+        """Leave the weight gradient of a tied output projection to W; lookups have their gradients in B."""
         if self.blueprint.share_embeddings_and_output_weights:
             split_backwards(self.blueprint.tied_projection, gradients)
 
@@ -164,7 +159,7 @@ class MegatronEmbedding(LanguageModelEmbedding):
 
 
 class MegatronLayer(nn.Module):
-    """One decoder layer of megatron-core, hidden states -> the same; ``index`` counts from 0."""
+    """One decoder layer of megatron-core, hidden states -> the same; `index` counts from 0."""
 
     def __init__(self, blueprint: Blueprint, index: int, spec: ModuleSpec) -> None:
         super().__init__()
@@ -176,7 +171,7 @@ class MegatronLayer(nn.Module):
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
 
     def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
-        """Called once by the engine: weight gradients of linear layers stay for W where the schedule has one."""
+        """Leave the weight gradients of linear layers to W where the schedule has one; the engine calls it once."""
         split_backwards(self.layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -198,8 +193,10 @@ class MegatronLayer(nn.Module):
 
 
 def _copy_bias(module: nn.Module, args: Any, result: Any) -> Any:
-    """megatron-core's MLP hands its last bias on, for its sum with the residual stream. Out of a checkpoint (0.16.1)
-    this makes the parameter itself a result of the checkpoint's function, whose backward then calls itself for ever.
+    """Copy the last bias that megatron-core's MLP returns beside its output, for the sum with the residual stream.
+
+    Out of a checkpoint (0.16.1) the parameter itself would be a result of the checkpoint's function, whose backward
+    then calls itself for ever.
     """
     if isinstance(result, tuple) and len(result) == 2 and torch.is_tensor(result[1]):
         return result[0], result[1].clone()
@@ -212,15 +209,14 @@ class MegatronFinalNorm(nn.Module):
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
         config = blueprint.config
-        norm = norm_class(config)
-        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.norm = norm_class(config)(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
 
 
 class MegatronHead(nn.Module):
-    """Hidden states -> logits [B, T, V / tp] (all of V with ``parallel_output=False``)."""
+    """Hidden states -> logits [B, T, V / tp] (all of V with `parallel_output=False`)."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
@@ -228,7 +224,7 @@ class MegatronHead(nn.Module):
             self.output_layer = blueprint.projection()
 
     def defer_weight_gradients(self, gradients: SplitBackwards) -> None:
-        """As of :class:`MegatronLayer`."""
+        """Leave its weight gradient to W, as in `MegatronLayer`."""
         split_backwards(self.output_layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -242,3 +238,40 @@ def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Ten
 def _first_position() -> int:
     active = active_slice()
     return 0 if active is None else active.start
+
+
+def seed_dropout(seed: int, grid: PipelineParallelGrid) -> None:
+    """Seed this rank's random numbers with Megatron-LM's offsets.
+
+    They are equal on tensor-parallel ranks but for the tracker's state, and different on stages and replicas.
+    """
+    seed += 100 * grid.get_stage_id() + 10 * grid.get_data_parallel_rank()
+    torch.manual_seed(seed)
+    _seed_tracker(seed, grid.get_slice_parallel_rank())
+
+
+def _seed_tracker(seed: int, tensor_rank: int) -> None:
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME, seed)
+    tracker.add(megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME, seed + 2718 + tensor_rank)
+    tracker.add(megatron_random._EXPERT_PARALLEL_RNG_TRACKER_NAME, seed + 1024 + tensor_rank)
+
+
+@contextlib.contextmanager
+def initial_weights(seed: int, layer_index: int, tensor_rank: int) -> Iterator[None]:
+    """Draw the weights of one layer from (seed, layer_index) alone; afterwards all random states are as before.
+
+    With `use_cpu_initialization` the whole matrix is drawn and cut, so that the weights are the same for every
+    tensor-parallel size; without it they are the same for one size.
+    """
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states, seeds = tracker.get_states(), set(tracker.seeds_)
+    with torch.random.fork_rng(devices=[] if on_cpu() else [get_accelerator().current_device()]):
+        torch.manual_seed(seed + 1_000_003 * (layer_index + 1))
+        _seed_tracker(seed + 1_000_003 * (layer_index + 1), tensor_rank)
+        try:
+            yield
+        finally:
+            tracker.set_states(states)
+            tracker.seeds_ = seeds

@@ -1,15 +1,14 @@
 """megatron-core's linear layers, whose weight gradients wait for W where the schedule splits backwards.
 
-In every other backward ``ColumnParallelLinear`` and ``RowParallelLinear`` do what megatron-core wrote. Where a slice
+In every other backward `ColumnParallelLinear` and `RowParallelLinear` do what megatron-core wrote. Where a slice
 has a W of its own (zero bubble, Qi et al., arXiv 2401.10241) their B computes what the layers before wait for, with
 megatron-core's collectives: the gradients of the inputs, for column-parallel layers summed over the tensor-parallel
 ranks, or under sequence parallelism summed and cut; and those of biases. The gradient of the weight is left to W.
 
 Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
-megatron-core gathers them in the forward and once more in the backward. Here B gathers nothing and W does. So there are
-as many collectives as before, fewer of them in B, which other stages wait for; and what waits for W is the share.
-Keeping the gathered tokens would save this one collective, at as many times the memory as there are ranks, and for as
-many slices as wait for W.
+megatron-core gathers them in the forward and once more in the backward. Here W gathers them instead of B, for which
+other stages wait; the share alone waits for W. Keeping the gathered tokens would save this collective, at as many times
+the memory as there are ranks, and for as many slices as wait for W.
 """
 
 from __future__ import annotations
@@ -27,78 +26,65 @@ from torch.autograd.function import once_differentiable
 
 
 class SplitBackwards(Protocol):
-    """What an engine hands to ``defer_weight_gradients``: it runs W."""
+    """What an engine gives to `defer_weight_gradients`: it runs W."""
 
     def splits_now(self) -> bool:
-        """Whether the slice that runs now has a W of its own."""
+        """Return whether the slice that runs now has a W of its own."""
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Whether a linear layer that runs now may leave its weight gradient to W."""
+        """Return whether a linear layer that runs now may leave its weight gradient to W."""
 
     def keep(
         self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Leave ``rows^T inputs`` to W, or ``rows^T gather(inputs)``."""
+        """Leave `rows^T inputs` to W, or `rows^T gather(inputs)`."""
 
 
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
-    """Let the linear layers in ``module``, itself included, leave their weight gradients to ``gradients``.
+    """Let the linear layers in `module`, itself included, leave their weight gradients to `gradients`.
 
     Layers whose class or owner computes the product in a way of its own are left alone.
     """
     for layer in module.modules():
-        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _is_megatron_s(layer):
+        if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
             layer._forward_impl = _forward_of(layer, gradients)
 
 
 _MARK = "_terapipe_splits"
 
 
-def _is_megatron_s(layer: Any) -> bool:
-    set_here = vars(layer).get("_forward_impl")
-    if set_here is not None and not hasattr(set_here, _MARK):
-        return False
-    return type(layer)._forward_impl in (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)
+def _computes_as_megatron(layer: Any) -> bool:
+    replaced = vars(layer).get("_forward_impl")
+    plain = (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)
+    return (replaced is None or hasattr(replaced, _MARK)) and type(layer)._forward_impl in plain
 
 
 def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
-    """The product of ``layer`` with a weight that may be another layer's: what its ``_forward_impl`` is."""
+    """Return a `_forward_impl` for `layer`: its product with a weight that may be another layer's."""
     plain = functools.partial(type(layer)._forward_impl, layer)
 
-    def forward(
-        input: Tensor, weight: Tensor, bias: Tensor | None = None, *, gradient_accumulation_fusion: bool = False,
-        allreduce_dgrad: bool = False, sequence_parallel: bool = False, tp_group: Any = None, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        is_other = gradient_accumulation_fusion or options.get("grad_output_buffer") is not None
-        if not is_other and gradients.splits_now() and gradients.takes(input, weight):
-            ranks = _Ranks(tp_group, sums=allreduce_dgrad, shares_tokens=sequence_parallel)
-            # without an edge to the weight: hooks on it would be called in B with nothing
-            keep = functools.partial(gradients.keep, weight)
-            return _Linear.apply(input, weight.detach(), bias, keep, ranks)
-        return plain(
-            input, weight, bias, gradient_accumulation_fusion=gradient_accumulation_fusion,
-            allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel, tp_group=tp_group, **options,
-        )  # fmt: skip
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        is_other = options.get("gradient_accumulation_fusion") or options.get("grad_output_buffer") is not None
+        if is_other or not gradients.splits_now() or not gradients.takes(input, weight):
+            return plain(input, weight, bias, **options)
+        sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
+        ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
+        # without an edge to the weight: hooks on it would be called in B with nothing
+        return _Linear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
 
     setattr(forward, _MARK, True)
     return forward
 
 
 class _Ranks(NamedTuple):
-    """What the tensor-parallel ranks of a layer do together.
+    """What the tensor-parallel ranks of a layer do together."""
 
-    Args:
-        group: None where nothing.
-        sums: each has a part of the gradients of the inputs.
-        shares_tokens: each has inputs of its share of the tokens, under sequence parallelism.
-    """
-
-    group: Any
-    sums: bool
-    shares_tokens: bool
+    group: Any  # None where nothing
+    sums: bool  # each has a part of the gradients of the inputs
+    shares_tokens: bool  # each has inputs of its share of the tokens, under sequence parallelism
 
     def gather(self, inputs: Tensor) -> Tensor:
-        """Inputs of all tokens, [T / tp, B, in] -> [T, B, in]; in megatron-core's buffer, until the next call."""
+        """Return the inputs of all tokens, [T, B, in], in megatron-core's buffer, until the next call."""
         if not self.shares_tokens:
             return inputs
         shape = (inputs.shape[0] * self.group.size(), *inputs.shape[1:])
@@ -107,11 +93,11 @@ class _Ranks(NamedTuple):
         return whole
 
     def gather_rows(self, inputs: Tensor) -> Tensor:
-        """The same, [T * B, in]."""
+        """Return the same as [T * B, in]."""
         return _rows(self.gather(inputs))
 
     def begin_sum(self, gradient: Tensor) -> tuple[Tensor, Any]:
-        """The gradient of this rank's inputs, once the work that is returned beside it has been waited for."""
+        """Return the gradient of this rank's inputs, and the work to wait for before it is there."""
         if self.shares_tokens:
             share = gradient.new_empty((gradient.shape[0] // self.group.size(), *gradient.shape[1:]))
             return share, torch_dist.reduce_scatter_tensor(share, gradient, group=self.group, async_op=True)

@@ -24,7 +24,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         largest = wide.max(dim=-1).values
         _all_reduce(largest, group, torch_dist.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
-        here = labels - logits.shape[-1] * _rank(group)
+        here = labels - logits.shape[-1] * (0 if group is None else torch_dist.get_rank(group))
         inside = (here >= 0) & (here < logits.shape[-1])
         here = here.where(inside, torch.zeros_like(here))
         label_logit = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1) * inside
@@ -47,7 +47,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _require_known_labels(ranks_with_label: Tensor) -> None:
-    """Each label must be in the share of exactly one rank. The same on all ranks; does not wait for a GPU."""
+    """Refuse labels that are not in the share of exactly one rank, on all ranks alike; do not wait for a GPU."""
     known = (ranks_with_label == 1).all()
     if known.device.type != "cpu":
         torch._assert_async(known)
@@ -59,18 +59,14 @@ def _require_known_labels(ranks_with_label: Tensor) -> None:
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
-    """Cross entropy per token, in fp32, or fp64 where the logits are.
+    """Return the cross entropy per token, in fp32, or fp64 where the logits are.
 
     Args:
-        logits: [..., V / tp], this rank's share of the vocabulary, in the order of the ranks of ``group``.
+        logits: [..., V / tp], this rank's share of the vocabulary, in the order of the ranks of `group`.
         labels: [...] int64 in [0, V).
         group: the tensor-parallel group; None for one rank.
     """
     return _VocabParallelCrossEntropy.apply(logits, labels, group)
-
-
-def _rank(group: Any) -> int:
-    return 0 if group is None else torch_dist.get_rank(group)
 
 
 def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
@@ -79,11 +75,11 @@ def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
 
 
 class VocabParallelLoss:
-    """The loss function of a ``MegatronGPT``: the mean over the tokens that count, as Megatron-LM's GPT has it.
+    """The loss function of a `MegatronGPT`: the mean over the tokens that count, as Megatron-LM's GPT has it.
 
-    Labels are [B, T] int64 with ``IGNORE_INDEX`` for tokens that do not count, or (labels, loss_mask) with a float
+    Labels are [B, T] int64 with `IGNORE_INDEX` for tokens that do not count, or (labels, loss_mask) with a float
     mask [B, T] that weighs each token. The loss is sum(mask * cross entropy) / sum(mask) over a micro-batch;
-    ``slice_weight`` tells the engine the share of a slice in it.
+    `slice_weight` tells the engine the share of a slice in it.
 
     Args:
         cross_entropy: "exact": computed in the dtype of fp64 logits, in fp32 otherwise. "megatron": megatron-core's
@@ -97,16 +93,15 @@ class VocabParallelLoss:
         self._group: Callable[[], Any] = lambda: None
 
     def use_group(self, group: Callable[[], Any]) -> None:
-        """Called by the module: how to get at the tensor-parallel group, once there is one."""
+        """Take a function that gives the tensor-parallel group, once there is one; the module calls this."""
         self._group = group
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
-        """logits [B, T, V / tp] -> a scalar."""
+        """Return the loss of logits [B, T, V / tp]."""
         targets, mask = _targets_and_mask(labels)
         if self.cross_entropy == "megatron":
-            sequence_first = logits.transpose(0, 1).contiguous()
-            losses = tensor_parallel.vocab_parallel_cross_entropy(sequence_first, targets.transpose(0, 1).contiguous())
-            losses = losses.transpose(0, 1)
+            first = (tensor.transpose(0, 1).contiguous() for tensor in (logits, targets))
+            losses = tensor_parallel.vocab_parallel_cross_entropy(*first).transpose(0, 1)
         else:
             losses = vocab_parallel_cross_entropy(logits, targets, self._group())
         mask = mask.to(losses.dtype)
@@ -114,12 +109,12 @@ class VocabParallelLoss:
 
     @staticmethod
     def slice_weight(labels: Labels) -> float:
-        """The sum of the mask over the tokens of a slice."""
+        """Return the sum of the mask over the tokens of a slice."""
         return float(_targets_and_mask(labels)[1].double().sum())
 
 
 def _targets_and_mask(labels: Labels) -> tuple[Tensor, Tensor]:
-    """Labels in [0, V) everywhere, and what each token counts."""
+    """Return labels that are in [0, V) everywhere, and what each token counts."""
     if torch.is_tensor(labels):
         valid = labels != IGNORE_INDEX
         return labels.where(valid, torch.zeros_like(labels)), valid

@@ -1,33 +1,43 @@
-"""``MegatronGPT``: a GPT of megatron-core layers as a DeepSpeed ``PipelineModule``."""
+"""`MegatronGPT`: a GPT of megatron-core layers as a DeepSpeed `PipelineModule`."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.checkpoint import constants
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
+from deepspeed.runtime.pipe.topology import (
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from deepspeed.utils import log_dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
+from torch import nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.models.megatron.checkpoints import universal_checkpoint_info
-from terapipe_ds.models.megatron.cpu import stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.gradients import (
+    is_split,
     mark_split_parameters,
     require_equal_replicas,
     sum_partial_gradients,
 )
 from terapipe_ds.models.megatron.groups import process_groups
-from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers
+from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
+from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
-from terapipe_ds.models.megatron.random import seed_dropout
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
-from terapipe_ds.models.megatron.specs import kernels
 
-_BLOCK = ("full", "block")
+
+class HasOptimizer(Protocol):
+    """The engine, as far as gradients need it."""
+
+    optimizer: Any
 
 
 class MegatronGPT(PipelineModule):
@@ -36,16 +46,16 @@ class MegatronGPT(PipelineModule):
     The data iterator gives (tokens, labels) or ((tokens, position_ids), (labels, loss_mask)), all [B, L].
 
     Args:
-        config: megatron-core's ``TransformerConfig``; what slices cannot do is refused.
+        config: megatron-core's `TransformerConfig`; what slices cannot do is refused.
         vocab_size: padded, so that it divides by the tensor-parallel size.
         max_sequence_length: of learned positions.
-        topology: DeepSpeed's; None: ``config.pipeline_model_parallel_size`` x data parallel x
-            ``config.tensor_model_parallel_size`` over all ranks.
-        loss_fn: None: ``VocabParallelLoss()``.
+        topology: DeepSpeed's; None: `config.pipeline_model_parallel_size` x data parallel x
+            `config.tensor_model_parallel_size` over all ranks.
+        loss_fn: None: `VocabParallelLoss()`.
         partition_method: DeepSpeed's; the default gives each stage as many decoder layers.
-        seed: of the initial weights, which do not depend on the number of stages (nor, with
-            ``use_cpu_initialization``, on the tensor-parallel size), and of dropout.
-        options: the other fields of ``Blueprint``, named as the arguments of megatron-core's ``GPTModel``.
+        options: the other fields of `Blueprint`, named as the arguments of megatron-core's `GPTModel`, and `seed`: of
+            dropout and of the initial weights, which do not depend on the number of stages (nor, with
+            `use_cpu_initialization`, on the tensor-parallel size).
 
     Raises:
         MegatronConfigError: on every rank, before any layer is built.
@@ -57,23 +67,17 @@ class MegatronGPT(PipelineModule):
         *,
         vocab_size: int,
         max_sequence_length: int,
-        position_embedding_type: str = "learned_absolute",
         topology: ProcessTopology | None = None,
         loss_fn: Any = None,
         partition_method: str = "type:MegatronLayer",
-        seed: int = 1234,
-        transformer_layer_spec: ModuleSpec | list[ModuleSpec] | None = None,
         activation_checkpoint_interval: int = 0,
         **options: Any,
     ) -> None:
         check_config(config)
-        _check_sizes(config, vocab_size, position_embedding_type)
+        blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
+        _check_sizes(config, vocab_size, blueprint.position_embedding_type)
         stand_in_for_cuda()
         stand_in_for_transformer_engine()
-        blueprint = Blueprint(
-            config, vocab_size, max_sequence_length, position_embedding_type, seed=seed,
-            transformer_layer_spec=transformer_layer_spec, **options,
-        )  # fmt: skip
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self._replicas_compared = False
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
@@ -87,39 +91,39 @@ class MegatronGPT(PipelineModule):
             activation_checkpoint_interval=activation_checkpoint_interval,
             checkpointable_layers=["MegatronLayer"],
         )
-        log_dist(kernels(config), ranks=[0])
+        log_dist(describe_kernels(config), ranks=[0])
         self.laid_out()
-        seed_dropout(seed, self._grid)
+        seed_dropout(blueprint.seed, self._grid)
 
     def laid_out(self) -> None:
-        """The layers of this stage are there; called again where the engine brings others."""
+        """Mark and describe the layers of this stage; called again when the engine has brought others."""
         mark_split_parameters(self)
         self.universal_checkpoint_info = universal_checkpoint_info(self, self.blueprint, self._grid)
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        """The first thing that DeepSpeed does once its groups are there, and before it builds a layer."""
+        """Take DeepSpeed's groups, which are there now, before the first layer is built."""
         if self.blueprint.groups is None:
             self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
         super()._partition_layers(method)
 
     def _synchronize_tied_weights(self) -> None:
-        with torch.no_grad():  # or autograd would remark on this broadcast of a parameter in the first backward
+        with torch.no_grad():  # autograd would warn of this broadcast of a parameter in the first backward
             super()._synchronize_tied_weights()
 
     def _build(self) -> None:
         super()._build()
         config = self.blueprint.config
-        if (config.recompute_granularity, config.recompute_method) == _BLOCK:
+        if (config.recompute_granularity, config.recompute_method) == ("full", "block"):
             layers = [layer for layer in self.forward_funcs if hasattr(layer, "recompute")]
             for layer in layers[: config.recompute_num_layers]:
                 layer.recompute = True
 
     def forward(self, forward_input: Any) -> Any:
-        """The layers of this stage, one after the other.
+        """Run the layers of this stage, one after the other.
 
         Raises:
-            MegatronConfigError: with tensor parallelism under an engine that does not know of ``before_reduce``: the
+            MegatronConfigError: with tensor parallelism under an engine that does not know of `before_reduce`: the
                 gradients that it sums would stay partial.
         """
         if self.training and torch.is_grad_enabled() and active_slice() is None and self.blueprint.groups.tp.size() > 1:
@@ -133,18 +137,19 @@ class MegatronGPT(PipelineModule):
 
     @property
     def slice_length_multiple(self) -> int:
-        """What every slice length must divide by: sequence parallelism splits the tokens of a slice over the
-        tensor-parallel ranks."""
+        """What every slice length must divide by: sequence parallelism splits a slice's tokens over ranks."""
         return self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
 
     @property
     def rng_trackers(self) -> list[Any]:
-        """Random states besides torch's own, which measuring for ``"slices": "auto"`` puts back."""
+        """Random states besides torch's own, which measuring for `"slices": "auto"` puts back."""
         return [get_cuda_rng_tracker()]
 
-    def before_reduce(self, engine: Any) -> None:
-        """Called by the engine once per batch, after the last backward: sum partial gradients over tensor-parallel
-        ranks. After the first batch whose gradients are finite compare what must be equal on them."""
+    def before_reduce(self, engine: HasOptimizer) -> None:
+        """Sum partial gradients over tensor-parallel ranks; the engine calls it after the last backward of a batch.
+
+        After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
+        """
         group = self.blueprint.groups.tp
         if group.size() == 1:
             return
@@ -154,7 +159,7 @@ class MegatronGPT(PipelineModule):
 
 
 def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
-    """Tell the loss whether it gets shares of the vocabulary or all of it."""
+    """Tell the loss whether its logits are shares of the vocabulary or all of it."""
     if blueprint.parallel_output:
         loss_fn.use_group(lambda: blueprint.groups.tp)
     elif loss_fn.cross_entropy == "megatron" and blueprint.config.tensor_model_parallel_size > 1:
@@ -165,20 +170,14 @@ def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
 
 
 def _topology(config: TransformerConfig) -> ProcessTopology:
-    world, per_replica = torch_dist.get_world_size(), (
-        config.pipeline_model_parallel_size * config.tensor_model_parallel_size
-    )
-    if world % per_replica:
+    pipe, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    world = torch_dist.get_world_size()
+    if world % (pipe * tensor):
         raise MegatronConfigError(
             f"{world} ranks do not divide by pipeline_model_parallel_size x tensor_model_parallel_size = "
-            f"{config.pipeline_model_parallel_size} x {config.tensor_model_parallel_size}: start a multiple of "
-            f"{per_replica} ranks"
+            f"{pipe} x {tensor}: start a multiple of {pipe * tensor} ranks"
         )
-    return PipeModelDataParallelTopology(
-        num_pp=config.pipeline_model_parallel_size,
-        num_mp=config.tensor_model_parallel_size,
-        num_dp=world // per_replica,
-    )
+    return PipeModelDataParallelTopology(num_pp=pipe, num_mp=tensor, num_dp=world // (pipe * tensor))
 
 
 def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> None:
@@ -197,3 +196,79 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
     known = ("learned_absolute", "rope", "none")
     if positions not in known:
         raise MegatronConfigError(f"position_embedding_type={positions!r}: give one of {', '.join(known)}")
+
+
+# -- universal checkpoints -------------------------------------------------------------------------------------------
+# A universal checkpoint holds every parameter and its Adam moments whole, under a name that no layout changes.
+# DeepSpeed (0.19.8) finds out from `universal_checkpoint_info`, which it saves with the model, how the parts of a
+# parameter make the whole, and cuts the whole the same way for the ranks that load it. Parameters that no pattern names
+# are concatenated along dim 0; that is right for megatron-core's column-parallel weights, fused QKV included, whose
+# query groups lie one after the other.
+
+_GROUPED_REASON = (
+    "the experts of one grouped weight lie between the parts of tensor-parallel ranks; build the experts one by one "
+    "(moe_grouped_gemm=False)"
+)
+_ROW = constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
+_GATED = constants.PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0
+_VOCAB = constants.VOCABULARY_PARAMETER_PATTERNS
+_AVERAGE = constants.PARAMETER_TO_AVERAGE_PATTERNS
+_ONE_STAGE = constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS
+
+# what a checkpoint must agree on with the model that loads it: the engine compares them
+_SIZES_KEY = "terapipe_model_sizes"
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+_SIZES_OF_KIND = ("gated_linear_unit", "normalization", "num_moe_experts")
+_MORE_SIZES = ("vocab_size", "position_embedding_type", "share_embeddings_and_output_weights")
+
+
+def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:
+    """Return DeepSpeed's description of the parameters of all stages. A collective over the pipeline.
+
+    DeepSpeed reads it from the file of one rank and asserts that each pattern matches something.
+
+    Args:
+        module: this stage's layers, with their tensor-parallel marks.
+    """
+    here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
+    stages: list[dict[str, list[str]]] = [here]
+    if grid.get_pipe_parallel_world_size() > 1:
+        stages = [{} for _ in range(grid.get_pipe_parallel_world_size())]
+        torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())
+    kinds_of = {name: kinds for stage in stages for name, kinds in stage.items()}
+    sizes = {name: getattr(blueprint.config, name) for name in (*_SIZES, *_SIZES_OF_KIND)}
+    info: dict[str, Any] = {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        # nothing is stripped from the vocabulary: padded rows are part of the softmax
+        constants.ORIGINAL_VOCAB_SIZE: blueprint.vocab_size,
+        _SIZES_KEY: sizes | {name: getattr(blueprint, name) for name in _MORE_SIZES},
+    }
+    for kind in (_ROW, _GATED, _VOCAB, _AVERAGE, _ONE_STAGE):
+        info[kind] = _patterns(name for name, kinds in kinds_of.items() if kind in kinds)
+    if grid.get_slice_parallel_world_size() > 1:
+        grouped = _patterns(name for name in kinds_of if name.endswith(("experts.weight1", "experts.weight2")))
+        info[constants.AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS] = dict.fromkeys(grouped, _GROUPED_REASON)
+    return info
+
+
+def _kinds(name: str, parameter: nn.Parameter, config: TransformerConfig) -> list[str]:
+    """Return the keys of DeepSpeed's description that name the parameter."""
+    kinds = [_ONE_STAGE] if name.startswith("tied_modules.") else []
+    if not is_split(parameter):
+        # copies that are equal but for rounding; the converter asserts that "replicated" ones are equal bit by bit
+        kinds.append(_AVERAGE)
+    elif name.endswith(("word_embeddings.weight", "output_layer.weight")):
+        kinds.append(_VOCAB)
+    elif getattr(parameter, "partition_dim", 0) == 1:
+        kinds.append(_ROW)
+    elif config.gated_linear_unit and "linear_fc1" in name.split("."):
+        kinds.append(_GATED)  # each rank has a part of the gate, then a part of the up projection
+    return kinds
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Return regular expressions for these names in any layer (and any expert), so that deep models have few."""
+    split = (name.split(".") for name in names)
+    return sorted(
+        {r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts) + "$" for parts in split}
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from terapipe_ds.cost_profile import LinkSample
+from terapipe_ds.costs.profile import LinkSample
 
 _GRADIENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 4, "float16": 2}
 """Of one parameter, as they are summed; for bfloat16 DeepSpeed accumulates in fp32."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.cost_profile import LayerShare, Profile
+from terapipe_ds.costs.profile import LayerShare, Profile
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.planner.part_memory import PartMemory

@@ -18,7 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import done_on_each_rank
+from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.checkpoints.load import read_states
 
 logger = logging.getLogger("terapipe_ds")
@@ -56,7 +56,7 @@ def refuse_what_does_not_fit(
             'parameters. Set "zero_optimization": {"stage": 1}'
         )
 
-    problem = done_on_each_rank(look if torch_dist.get_rank() == 0 else None)[0]
+    problem = gather_results(look if torch_dist.get_rank() == 0 else None)[0]
     if problem is not None:
         raise TeraPipeConfigError(problem)
 

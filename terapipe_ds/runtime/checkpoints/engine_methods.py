@@ -13,10 +13,10 @@ from terapipe_ds.runtime.checkpoints.compatibility import refuse_what_does_not_f
 from terapipe_ds.runtime.checkpoints.load import find_checkpoint
 from terapipe_ds.runtime.checkpoints.optimizer_states import ENVELOPE, LISTED, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
-from terapipe_ds.runtime.groups import PipelineGroups
-from terapipe_ds.runtime.layout import Layout
-from terapipe_ds.runtime.plans import Plans
-from terapipe_ds.runtime.watchdog import Watchdog
+from terapipe_ds.runtime.failures.watchdog import Watchdog
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.planning.batch_plans import Plans
 
 
 class SafeCheckpoints(PipelineEngine):

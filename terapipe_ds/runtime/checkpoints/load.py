@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.runtime.agreement import done_on_each_rank
+from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.checkpoints.manifest import LATEST, MANIFEST, CheckpointError, CheckpointPaths, Manifest
 from terapipe_ds.runtime.checkpoints.save import names_files
 
@@ -54,7 +54,7 @@ def find_checkpoint(engine: PipelineEngine, load_dir: str, tag: str | None, with
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 
-    choices = done_on_each_rank(choose if names_files(engine) else None)
+    choices = gather_results(choose if names_files(engine) else None)
     tags = {choice.tag for choice in choices if choice is not None}
     if len(tags) > 1:
         raise CheckpointError(

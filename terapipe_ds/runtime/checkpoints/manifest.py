@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from terapipe_ds.files import sync, write_text
+from terapipe_ds.files.atomic import sync, write_text
 
 MANIFEST = "terapipe_complete.json"
 LATEST = "latest"  # DeepSpeed's name

@@ -22,7 +22,7 @@ from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     Shard,
     StateForm,
 )
-from terapipe_ds.runtime.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
 
 Orders = tuple[Groups, ...]
 """The parameters of each stage, by group of its optimizer."""

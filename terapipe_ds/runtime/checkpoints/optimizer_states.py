@@ -19,14 +19,14 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.agreement import done_on_each_rank, gathered, raise_on_every_rank
+from terapipe_ds.runtime.agreement import gather, gather_results, refuse_everywhere
 from terapipe_ds.runtime.checkpoints.load import read_states
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Groups, Shapes, Shard, StateError, StateForm, form_of
 from terapipe_ds.runtime.checkpoints.optimizer_moves import Holder, Orders, moved, shards_of, stock_orders
 from terapipe_ds.runtime.checkpoints.save import replaced
-from terapipe_ds.runtime.copies import owners_of
-from terapipe_ds.runtime.layer_names import layer_of_parameter
-from terapipe_ds.runtime.layout import Layout
+from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.tied_and_copied import owners_of
 
 LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters by group of the optimizer
 ENVELOPE = "terapipe_states_of_this_layout"  # around optimizer states that DeepSpeed's own engine would mistake
@@ -97,7 +97,7 @@ class OptimizerStates:
                 of this engine.
             CheckpointError: on every rank: one of them cannot read its file.
         """
-        everyone = done_on_each_rank(lambda: self._look(path))
+        everyone = gather_results(lambda: self._look(path))
         found = [each for each in everyone if each is not None]
         if len(found) < len(everyone):  # DeepSpeed says which file is missing
             yield
@@ -106,7 +106,7 @@ class OptimizerStates:
         saved = [found[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
         listed = [each.listed for each in saved if each.listed is not None]
         orders = tuple(listed) if len(listed) == len(saved) else self.stock or self.orders
-        raise_on_every_rank(saved[self.engine.stage_id].problem or self._problem_of(orders))
+        refuse_everywhere(saved[self.engine.stage_id].problem or self._problem_of(orders))
         in_envelope = any(each.in_envelope for each in saved)
         if orders == self.orders and not in_envelope:
             yield
@@ -143,7 +143,7 @@ class OptimizerStates:
             contents = sources[here].take(state)
         except _UNLIKE as error:
             problem = f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
-        raise_on_every_rank(problem)
+        refuse_everywhere(problem)
 
         def rank_of(holder: Holder) -> int:
             return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
@@ -228,7 +228,7 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
         stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"
     here = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
-    everyone = gathered((here, _groups_of(engine), stuck))
+    everyone = gather((here, _groups_of(engine), stuck))
     stages = [everyone[grid.stage_to_global(stage_id)] for stage_id in range(engine.num_stages)]
     shapes = {name: shape for named, *_ in stages for name, shape in named.items()}
     orders = tuple(groups for _, groups, _ in stages)

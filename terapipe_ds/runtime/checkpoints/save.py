@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from terapipe_ds.files import sync, write_text
-from terapipe_ds.runtime.agreement import done_on_each_rank, gathered
+from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.runtime.agreement import gather, gather_results
 from terapipe_ds.runtime.checkpoints.manifest import LATEST, CheckpointError, CheckpointPaths, Manifest
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ def save_checkpoint(
         return save(tag, save_latest)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     paths, leads = CheckpointPaths(Path(save_dir), tag), names_files(engine)
-    tags = sorted(set(gathered(tag)))
+    tags = sorted(set(gather(tag)))
     if len(tags) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     _on_each_rank((lambda: _prepare(paths)) if leads else None)
@@ -111,7 +111,7 @@ def _on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
             rank, kind = torch_dist.get_rank(), type(error).__name__
             raise CheckpointError(f"rank {rank} cannot save the checkpoint: {kind}: {error}") from error
 
-    return done_on_each_rank(attempt)
+    return gather_results(attempt)
 
 
 class _Writer:

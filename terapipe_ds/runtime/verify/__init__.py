@@ -1,11 +1,11 @@
-"""The slice-safety check: layers on whole sequences against the same layers on slices, before the first step.
+"""Check that layers and the loss may be sliced, before the first step.
 
-The reading order: ``pipeline`` (all ranks) -> ``stage`` (the layers of one) -> ``check`` (one layer; ``runner`` runs
-it, ``layout`` finds its tokens, ``compare`` knows how much rounding is) -> ``causes`` (what is likely wrong, with the
-evidence of ``operations``); ``losses`` is the check of the loss.
+The reading order: `first_batch` (all ranks) -> `cut` (what is looked at) -> `stage` (the layers of one) -> `layer` (one
+of them; `tokens` finds its tokens, `compare` knows how much rounding is) -> `loss` -> `report`.
 """
 
-from terapipe_ds.runtime.verify.pipeline import verify_first_batch
-from terapipe_ds.runtime.verify.report import Report, VerifyError
+from terapipe_ds.runtime.verify.first_batch import FirstBatchCheck, StageToCheck
+from terapipe_ds.runtime.verify.report import VerifyError
+from terapipe_ds.runtime.verify.tokens import TensorRanks
 
-__all__ = ["Report", "VerifyError", "verify_first_batch"]
+__all__ = ["FirstBatchCheck", "StageToCheck", "TensorRanks", "VerifyError"]

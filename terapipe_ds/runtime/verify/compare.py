@@ -1,13 +1,13 @@
-"""How far two results may lie apart that are equal but for rounding.
+"""Compare results that are equal but for rounding.
 
-Whole and sliced sums have other orders, and fused kernels round other intermediate results: what is equal on paper
-differs by some units of the dtype's precision. A fault differs by much more, because whole slices see other tokens.
+Sums over a whole sequence and over its slices have other orders, and fused kernels round other intermediate results.
+What is equal on paper differs by some units of precision; a fault differs by much more, since slices see other tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,100 +16,97 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tolerance:
-    """``relative``: allowed ||a - b|| / max(||b||, floor). ``floor``: as a share of the largest norm beside it, for
-    what is zero on paper (the gradient of a bias of the keys, say) and has rounding only."""
+    """Allow ||a - b|| / max(||b||, floor) up to `relative`; `floor` is a share of the largest norm beside ||b||."""
 
     relative: float
     floor: float
 
 
-# Units of precision: 2^-53, 2^-24, 2^-11 (fp16), 2^-8 (bf16). fp64 has room to spare. fp32 allows for long sums and for
-# exponentials of large scores; fp16 and bf16 for a handful of roundings in one layer.
+# Those of a layer, and of a loss on the same outputs, where only the order of the sums differs. Units of precision are
+# 2^-53, 2^-24, 2^-11 and 2^-8. fp64 has room to spare; fp32 allows for long sums and for exponentials of large scores,
+# TF32 for products with ten bits, fp16 and bf16 for a handful of roundings in one layer.
 TOLERANCES = {
-    torch.float64: Tolerance(1e-9, 1e-2),
-    torch.float32: Tolerance(2e-4, 0.1),
-    torch.float16: Tolerance(1e-2, 0.2),
-    torch.bfloat16: Tolerance(5e-2, 0.2),
+    torch.float64: (Tolerance(1e-9, 1e-2), Tolerance(1e-6, 0.1)),
+    torch.float32: (Tolerance(2e-4, 0.1), Tolerance(1e-4, 0.1)),
+    "tf32": (Tolerance(1e-2, 0.1), Tolerance(1e-4, 0.1)),
+    torch.float16: (Tolerance(1e-2, 0.2), Tolerance(2e-2, 0.2)),
+    torch.bfloat16: (Tolerance(5e-2, 0.2), Tolerance(2e-2, 0.2)),
 }
-# Of a loss and its gradients, on the same outputs: only the order of the sums differs.
-LOSS_TOLERANCES = {
-    torch.float64: Tolerance(1e-6, 0.1),
-    torch.float32: Tolerance(1e-4, 0.1),
-    torch.float16: Tolerance(2e-2, 0.2),
-    torch.bfloat16: Tolerance(2e-2, 0.2),
-}
-_ROWS = 1024
-_NUMBERS = 2**22
-_TF32 = Tolerance(1e-2, 0.1)  # products with ten bits
+EXACT = Tolerance(0.0, 0.0)  # integers and booleans
+_SMALLEST = 1e-300
+_NUMBERS = 2**22  # in fp64 at once: all of a large weight's gradient would take several times its memory
 
 
-def tolerance_of(dtypes: set[torch.dtype], device: torch.device) -> Tolerance:
-    """Of the least precise of ``dtypes``."""
-    known = [TOLERANCES[dtype] for dtype in dtypes if dtype in TOLERANCES]
-    if device.type == "cuda" and torch.float32 in dtypes and torch.backends.cuda.matmul.allow_tf32:
-        known.append(_TF32)
-    return max(known, key=lambda t: t.relative, default=TOLERANCES[torch.float32])
-
-
-def loss_tolerance(dtypes: set[torch.dtype]) -> Tolerance:
-    """Of the least precise of ``dtypes``, those of the outputs that the loss is computed from."""
-    known = [LOSS_TOLERANCES[dtype] for dtype in dtypes if dtype in LOSS_TOLERANCES]
-    return max(known, key=lambda t: t.relative, default=LOSS_TOLERANCES[torch.float32])
+def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: bool = False) -> Tolerance:
+    """Return the tolerance of the least precise of `dtypes`; `tf32`: products of fp32 have ten bits."""
+    names = ["tf32" if tf32 and dtype == torch.float32 else dtype for dtype in dtypes]
+    known = [TOLERANCES[name][of_loss] for name in names if name in TOLERANCES]
+    return max(known, key=lambda tolerance: tolerance.relative, default=TOLERANCES[torch.float32][of_loss])
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two tensors: the largest absolute difference, and the relative one that counts."""
+    """Describe what differs, by how much, and which tokens (a mask) where it has tokens."""
 
+    what: str  # "output" | "input gradient" | "gradient of NAME" | "the loss" | "the gradient of the loss"
     largest: float
     relative: float
+    allowed: float
+    tokens: Tensor | None = None
+
+    @property
+    def first_token(self) -> int | None:
+        return None if self.tokens is None else int(self.tokens.nonzero()[0])
 
     def __str__(self) -> str:
-        return f"{self.largest:.2g}"
+        what = self.what if self.tokens is None else f"{self.what} of tokens {self.first_token}.."
+        if not math.isfinite(self.largest):
+            return f"{what} is not comparable (another shape, or not finite)"
+        return f"{what} differs by {self.largest:.2g} (relative {self.relative:.1g}, allowed {self.allowed:.1g})"
 
 
-def difference(a: Tensor, b: Tensor, floor: float = 0.0) -> Difference:
-    """Of ``a`` from ``b``, where ``floor`` is the least norm that counts for ``b``. Infinite where only one of the two
-    is finite, or shapes differ."""
+def compare_tokens(what: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> Difference | None:
+    """Compare each token of `a` with that of `b`, both [tokens, ...]: one wrong token must not drown in many."""
+    apart, norms, largest = _sizes(a, b)
+    relative = apart / norms.clamp_min(max(tolerance.floor * float(norms.max()), _SMALLEST))
+    wrong = ~(relative <= tolerance.relative)  # also where it is no number
+    if not bool(wrong.any()):
+        return None
+    return Difference(what, float(largest[wrong].max()), float(relative[wrong].max()), tolerance.relative, wrong.cpu())
+
+
+def compare_values(what: str, a: Tensor, b: Tensor, tolerance: Tolerance, least_norm: float = 0.0) -> Difference | None:
+    """Compare tensors without tokens. `least_norm` counts where ||b|| is smaller."""
     if a.shape != b.shape:
-        return Difference(float("inf"), float("inf"))
-    finite_a = finite_b = same = True
-    largest = apart = norm = 0.0
-    for x, y in zip(_in_pieces(a), _in_pieces(b), strict=True):
-        finite_a, finite_b = finite_a and bool(x.isfinite().all()), finite_b and bool(y.isfinite().all())
-        same = same and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
-        difference_of_piece = x - y
-        largest = max(largest, float(difference_of_piece.abs().max()))
-        apart, norm = math.hypot(apart, float(difference_of_piece.norm())), math.hypot(norm, float(y.norm()))
-    if not (finite_a and finite_b):  # a mask of -inf, say
-        return Difference(0.0, 0.0) if not finite_b and (same or not finite_a) else Difference(math.inf, math.inf)
-    return Difference(largest, apart / max(norm, floor, 1e-300)) if apart else Difference(0.0, 0.0)
+        return Difference(what, math.inf, math.inf, tolerance.relative)
+    apart, norms, largest = _sizes(a, b)
+    relative = float(apart.norm()) / max(float(norms.norm()), least_norm, _SMALLEST)
+    return (
+        None if relative <= tolerance.relative else Difference(what, float(largest.max()), relative, tolerance.relative)
+    )
 
 
-def norm_of(tensor: Tensor) -> float:
-    """In fp64."""
-    return math.hypot(*(float(piece.norm()) for piece in _in_pieces(tensor)))
+def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: Tolerance) -> Difference | None:
+    """Return the parameter gradient that differs most, if any; one that is missing counts as zero."""
+    norms = [float(_sizes(gradient, gradient)[1].norm()) for gradient in (*a.values(), *b.values())]
+    least_norm = tolerance.floor * max(norms, default=0.0)
+    differences = []
+    for name in sorted({*a, *b}):
+        zero = torch.zeros_like(b[name] if name in b else a[name])
+        pair = a.get(name, zero), b.get(name, zero)
+        differences.append(compare_values(f"gradient of {name}", *pair, tolerance, least_norm))
+    return max(filter(None, differences), key=lambda difference: difference.relative, default=None)
 
 
-def _in_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Its numbers in fp64, some at a time: all of a large weight's gradient would take several times its memory."""
-    return (piece.double() for piece in tensor.detach().flatten().split(_NUMBERS) if piece.numel())
-
-
-def worst_rows(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
-    """For each token, the first dimension of both: whether it differs by more than ``tolerance``. Per token, because
-    one wrong token must not drown in a long sequence; with a floor, because tokens may be next to zero."""
-    pieces = [
-        _apart_and_norm(x, y) for x, y in zip(a.detach().split(_ROWS), b.detach().split(_ROWS), strict=True)
-    ]  # in pieces: in fp64 the logits of a long sequence would take eight bytes for each number
-    apart, norms = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    finite = norms[torch.isfinite(norms)]
-    floor = tolerance.floor * float(finite.max()) if finite.numel() else 0.0
-    wrong = apart > tolerance.relative * norms.clamp_min(max(floor, 1e-300))
-    return wrong | (torch.isfinite(norms) & ~torch.isfinite(apart))
-
-
-def _apart_and_norm(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """||a - b|| and ||b|| of each row."""
-    rows_a, rows_b = (x.reshape(x.shape[0], -1).double() for x in (a, b))
-    return (rows_a - rows_b).norm(dim=1), rows_b.norm(dim=1)
+def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
+    a, b = (each.detach() if each.dim() > 1 else each.detach().reshape(-1, 1) for each in (a, b))
+    sizes = []
+    rows = max(1, _NUMBERS // max(1, b[:1].numel()))
+    for pair in zip(a.split(rows), b.split(rows), strict=True):
+        x, y = (part.reshape(len(part), -1).double() for part in pair)
+        apart = (x - y).masked_fill(x == y, 0.0)
+        norms = y.masked_fill(~y.isfinite(), 0.0).norm(dim=1)
+        sizes.append((apart.norm(dim=1), norms, apart.norm(math.inf, dim=1)))
+    apart, norms, largest = (torch.cat(each) for each in zip(*sizes, strict=True))
+    return apart, norms, largest

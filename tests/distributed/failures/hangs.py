@@ -11,7 +11,8 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import terapipe_ds
-from terapipe_ds.runtime import agreement, watchdog
+from terapipe_ds.runtime import agreement
+from terapipe_ds.runtime.failures import watchdog
 from terapipe_ds.schedule.action import Action, Kind
 from tests.distributed.failures.alike import Raised, provoke
 from tests.distributed.failures.job import (

@@ -24,7 +24,7 @@ from torch import distributed
 import terapipe_ds
 from terapipe_ds.attention import active_slice
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime import watchdog
+from terapipe_ds.runtime.failures import watchdog
 
 SEQUENCE_LENGTH = 16
 PLAN = [4, 4, 4, 4]

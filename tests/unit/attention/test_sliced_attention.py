@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ from terapipe_ds.attention import (
 )
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.attention.slice_store import SliceEntry
-from terapipe_ds.attention.sliced import calls_measured_by
 
 ON_CPU = [None, *(name for name in available_backends() if name in ("cpu_flash", "reference"))]
 PLANS = {"equal": (5, 5, 5, 5), "uneven": (9, 2, 6, 3), "single token last": (12, 7, 1), "tokens": (1,) * 20}
@@ -350,18 +348,3 @@ def test_other_bad_input() -> None:
         pytest.raises(SliceStoreError, match=r"needs a slice store.*SliceStore\(\)"),
     ):
         sliced_attention(x, x, x, 0)
-
-
-def test_a_profiler_stands_around_the_kernels_of_slices() -> None:
-    calls: list[tuple[int, int]] = []
-
-    @contextmanager
-    def note(q: torch.Tensor, stop: int) -> Iterator[None]:
-        calls.append((q.shape[2], -stop))
-        yield
-        calls.append((q.shape[2], stop))
-
-    with calls_measured_by(note):
-        run_sliced(random_inputs(), (9, 11))
-    run_sliced(random_inputs(), (9, 11))
-    assert calls == [(9, -9), (9, 9), (11, -20), (11, 20)], "each forward once, and no backward"

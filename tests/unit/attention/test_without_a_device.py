@@ -20,8 +20,8 @@ from terapipe_ds.attention.backends import fused
 from terapipe_ds.models import rotary
 from terapipe_ds.models.gpt import DecoderLayer, FinalNorm, GPTConfig, LMHead, TokenEmbedding, gpt_loss
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.loss import weighted_loss
-from terapipe_ds.runtime.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 
 DEVICES = ["meta"] if "+cpu" in torch.__version__ else ["meta", "cuda"]
 PLAN = SlicePlan((200, 300, 12))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from terapipe_ds.bench import run as module
 from terapipe_ds.bench.attempts import Position, find_failure
 from terapipe_ds.bench.cases import AUTO, PLAN, BenchError, Case, Failure, Job
-from terapipe_ds.bench.planned import Planned
+from terapipe_ds.bench.planned_cases import PlannedCases
 from terapipe_ds.bench.ranks import RankError
 from terapipe_ds.bench.run import run_benchmark
 from tests.unit.bench.test_bench_run import CASES, WORK
@@ -67,9 +67,7 @@ def test_a_failure_leaves_out_its_own_case_or_accumulation() -> None:
     assert "9 slices" in (Job(WORK, (Case("terapipe", "seq1f1b", 9),), (1,), 1).problem(0, 1) or "")
 
 
-def attempts_of(
-    monkeypatch: pytest.MonkeyPatch, *ends: Callable[[Position], None] | None
-) -> list[tuple[Failure, ...]]:
+def attempts_of(monkeypatch: pytest.MonkeyPatch, *ends: Callable[[Position], None] | None) -> list[tuple[Failure, ...]]:
     """What each attempt had left out so far; each one ends on rank 1 in its turn, or (None) leaves its records."""
     left_out: list[tuple[Failure, ...]] = []
 
@@ -80,7 +78,7 @@ def attempts_of(
             end(Position(Path(folder), 1))
             raise RankError(1, {1: 1})
         for rank, record in enumerate(records()):
-            (Path(folder) / f"rank{rank}.json").write_text(json.dumps(record))
+            (Path(folder) / f"rank{rank}.pickle").write_bytes(pickle.dumps(record))
 
     monkeypatch.setattr(module, "spawn_ranks", spawn)
     return left_out
@@ -127,12 +125,12 @@ def test_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_costs_that_could_not_be_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cases = (Case("terapipe", "seq1f1b", PLAN), Case("terapipe", "zbv", PLAN), Case("deepspeed", "1f1b"))
     measured: list[str] = []
-    monkeypatch.setattr(Planned, "_measure", lambda self, cut, case, folder: measured.append(cut))
+    monkeypatch.setattr(PlannedCases, "_measure", lambda self, cut, case, folder: measured.append(cut))
     position = Position(tmp_path, 0)
-    Planned.measure(Job(WORK, cases, (1,), 1), cases, tmp_path, position)
+    PlannedCases.measure(Job(WORK, cases, (1,), 1), cases, tmp_path, position)
     assert measured == ["whole stages", "halves"]
     failure = find_failure(tmp_path, {0: 1})
     assert failure is not None and failure.cut == "halves", "it was the last that was begun"
     measured.clear()
-    Planned.measure(Job(WORK, cases, (1,), 1, failures=(failure,)), cases, tmp_path, position)
+    PlannedCases.measure(Job(WORK, cases, (1,), 1, failures=(failure,)), cases, tmp_path, position)
     assert measured == ["whole stages"]

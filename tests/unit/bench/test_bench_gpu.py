@@ -14,7 +14,7 @@ from terapipe_ds.bench import attention, gpu, table
 from terapipe_ds.bench.report import load_result, write_report
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
-from terapipe_ds.cost_profile import CostSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.profile import CostSample, PartProfile, Profile, ProfileKey
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device == "cuda" and shape.dtype == "bfloat16"
         return attention.Row(num_slices, 2e-3, 1e-3 * num_slices, num_slices / 2, 10**6)
 
-    monkeypatch.setattr(attention, "measure", measure)
+    monkeypatch.setattr(gpu, "measure", measure)
     monkeypatch.setattr(gpu, "ATTENTION_LENGTHS", (512, 1024))
     monkeypatch.setattr(gpu, "ATTENTION_SLICES", (256, 512))
     monkeypatch.setattr(gpu, "layer_profile", made_up_profile)

@@ -13,8 +13,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
-from terapipe_ds.bench.orders import to_json
-from terapipe_ds.bench.planned import Planned
+from terapipe_ds.bench.metrics import SliceMeasurements
+from terapipe_ds.bench.planned_cases import PlannedCases
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 from terapipe_ds.bench.run import result_of
 from terapipe_ds.bench.table import render
@@ -59,7 +59,7 @@ def record(case: int, stage_id: int, name: str, slices: list[int], scale: float,
     return {
         "case": case, "accumulation": 1, "slices": slices, "seconds": [8.0 * scale, 6.0 * scale + stage_id],
         "losses": [None if loss is None else loss + 0.1, loss, loss], "events": [events, events],
-        "peak_bytes": 1000 + stage_id, "static_bytes": 600, "schedule": to_json(schedule),
+        "peak_bytes": 1000 + stage_id, "static_bytes": 600, "schedule": schedule,
     }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def ranks(**changes: Any) -> list[dict[str, Any]]:
             record(1, stage_id, "seq1f1b", [4, 4], 1.0, changes.get("loss", 5.0)),
             {"case": 2, "accumulation": 1, "error": "no such thing" if stage_id == 1 else None},
         ]
-        found.append({"runs": runs, "links": {"8": 0.25, "4": 0.125}, "profiles": {}, "memory": {}})
+        found.append({"runs": runs, "measured": SliceMeasurements({}, {}, {8: 0.25, 4: 0.125})})
     return found
 
 
@@ -224,7 +224,7 @@ def test_the_limit_of_a_plan_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: None)
     costs: list[Any] = [UnitCosts(2048)] * 2
-    planned = Planned(command.job_of(arguments()), costs={"whole stages": costs})
+    planned = PlannedCases(command.job_of(arguments()), costs={"whole stages": costs})
     counts = [planned.plan(Case("terapipe", "seq1f1b", slices), 1).num_slices for slices in (PLAN, "plan:8", "plan:5")]
     assert counts[0] > 8 and counts[1:] == [8, 5]  # slices cost nothing but their tokens: the more, the better
 
@@ -235,7 +235,7 @@ def test_a_plan_that_cannot_be_is_told_to_all_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: told.append(list(objects)))
     job = command.job_of(arguments("--stages", "3"))
-    planned = Planned(job, costs={"whole stages": [UnitCosts(2048)] * 3})  # type: ignore[list-item]
+    planned = PlannedCases(job, costs={"whole stages": [UnitCosts(2048)] * 3})  # type: ignore[list-item]
     with pytest.raises(ValueError, match="even"):
         planned.plan(Case("terapipe", "chimera-seq", PLAN), 4)
     assert told[0][0] is None and "even" in told[0][1]
@@ -285,9 +285,7 @@ def test_what_a_config_says_of_its_schedule_is_run(tmp_path: Path) -> None:
     assert configured(tmp_path, schedule="auto").cases[-1] == Case("terapipe", "auto", PLAN)
 
 
-def test_what_the_benchmark_cannot_run_of_a_config_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # messages cut long paths short
     Path("order.csv").write_text(to_csv(build("seq1f1b", 2, 1, 4)))
     with pytest.raises(ValueError, match=r"order.csv': here schedules run by name, not from files; name one"):
@@ -297,7 +295,7 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(
 
 
 def test_auto_is_the_best_schedule_for_the_slices_at_hand() -> None:
-    planned = Planned(command.job_of(arguments()), costs={"whole stages": [UnitCosts(2048)] * 2})  # type: ignore[list-item]
+    planned = PlannedCases(command.job_of(arguments()), costs={"whole stages": [UnitCosts(2048)] * 2})  # type: ignore[list-item]
     plan = SlicePlan.equal(2048, 8)
     chosen = planned.schedule(Case("terapipe", "auto", 8), 2, plan)
     names = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
@@ -347,7 +345,7 @@ def test_no_success_without_a_run_of_ours() -> None:
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
 ])  # fmt: skip
 def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, Any], told: str) -> None:
-    from terapipe_ds.bench.torch_pipeline import adam_options
+    from terapipe_ds.bench.drivers.torch_pipeline import adam_options
 
     params = {"lr": 0.5, "betas": [0.8, 0.9], "torch_adam": True, "weight_decay": 0.1}
     plain = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": 0.0, "bf16": {"enabled": False}}
@@ -358,7 +356,7 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
 
 def test_bf16_has_a_counterpart_in_torch() -> None:
     """Weights by hand: 256 + 1/2 is 256 in bf16, and two such steps are 257 in fp32, which bf16 rounds to even."""
-    from terapipe_ds.bench.torch_pipeline import Masters, adam_options, sums_dtype
+    from terapipe_ds.bench.drivers.torch_pipeline import Masters, adam_options, sums_dtype
 
     settings = {"optimizer": {"type": "Adam"}, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
     assert adam_options(settings) and adam_options(BF16_SETTINGS) and sums_dtype(settings) == torch.bfloat16
@@ -460,7 +458,7 @@ def test_stages_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_result_names_the_attention_and_the_shared_device() -> None:
     job = dataclasses.replace(command.job_of(arguments("--device", "cuda", "--share-device")), cases=())
-    rank = {"runs": [], "profiles": {}, "memory": {}, "links": {}, "attention": "cuda_flash", "device": "a device"}
+    rank = {"runs": [], "measured": SliceMeasurements({}, {}, {}), "attention": "cuda_flash", "device": "a device"}
     result = result_of(job, "cpu-2stage", {"cpu": "x", "cores": 2, "date": "2026-01-01"}, [rank, rank])
     assert result["attention"] == "cuda_flash" and result["workload"]["share_device"] is True
     assert "a device, shared by all stages, attention cuda_flash, x, 2 cores" in render(result)

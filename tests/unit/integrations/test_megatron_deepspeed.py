@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.compat.insertions import PatchError
 from terapipe_ds.integrations import megatron_deepspeed as helpers
-from terapipe_ds.integrations.insertions import PatchError
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch import SliceableTensors
-from terapipe_ds.runtime.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 LENGTH, ROWS, HEADS, DIM = 13, 2, 3, 8
 PLANS = [(13,), (5, 8), (4, 4, 4, 1), (1, 6, 6)]  # slices of one length as well: a table kept by length would be wrong

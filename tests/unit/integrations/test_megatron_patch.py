@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import terapipe_ds
+from terapipe_ds.compat.insertions import INSERTIONS, PatchError, problem_of_insertions
 from terapipe_ds.integrations import megatron_deepspeed as helpers
-from terapipe_ds.integrations.insertions import INSERTIONS, PatchError, problem_of_insertions
 from tests import mini_megatron
 
 TEXT = mini_megatron.PATCH.read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
-from terapipe_ds.models.megatron.checkpoints import _SIZES_KEY, _patterns
 from terapipe_ds.models.megatron.gradients import gradient_reader
+from terapipe_ds.models.megatron.module import _SIZES_KEY, _patterns
 from terapipe_ds.runtime.checkpoints.compatibility import MODEL_SIZES
 
 

@@ -21,10 +21,10 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, push_slice
-from terapipe_ds.models.megatron import cpu, linears
+from terapipe_ds.models.megatron import kernels, linears
 from terapipe_ds.models.megatron.linears import split_backwards
-from terapipe_ds.runtime.buffers import InFlightError
-from terapipe_ds.runtime.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.batch.in_flight import InFlightError
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 
 UNITS = ((0, 0, 1), (0, 0, 0))
 TOKENS, ROWS, IN, OUT = 5, 2, 6, 4
@@ -151,8 +151,8 @@ def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPa
 def test_recomputed_layers(how: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    cpu.stand_in_for_cuda()
-    cpu.stand_in_for_transformer_engine()
+    kernels.stand_in_for_cuda()
+    kernels.stand_in_for_transformer_engine()
     run = Run()
 
     def without_output(hidden: Tensor) -> Tensor:

@@ -21,12 +21,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from terapipe_ds import compat
-from terapipe_ds.models.megatron import MegatronConfigError, cpu, specs
-from terapipe_ds.models.megatron.attention import SlicedCoreAttention
-from terapipe_ds.models.megatron.cpu import CpuRngTracker
+from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
-from terapipe_ds.models.megatron.norms import TorchNorm
-from terapipe_ds.models.megatron.random import initial_weights
+from terapipe_ds.models.megatron.kernels import CpuRngTracker, TorchNorm
+from terapipe_ds.models.megatron.layers import initial_weights
+from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs, with_sliced_attention
 
 SIZES: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "use_cpu_initialization": True,
@@ -136,7 +135,7 @@ def test_unknown_and_repeated_states_are_errors() -> None:
 
 
 def test_recompute_replays_the_numbers_of_both_states() -> None:
-    cpu.stand_in_for_cuda()
+    kernels.stand_in_for_cuda()
     tracker = megatron_random.get_cuda_rng_tracker()
     assert isinstance(tracker, CpuRngTracker)
     tracker.reset()
@@ -160,7 +159,7 @@ def test_recompute_replays_the_numbers_of_both_states() -> None:
 
 
 def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
-    cpu.stand_in_for_cuda()
+    kernels.stand_in_for_cuda()
     tracker = megatron_random.get_cuda_rng_tracker()
 
     def draw(seed: int, layer: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +184,7 @@ def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
 
 
 def test_each_layer_has_our_attention_and_torch_norms() -> None:
-    built = specs.layer_specs(config(normalization="RMSNorm", qk_layernorm=True))
+    built = layer_specs(config(normalization="RMSNorm", qk_layernorm=True))
     assert len(built) == 4
     for spec in built:
         attention = spec.submodules.self_attention.submodules
@@ -198,12 +197,12 @@ def test_each_layer_has_our_attention_and_torch_norms() -> None:
 def test_experts_stand_where_the_frequency_says() -> None:
     shape = config(num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none",
                    add_bias_linear=False)  # fmt: skip
-    assert [spec.submodules.mlp.module is MoELayer for spec in specs.layer_specs(shape)] == [False, True, False, True]
+    assert [spec.submodules.mlp.module is MoELayer for spec in layer_specs(shape)] == [False, True, False, True]
 
 
 def test_the_given_spec_is_copied_not_changed() -> None:
     given = get_gpt_layer_local_spec()
-    ours = specs.with_sliced_attention(given, config())
+    ours = with_sliced_attention(given, config())
     assert given.submodules.self_attention.submodules.core_attention is DotProductAttention
     assert ours.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
 
@@ -226,41 +225,41 @@ def changed(**submodules: Any) -> ModuleSpec:
 )
 def test_specs_whose_attention_cannot_be_replaced_are_refused(spec: ModuleSpec, what: str) -> None:
     with pytest.raises(MegatronConfigError, match=f"transformer_layer_spec {what}"):
-        specs.layer_specs(config(), spec)
+        layer_specs(config(), spec)
 
 
 def test_given_specs_get_our_attention_too_and_there_is_one_for_each_layer() -> None:
     given = [get_gpt_layer_local_spec() for _ in range(4)]
-    for built in (specs.layer_specs(config(), given), specs.layer_specs(config(), given[0])):
+    for built in (layer_specs(config(), given), layer_specs(config(), given[0])):
         assert [spec.submodules.self_attention.submodules.core_attention for spec in built] == [SlicedCoreAttention] * 4
     with pytest.raises(MegatronConfigError, match="3 specs for num_layers=4"):
-        specs.layer_specs(config(), given[:3])
+        layer_specs(config(), given[:3])
 
 
 def test_transformer_engine_and_apex_are_taken_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
     monkeypatch.setattr(compat, "has_apex", lambda: True)
-    assert specs.norm_class(config(transformer_impl="local")) is TorchNorm
-    assert not specs.uses_transformer_engine(config(transformer_impl="transformer_engine"))
-    monkeypatch.setattr(specs, "on_cpu", lambda: False)
-    assert specs.uses_transformer_engine(config(transformer_impl="transformer_engine"))
-    assert not specs.uses_transformer_engine(config(transformer_impl="local"))
-    assert specs.norm_class(config(transformer_impl="local")) is specs.FusedLayerNorm
-    assert specs.norm_class(config(transformer_impl="local", normalization="RMSNorm")) is TorchNorm
+    assert kernels.norm_class(config(transformer_impl="local")) is TorchNorm
+    assert not kernels.uses_transformer_engine(config(transformer_impl="transformer_engine"))
+    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
+    assert kernels.uses_transformer_engine(config(transformer_impl="transformer_engine"))
+    assert not kernels.uses_transformer_engine(config(transformer_impl="local"))
+    assert kernels.norm_class(config(transformer_impl="local")) is kernels.FusedLayerNorm
+    assert kernels.norm_class(config(transformer_impl="local", normalization="RMSNorm")) is TorchNorm
     monkeypatch.setattr(compat, "has_apex", lambda: False)
-    assert specs.norm_class(config(transformer_impl="local")) is TorchNorm
+    assert kernels.norm_class(config(transformer_impl="local")) is TorchNorm
 
 
 def test_the_log_says_which_kernels_run_and_why_not_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = config(transformer_impl="transformer_engine")
-    assert specs.kernels(wanted) == (
+    assert kernels.describe_kernels(wanted) == (
         "decoder layers: megatron-core's own (Transformer Engine needs a GPU), norms: TorchNorm"
     )
-    monkeypatch.setattr(specs, "on_cpu", lambda: False)
+    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: False)
     monkeypatch.setattr(compat, "has_apex", lambda: False)
-    assert "(Transformer Engine is not installed)" in specs.kernels(wanted)
-    assert specs.kernels(config(transformer_impl="local")) == (
+    assert "(Transformer Engine is not installed)" in kernels.describe_kernels(wanted)
+    assert kernels.describe_kernels(config(transformer_impl="local")) == (
         "decoder layers: megatron-core's own, norms: TorchNorm"
     )
 
@@ -304,7 +303,7 @@ def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float |
 def test_without_megatron_core_the_import_says_which_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.startswith("terapipe_ds.models.megatron")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(compat, "has_megatron", lambda: False)
+    monkeypatch.setattr(compat.versions, "has_megatron", lambda: False)
     with pytest.raises(ImportError, match=r"terapipe_ds\[megatron\]") as caught:
         import terapipe_ds.models.megatron  # noqa: F401
     assert isinstance(caught.value, compat.CompatError)

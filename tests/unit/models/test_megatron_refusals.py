@@ -60,7 +60,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "qk_clip": {"qk_clip": True},
     "log_max_attention_logit": {"log_max_attention_logit": True},
     "moe_aux_loss_coeff": {**MOE, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
-    "moe_aux_loss_coeff > 0": {**MOE, "moe_router_load_balancing_type": ["aux_loss", "none"],
+    r"moe_aux_loss_coeff=\[0.0, 0.001\]": {**MOE, "moe_router_load_balancing_type": ["aux_loss", "none"],
                                "moe_aux_loss_coeff": [0.0, 1e-3]},
     "moe_z_loss_coeff": {**MOE, "moe_z_loss_coeff": 1e-3},
     "sinkhorn": {**MOE, "moe_router_load_balancing_type": "sinkhorn"},
@@ -77,7 +77,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": "hybrid"},
     "fp4": {"fp4": "e2m1"},
     "cuda_graph_impl": {"cuda_graph_impl": "local"},
-    "CUDA graphs": {"enable_cuda_graph": True},
+    "enable_cuda_graph": {"enable_cuda_graph": True},
     "tp_comm_overlap": {"tp_comm_overlap": True},
     "gradient_accumulation_fusion": {"gradient_accumulation_fusion": True},
     "delay_wgrad_compute": {"delay_wgrad_compute": True},
@@ -187,7 +187,7 @@ def test_what_is_supported_is_not_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("named", REFUSED)
 def test_refused_with_the_name_of_the_field(named: str) -> None:
-    with pytest.raises(MegatronConfigError, match=named.split(" >")[0].replace("(", r"\(")) as caught:
+    with pytest.raises(MegatronConfigError, match=named) as caught:
         check_config(config(**REFUSED[named]))
     lines = str(caught.value).splitlines()
     assert len(lines) == 2, "one problem, one line"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from terapipe_ds.cost_analytic import analytic_costs
-from terapipe_ds.cost_profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.costs.analytic import analytic_costs
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
 from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s, steps_of
 from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.simulator import UnitCosts

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.model_sizes import ModelSize, model_size
+from terapipe_ds.costs.model_sizes import ModelSize, model_size
 from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import GPTConfig, gpt_loss
 from terapipe_ds.plan import SlicePlan

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.cost_analytic import AnalyticCosts, analytic_costs
-from terapipe_ds.cost_profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
-from terapipe_ds.model_sizes import model_size
+from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
+from terapipe_ds.costs.model_sizes import model_size
+from terapipe_ds.costs.profile import CostSample, LayerShare, PartProfile, Profile, ProfileKey
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
 from terapipe_ds.planner.ranking.recut import MeasuredParts, balanced_bounds, recut_costs, recut_memory
 from terapipe_ds.simulator import UnitCosts

@@ -1,204 +1,137 @@
-"""Ranks with different configs: the comparison, with the other ranks played by a stand-in."""
+"""What ranks tell one another: values, results, and errors that reach every rank."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
-from packaging.version import Version
+from hypothesis import given
+from hypothesis import strategies as st
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import agreement
-from terapipe_ds.runtime.agreement import COMPARED_SECTIONS, require_equal_configs
-
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    "terapipe": {"enabled": True, "slices": 4},
-}
-
-
-class Ranks:
-    """torch.distributed with ranks whose configs are all known; those of `absent` never come."""
-
-    def __init__(self, configs: list[dict[str, Any]], absent: tuple[int, ...] = ()) -> None:
-        self.configs = configs
-        self.absent = absent
-        self.asked = 0
-        self.distributed_c10d = self  # where the default store is
-
-    def get_rank(self) -> int:
-        return 0
-
-    def _get_default_store(self) -> Ranks:
-        return self
-
-    def set(self, key: str, value: str) -> None:
-        assert key.endswith("/0")
-
-    def add(self, key: str, number: int) -> int:
-        return len(self.configs) - len(self.absent)
-
-    def check(self, keys: list[str]) -> bool:
-        return not any(int(key.rpartition("/")[2]) in self.absent for key in keys)
-
-    def is_initialized(self) -> bool:
-        return bool(self.configs)
-
-    def get_world_size(self) -> int:
-        return len(self.configs)
-
-    def new_group(self, backend: str) -> str:
-        assert backend == "gloo", "the accelerator has no device yet"
-        return "on the CPU"
-
-    def destroy_process_group(self, group: str) -> None:
-        assert group == "on the CPU"
-
-    def all_gather_object(self, everyone: list[Any], mine: Any, group: str) -> None:
-        assert group == "on the CPU"
-        self.asked += 1
-        everyone[:] = [agreement._compared(config) for config in self.configs]
-        assert mine in everyone
+from terapipe_ds.runtime.agreement import (
+    ErrorsUnwrapped,
+    RaisedEverywhere,
+    digest,
+    from_rank_0,
+    gather,
+    gather_results,
+    meet,
+    on_any_rank,
+    refuse_everywhere,
+    share,
+)
+from tests.unit.runtime.rank_threads import Ranks
 
 
-def check(monkeypatch: pytest.MonkeyPatch, *configs: dict[str, Any]) -> Ranks:
-    """Every rank compares."""
-    ranks = Ranks(list(configs))
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    ranks = Ranks(3)
     monkeypatch.setattr(agreement, "torch_dist", ranks)
-    messages = set()
-    for config in configs:
-        try:
-            require_equal_configs(config)
-        except TeraPipeConfigError as error:
-            messages.add(str(error))
-        else:
-            messages.add("")
-    assert len(messages) == 1, "all ranks say the same"
-    if messages != {""}:
-        raise TeraPipeConfigError(messages.pop())
     return ranks
 
 
-def changed(**changes: Any) -> dict[str, Any]:
-    return {**CONFIG, **changes}
+class WithoutItsArgs(Exception):
+    """Pickle writes it, and cannot read it again."""
+
+    def __init__(self, *, stage: int) -> None:
+        super().__init__(f"stage {stage}")
 
 
-def test_equal_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    reordered = dict(reversed(CONFIG.items())) | {"optimizer": {"params": {"lr": 1e-3}, "type": "Adam"}}
-    assert check(monkeypatch, CONFIG, reordered, CONFIG).asked == 3
+def fail(error: Exception) -> Any:
+    raise error
 
 
-def test_both_sides_are_shown_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = changed(terapipe={"enabled": True, "slices": 8})
-    with pytest.raises(TeraPipeConfigError) as caught:
-        check(monkeypatch, CONFIG, other, CONFIG)
-    assert str(caught.value).splitlines()[1:] == [
-        '  terapipe: ranks [0, 2]: {"enabled": true, "slices": 4}; ranks [1]: {"enabled": true, "slices": 8}'
-    ]
-    assert "every rank must be given the same one" in str(caught.value)
+class TestValues:
+    def test_in_the_order_of_ranks(self, ranks: Ranks) -> None:
+        assert ranks.run(lambda rank: gather(10 * rank)) == [[0, 10, 20]] * 3
+        assert ranks.run(lambda rank: gather(rank, (0, 2)) if rank != 1 else None) == [[0, 2], None, [0, 2]]
 
+    def test_a_single_rank_asks_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        alone = Ranks(1)
+        monkeypatch.setattr(agreement, "torch_dist", alone)
+        assert alone.run(lambda rank: (gather(7), from_rank_0(lambda: 8), gather_results(lambda: 9))) == [([7], 8, [9])]
+        assert alone.calls == [[]]
 
-@pytest.mark.parametrize("section", COMPARED_SECTIONS)
-def test_everything_that_decides_on_messages_is_compared(monkeypatch: pytest.MonkeyPatch, section: str) -> None:
-    other = changed(**{section: {"enabled": True, "other": 1}})
-    with pytest.raises(TeraPipeConfigError, match=rf"\n  {section}: ranks \[0\]: .*; ranks \[1\]: "):
-        check(monkeypatch, CONFIG, other)
-
-
-def test_every_difference_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = changed(gradient_clipping=0.5, bf16={"enabled": True})
-    with pytest.raises(TeraPipeConfigError) as caught:
-        check(monkeypatch, CONFIG, other)
-    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
-        "bf16", "gradient_clipping"
-    ]  # fmt: skip
-
-
-def test_a_rank_without_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {key: value for key, value in CONFIG.items() if key != "terapipe"}
-    with pytest.raises(TeraPipeConfigError, match=r"terapipe: ranks \[0\]: null; ranks \[1\]: "):
-        check(monkeypatch, without, CONFIG)
-
-
-def test_what_ranks_may_have_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, CONFIG, changed(csv_monitor={"enabled": True}, steps_per_print=1, wall_clock_breakdown=True))
-
-
-@pytest.mark.parametrize("section", [None, {}, {"enabled": False}])
-def test_without_an_enabled_section_nothing_is_compared(
-    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any] | None
-) -> None:
-    check(monkeypatch, changed(terapipe=section), changed(terapipe=section, gradient_clipping=0.5))
-
-
-@pytest.mark.parametrize("configs", [[], [CONFIG]])
-def test_a_single_process_asks_nobody(monkeypatch: pytest.MonkeyPatch, configs: list[dict[str, Any]]) -> None:
-    ranks = Ranks(configs)
-    monkeypatch.setattr(agreement, "torch_dist", ranks)
-    require_equal_configs(CONFIG)
-    assert ranks.asked == 0
-
-
-def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = agreement._compared(CONFIG)
-    ranks = Ranks([CONFIG, CONFIG])
-    theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
-    monkeypatch.setattr(agreement, "torch_dist", ranks)
-    monkeypatch.setattr(agreement, "gathered", lambda mine: [mine, theirs])
-    with pytest.raises(TeraPipeConfigError) as caught:
-        require_equal_configs(CONFIG)
-    lines = str(caught.value).splitlines()[1:]
-    assert lines[0] == f"  version of deepspeed: ranks [0]: {ours['version of deepspeed']}; ranks [1]: 0.0.1"
-    assert lines[1].startswith("  version of megatron-core: ranks [0]: ")
-    assert len(lines) == 2
-
-
-def test_the_versions_are_those_of_this_installation() -> None:
-    import deepspeed
-    import torch
-
-    import terapipe_ds
-
-    ours = agreement._compared(CONFIG)
-    for package in (torch, deepspeed):  # which may name their build besides: 2.11.0+cu130
-        assert Version(ours[f"version of {package.__name__}"]).public == Version(package.__version__).public
-    assert ours["version of terapipe_ds"] == terapipe_ds.__version__
-    assert ours["version of python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-class TestRanksThatNeverCome:
-    @pytest.fixture(autouse=True)
-    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(agreement, "_LOOK_S", 0.0)
-        monkeypatch.setattr(agreement, "REMIND_S", 0.0)
-
-    def test_they_are_named(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        config = changed(terapipe={"enabled": True, "stall_timeout_s": 0.05})
-        ranks = Ranks([config] * 4, absent=(1, 3))
+    def test_on_the_cpu_where_the_ranks_talk_by_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ranks, groups = Ranks(2), []
         monkeypatch.setattr(agreement, "torch_dist", ranks)
-        with pytest.raises(TeraPipeConfigError, match=r"ranks \[1, 3\] have not come.*terapipe_ds.register\(\)"):
-            require_equal_configs(config)
-        assert ranks.asked == 0, "a collective would wait for them"
-        assert sum("ranks [1, 3] have not come" in message for message in caplog.messages) == 1
+        monkeypatch.setattr(ranks, "get_backend", lambda: "nccl")
+        ranks.new_group = lambda backend: groups.append(backend) or (0, 1)  # type: ignore[attr-defined]
+        ranks.destroy_process_group = groups.remove  # type: ignore[attr-defined]
+        monkeypatch.setattr(ranks, "destroy_process_group", lambda group: groups.append(group))
+        assert ranks.run(gather) == [[0, 1]] * 2
+        assert sorted(map(str, groups)) == ["(0, 1)", "(0, 1)", "gloo", "gloo"]
 
-    def test_one_that_comes_late_is_waited_for(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        ranks = Ranks([CONFIG, CONFIG], absent=(1,))
-        monkeypatch.setattr(agreement, "torch_dist", ranks)
-        monkeypatch.setattr(agreement.logger, "warning", lambda *_: setattr(ranks, "absent", ()))
-        require_equal_configs(CONFIG)
-        assert ranks.asked == 1
+    def test_only_rank_0_is_asked(self, ranks: Ranks) -> None:
+        asked: list[int] = []
+        assert ranks.run(lambda rank: from_rank_0(lambda: asked.append(rank) or 7)) == [7] * 3
+        assert asked == [0]
 
+    def test_flags(self, ranks: Ranks) -> None:
+        assert ranks.run(lambda rank: on_any_rank(rank == 1, None)) == [True] * 3
+        assert ranks.run(lambda rank: on_any_rank(False, None)) == [False] * 3
+
+
+class TestErrors:
     @pytest.mark.parametrize(
-        ("section", "timeout_s"),
+        ("error", "kind", "text"),
         [
-            ({"enabled": True, "stall_timeout_s": 7}, 7.0), ({"enabled": True}, 300.0), (None, 300.0),
-            ({"stall_timeout_s": "soon"}, 300.0), ("on", 300.0),
+            (ValueError("no plan"), ValueError, "no plan"),
+            (KeyError("layer"), KeyError, "'layer'"),
+            (WithoutItsArgs(stage=3), RuntimeError, "rank 0: WithoutItsArgs: stage 3"),
+            (TypeError(lambda: 0), RuntimeError, "rank 0: TypeError: <function"),
         ],
-    )  # fmt: skip
-    def test_for_how_long(self, section: Any, timeout_s: float) -> None:
-        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s
+    )
+    def test_any_error_of_rank_0_is_raised_everywhere(
+        self, error: Exception, kind: type[Exception], text: str, ranks: Ranks
+    ) -> None:
+        for act in (from_rank_0, gather_results):
+            own, *others = ranks.run(lambda rank, act=act: act(lambda: fail(error) if rank == 0 else None))
+            assert own is error
+            assert all(type(other) is kind and text in str(other) for other in others)
+
+    def test_the_first_rank_that_fails_is_told(self, ranks: Ranks) -> None:
+        errors = {1: OSError("disk"), 2: ValueError("other")}
+        results = ranks.run(lambda rank: gather_results(None if rank not in errors else lambda: fail(errors[rank])))
+        assert [type(each) for each in results] == [OSError] * 3
+        assert results[1] is errors[1] and results[0].__notes__ == ["on rank 1"]
+
+    def test_a_refusal_names_the_rank(self, ranks: Ranks) -> None:
+        for error in ranks.run(lambda rank: refuse_everywhere("no copies" if rank == 2 else None)):
+            assert isinstance(error, TeraPipeConfigError) and str(error) == "on rank 2: no copies"
+        assert ranks.run(lambda rank: refuse_everywhere(None)) == [None] * 3
+
+    @pytest.mark.parametrize("error", [StopIteration(), ValueError("x"), SystemExit(1)])
+    def test_a_user_gets_the_error_itself(self, error: BaseException) -> None:
+        error.__cause__ = cause = KeyError("why")
+        with pytest.raises(type(error)) as caught, ErrorsUnwrapped():
+            raise RaisedEverywhere(error)
+        assert caught.value is error and error.__cause__ is cause
+
+    def test_other_errors_pass(self) -> None:
+        with pytest.raises(KeyError), ErrorsUnwrapped():
+            raise KeyError("mine")
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_shares_sum_up_to_zero_for_equal_digests_only(values: list[int]) -> None:
+    numbers = [digest("some", value) for value in values]
+    total = sum(share(number, index, len(numbers)) for index, number in enumerate(numbers))
+    assert (total == 0) == (len(set(values)) == 1)
+    assert all(0 <= number < 2**40 for number in numbers)
+
+
+class TestMeetings:
+    def test_each_learns_what_the_others_say(self, ranks: Ranks) -> None:
+        told = ranks.run(lambda rank: meet("here", (0, 1, 2), rank, f"I am {rank}", lambda waited_s, missing: None))
+        assert told == [{0: "I am 0", 1: "I am 1", 2: "I am 2"}] * 3
+
+    def test_a_rank_that_is_late_can_be_named(self, ranks: Ranks) -> None:
+        def late(waited_s: float, missing: Any) -> None:
+            if waited_s > 0.05:
+                raise TimeoutError(missing())
+
+        error, *_ = ranks.run(lambda rank: meet("late", (0, 1, 2), rank, "", late) if rank == 0 else None)
+        assert isinstance(error, TimeoutError) and error.args == ([1, 2],)

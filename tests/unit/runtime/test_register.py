@@ -14,7 +14,7 @@ import terapipe_ds
 from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import register
-from terapipe_ds.runtime.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
 ENABLED = {"terapipe": {"enabled": True, "slices": 2}}
 

@@ -9,12 +9,7 @@ from torch import Tensor
 
 from terapipe_ds.attention import active_slice
 from tests.distributed.engines import gpt_layers
-from tests.zoo.layers import (
-    WIDTH,
-    Attention,
-    Mlp,
-    sliced_attention,
-)
+from tests.zoo.layers import WIDTH, Attention, Mlp, sliced_attention
 from tests.zoo.members import add, checkpointed, stack
 from tests.zoo.positions import turned
 

@@ -11,15 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    HEADS,
-    LONG,
-    WIDTH,
-    Head,
-    Mlp,
-    fixed,
-    weight,
-)
+from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, fixed, weight
 from tests.zoo.members import add
 from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
 
@@ -101,9 +93,12 @@ add("PositionIdsForEveryLayer", lambda: tuples(LayerSpec(Guided, 0), LayerSpec(G
 add("PaddingMask", with_sliced(Weighed), (), data=padding)
 add("ConditionOfEachRow", with_sliced(Conditioned), (), data=lambda s: with_input(s, fixed(2, 1, WIDTH, seed=s)))
 add(
-    "NumberOfEachToken", with_sliced(Weighed), (), data=lambda s: with_input(s, fixed(2, LENGTH, seed=s)),
+    "NumberOfEachToken",
+    with_sliced(Weighed),
+    (),
+    data=lambda s: with_input(s, fixed(2, LENGTH, seed=s)),
     terapipe={"sliced_inputs": [0, 1]},
-)  # fmt: skip
+)
 
 
 class Projection(nn.Module):
@@ -123,5 +118,7 @@ def features(seed: int) -> MicroBatch:
 
 add(
     "ContinuousInputs",
-    lambda: [LayerSpec(Projection), LayerSpec(Sliced, 0), LayerSpec(Mlp), LayerSpec(Head)], (), data=features,
-)  # fmt: skip
+    lambda: [LayerSpec(Projection), LayerSpec(Sliced, 0), LayerSpec(Mlp), LayerSpec(Head)],
+    (),
+    data=features,
+)

@@ -8,11 +8,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    Embedding,
-    Head,
-    Mlp,
-)
+from tests.zoo.layers import Embedding, Head, Mlp
 from tests.zoo.members import add
 
 
@@ -78,8 +74,13 @@ class Joined(Head):
 
 
 def reversible() -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(Streams), LayerSpec(TwoStreams, 0), LayerSpec(TwoStreams, 1),
-            LayerSpec(Joined)]  # fmt: skip
+    return [
+        LayerSpec(Embedding),
+        LayerSpec(Streams),
+        LayerSpec(TwoStreams, 0),
+        LayerSpec(TwoStreams, 1),
+        LayerSpec(Joined),
+    ]
 
 
 add("ReversibleStreams", reversible, ())

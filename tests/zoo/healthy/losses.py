@@ -9,10 +9,7 @@ from torch import Tensor
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    cross_entropy,
-    fixed,
-)
+from tests.zoo.layers import cross_entropy, fixed
 from tests.zoo.losses import each, labels_as_input, mean_valid, soft_targets, valid, weighted_tokens, with_own_loss
 from tests.zoo.members import add, loss, stack
 

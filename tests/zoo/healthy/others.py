@@ -12,12 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from terapipe_ds.attention import allow_attention_within_slice
 from tests.distributed.engines import VOCAB_SIZE, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    WIDTH,
-    Mlp,
-    seeded,
-    weight,
-)
+from tests.zoo.layers import WIDTH, Mlp, seeded, weight
 from tests.zoo.members import add, stack
 
 
@@ -105,5 +100,10 @@ for kind in (NormedWeights, MaskedWeights, ScaledGradient, nn.Identity):
     add(kind.__name__, lambda kind=kind: stack(LayerSpec(Sliced, 0), LayerSpec(kind)), ())
 add("AttentionOverHeads", lambda: stack(LayerSpec(AttentionOverHeads, 0)), ())
 for kind in (BlocksOfFour, AttentionInBlocks):
-    add(kind.__name__, lambda kind=kind: stack(LayerSpec(kind), LayerSpec(Sliced, 1)), (),
-        data=lambda seed: micro_batch(seed, length=24), terapipe={"granularity_tokens": 4})  # fmt: skip
+    add(
+        kind.__name__,
+        lambda kind=kind: stack(LayerSpec(kind), LayerSpec(Sliced, 1)),
+        (),
+        data=lambda seed: micro_batch(seed, length=24),
+        terapipe={"granularity_tokens": 4},
+    )

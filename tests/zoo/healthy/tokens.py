@@ -9,14 +9,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    WIDTH,
-    Mlp,
-    Residual,
-    scores_of,
-    seeded,
-    weight,
-)
+from tests.zoo.layers import WIDTH, Mlp, Residual, scores_of, seeded, weight
 from tests.zoo.members import add, layer, stack, updates
 from tests.zoo.routers import Experts
 
@@ -120,17 +113,26 @@ class Narrowed(nn.Module):
 
 add("AsWideAsLong", lambda: stack(LayerSpec(Widened), LayerSpec(Narrowed), LayerSpec(WidthOfTheText)), ())
 add(
-    "AsManyRowsAsTokens", lambda: stack(LayerSpec(Sliced, 0)), (),
-    data=lambda seed: micro_batch(seed, rows=LENGTH), engine={"train_micro_batch_size_per_gpu": LENGTH},
-)  # fmt: skip
+    "AsManyRowsAsTokens",
+    lambda: stack(LayerSpec(Sliced, 0)),
+    (),
+    data=lambda seed: micro_batch(seed, rows=LENGTH),
+    engine={"train_micro_batch_size_per_gpu": LENGTH},
+)
 add(
-    "AsManyRowsAsASlice", lambda: stack(LayerSpec(Sliced, 0)), (),
-    data=lambda seed: micro_batch(seed, rows=6), engine={"train_micro_batch_size_per_gpu": 6},
-)  # fmt: skip
+    "AsManyRowsAsASlice",
+    lambda: stack(LayerSpec(Sliced, 0)),
+    (),
+    data=lambda seed: micro_batch(seed, rows=6),
+    engine={"train_micro_batch_size_per_gpu": 6},
+)
 add(
-    "OneRow", lambda: stack(LayerSpec(Sliced, 0)), (),
-    data=lambda seed: micro_batch(seed, rows=1), engine={"train_micro_batch_size_per_gpu": 1},
-)  # fmt: skip
+    "OneRow",
+    lambda: stack(LayerSpec(Sliced, 0)),
+    (),
+    data=lambda seed: micro_batch(seed, rows=1),
+    engine={"train_micro_batch_size_per_gpu": 1},
+)
 add("Dropped", lambda: stack(LayerSpec(Residual, nn.Dropout(0.0)), LayerSpec(Sliced, 0)), ())
 
 

@@ -10,11 +10,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor
 
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import (
-    Embedding,
-    Head,
-    Mlp,
-)
+from tests.zoo.layers import Embedding, Head, Mlp
 from tests.zoo.members import add, stack
 
 
@@ -23,8 +19,12 @@ def logits_of(tied: Embedding, x: Tensor) -> Tensor:
 
 
 def tied_layers() -> list[Any]:
-    return [TiedLayerSpec("words", Embedding), LayerSpec(Sliced, 0), LayerSpec(Mlp),
-            TiedLayerSpec("words", Embedding, forward_fn=logits_of)]  # fmt: skip
+    return [
+        TiedLayerSpec("words", Embedding),
+        LayerSpec(Sliced, 0),
+        LayerSpec(Mlp),
+        TiedLayerSpec("words", Embedding, forward_fn=logits_of),
+    ]
 
 
 class FrozenEmbedding(Embedding):

@@ -1,0 +1,9 @@
+"""Measurements for maintainers, run from a checkout as `python -m studies.NAME`; not part of the installed package.
+
+- `predict`: predicted against measured step times.
+- `memory`: predicted against measured peaks of memory.
+- `attention`: sliced attention against one unsliced fused call, in one process.
+- `planner`: how long the slice program takes.
+- `schedules`: every schedule next to the others, simulated.
+- `paper`: the step times that the TeraPipe paper published against simulated ones.
+"""

@@ -1,0 +1,105 @@
+"""Guard against attention that would silently see only the tokens of its own slice.
+
+A model that still calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` trains without any error when its
+sequence is cut in slices, and learns nothing across them. The engine holds the guard while slices run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from terapipe_ds.attention.active_slice import active_slice
+
+# torch's own functions, whatever names they are called by, and where their queries and keys have the tokens
+_TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
+_allowed = 0  # allow_attention_within_slice() blocks that are open; of the process: autograd has threads of its own
+
+
+class PlainAttentionError(RuntimeError):
+    """Plain self-attention was called on one slice of a sequence."""
+
+
+@contextmanager
+def allow_attention_within_slice() -> Iterator[None]:
+    """Let plain attention pass the guard: it is meant to see nothing but what it is given.
+
+    For attention over something else than tokens (heads, features, the patches of one token), or among the tokens of
+    one slice on purpose. Belongs in the forward of the layer, which a backward may recompute. May be nested. `"verify"`
+    compares the results of such a layer all the same.
+    """
+    global _allowed
+    _allowed += 1
+    try:
+        yield
+    finally:
+        _allowed -= 1
+
+
+@contextmanager
+def guard_plain_attention() -> Iterator[None]:
+    """Raise PlainAttentionError where plain self-attention is called on a slice that is not the whole sequence.
+
+    Replaces `torch.nn.functional.scaled_dot_product_attention` and `multi_head_attention_forward`; the shortcut of
+    `nn.MultiheadAttention` around them in evaluation is switched off. Self-attention has as many queries as keys,
+    however many: registers may stand beside a slice's tokens, windows may be rows. May be nested.
+    """
+    attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    F.scaled_dot_product_attention = _guarded(attention, token_dim=-2)
+    F.multi_head_attention_forward = _guarded(multi_head, token_dim=0)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = attention
+        F.multi_head_attention_forward = multi_head
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+class GuardCapturedNames(TorchFunctionMode):
+    """Checks torch's attention under whatever name it was imported.
+
+    `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention`
+    replaces it. A mode sees every torch function, at a small cost for each: the engine holds it for the first batch
+    only. It does not see forwards that are recomputed inside a backward.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        token_dim = _TOKEN_DIMS.get(func)
+        if token_dim is not None:
+            given = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
+            _check(given["query"], given["key"], token_dim)
+        return func(*args, **(kwargs or {}))
+
+
+def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def guarded(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _check(query, key, token_dim)
+        return function(query, key, *args, **kwargs)
+
+    return guarded
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, token_dim: int) -> None:
+    active = active_slice()
+    if active is None or active.is_whole or _allowed or query.shape[token_dim] != key.shape[token_dim]:
+        return
+    raise PlainAttentionError(
+        f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
+        f"{active.sequence_length} tokens, with queries of shape {list(query.shape)} and keys of shape "
+        f"{list(key.shape)}: it would see nothing of the tokens before the slice, which has {active.num_tokens}. Call "
+        "terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. Attention over something else than the tokens "
+        "of the sequence (features, heads, a memory that has as many entries), or only among those of one slice, is "
+        "called inside `with terapipe_ds.attention.allow_attention_within_slice():`. Attention that is not causal "
+        "cannot be sliced at all: train such a model with 'slices': 1."
+    )

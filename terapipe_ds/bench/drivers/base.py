@@ -1,0 +1,82 @@
+"""The face of every competitor: `Driver`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.bench.drivers.recorder import Recorder
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import Schedule
+
+# Where DeepSpeed's optimizers keep flat tensors of their own: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
+_COPIES = "fp32_groups_flat_partition fp32_groups_gradients_flat fp32_groups_flat single_partition_of_fp32_groups"
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+
+
+class Driver:
+    """One competitor on one rank. Every rank calls the same methods in the same order."""
+
+    recorder: Recorder
+    optimizer: Any
+    fewest = 1  # micro-batches of a step
+
+    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+        """Let the next steps have this many micro-batches, cut like this."""
+        raise NotImplementedError
+
+    def use_schedule(self, name: str) -> None:
+        """Let the next steps run this schedule, where there is a choice."""
+
+    def step(self, micro_batches: MicroBatches) -> float | None:
+        """Make one optimizer step; return the mean loss of its micro-batches, on ranks that know it."""
+        raise NotImplementedError
+
+    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+        """Return the order in which it runs, as one of our schedules."""
+        raise NotImplementedError
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Return the parameters of this rank."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drop what earlier steps have left for the next one, except for parameters and optimizer states."""
+
+    def destroy(self) -> None:
+        """Give back what is held."""
+
+    # -- what all have in common
+
+    def remember_start(self) -> None:
+        """Keep the parameters as they are now, for `restart`."""
+        self._start = [parameter.detach().to("cpu", copy=True) for parameter in self.parameters()]
+
+    def restart(self) -> None:
+        """Set parameters and optimizer states back to the start, so that all systems compute the same losses."""
+        with torch.no_grad():
+            for parameter, start in zip(self.parameters(), self._start, strict=True):
+                parameter.copy_(start)
+            for state in self.states():
+                state.zero_()
+        refresh = getattr(self.optimizer, "refresh_fp32_params", None)
+        if refresh is not None:  # the optimizers of DeepSpeed that keep weights of their own
+            refresh()
+
+    def states(self) -> list[Tensor]:
+        """Return the tensors of the optimizer."""
+        return [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+
+    def copies(self) -> list[Tensor]:
+        """Return what the optimizer keeps besides: weights in fp32, and the gradients that it sums in fp32."""
+        return [t for name in _COPIES.split() for t in getattr(self.optimizer, name, ())]
+
+    def held_bytes(self) -> int:
+        """Return the bytes of parameters, gradients that are there, optimizer states, and its copies."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        held = (*self.parameters(), *gradients, *self.states(), *self.copies())
+        return sum(t.numel() * t.element_size() for t in held)

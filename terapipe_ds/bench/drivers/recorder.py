@@ -1,0 +1,120 @@
+"""Record what a rank did when: computations, reduces and the optimizer step, with wall clock and CPU time."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from deepspeed.runtime.pipe import schedule as ds_schedule
+
+from terapipe_ds.bench.metrics import Recorded
+from terapipe_ds.runtime.engine.trace import wait_for_computation
+from terapipe_ds.schedule.action import Action, Kind
+
+_CLOSING = {Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP}
+_RECORDED = {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT} | _CLOSING
+
+
+class Recorder:
+    """The events of one step. On an accelerator each recorded action is synchronised, so record steps of their own."""
+
+    def __init__(self) -> None:
+        self.events: list[Recorded] = []
+        self.on = True
+        self._start_s = self._start_cpu_s = 0.0
+
+    def clear(self) -> None:
+        """Drop the events of the last step."""
+        self.events = []
+
+    @contextmanager
+    def span(self, kind: str, micro_batch_id: int = -1, slice_id: int = -1, chunk_id: int = 0) -> Iterator[None]:
+        """Record what runs inside."""
+        if not self.on:
+            yield
+            return
+        self.restart()
+        yield
+        wait_for_computation()
+        cpu_s, end_s = time.process_time() - self._start_cpu_s, time.perf_counter()
+        self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
+
+    def restart(self) -> None:
+        """Let the open span begin now."""
+        wait_for_computation()
+        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
+
+    @contextmanager
+    def last_goes_on(self) -> Iterator[None]:
+        """Count what runs inside to the event that ended last (a loss, to the forward before it)."""
+        start_cpu_s = time.process_time()
+        yield
+        if self.on and self.events:
+            wait_for_computation()
+            last = self.events[-1]
+            cpu_s = last.cpu_s + time.process_time() - start_cpu_s
+            self.events[-1] = last._replace(end_s=time.perf_counter(), cpu_s=cpu_s)
+
+
+class EngineRecorder(Recorder):
+    """Takes the place of our engine's `Tracer`, which knows where a wait ends and the computation begins."""
+
+    def begin(self, step: int | None) -> None:
+        """Do nothing: the driver clears before each step."""
+
+    @contextmanager
+    def measure(self, action: Action) -> Iterator[None]:
+        """Record one action of the schedule."""
+        if action.kind not in _RECORDED:
+            yield
+            return
+        with self.span(action.kind.value, action.micro_batch_id, action.slice_id, action.chunk_id):
+            yield
+
+    def input_is_here(self) -> None:
+        """Let the computation begin: the wait for a message is over."""
+        if self.on:
+            self.restart()
+
+    def write(self, step: int) -> None:
+        """Do nothing: no file is written within a timed step."""
+
+
+_INSTRUCTIONS = {
+    ds_schedule.ForwardPass: "F",
+    ds_schedule.BackwardPass: "B",
+    ds_schedule.ReduceTiedGrads: "RT",
+    ds_schedule.ReduceGrads: "RD",
+    ds_schedule.OptimizerStep: "ST",
+}
+
+
+class InstructionRecorder(Recorder):
+    """Records the instructions of DeepSpeed's own engines. Micro-batches run through each phase first in, first out."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._seen: Counter[tuple[str, int]] = Counter()
+        known = type(engine)._INSTRUCTION_MAP
+        wrapped = {kind: self._recorded(name, known[kind]) for kind, name in _INSTRUCTIONS.items()}
+        engine._INSTRUCTION_MAP = {**known, **wrapped}  # of this one engine
+
+    def clear(self) -> None:
+        super().clear()
+        self._seen.clear()
+
+    def _recorded(self, kind: str, execute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(engine: Any, **kwargs: Any) -> Any:
+            if kind not in "FB":
+                with self.span(kind):
+                    return execute(engine, **kwargs)
+            phase = kwargs.get("phase", 0)
+            micro_batch_id = self._seen[kind, phase]
+            self._seen[kind, phase] += 1
+            with self.span(kind, micro_batch_id, 0, phase):
+                return execute(engine, **kwargs)
+
+        return run

@@ -1,0 +1,204 @@
+"""`torch.distributed.pipelining` on the very layers that DeepSpeed's `PipelineModule` gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
+from terapipe_ds.bench.drivers.base import Driver, MicroBatches
+from terapipe_ds.bench.drivers.orders import looped_placement, of_torch, v_placement
+from terapipe_ds.bench.drivers.recorder import Recorder
+from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
+from terapipe_ds.models.gpt import gpt_layers, gpt_loss
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.profiling.one_device import partition
+from terapipe_ds.schedule import Schedule, build
+
+_CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+
+
+def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `torch.optim.AdamW` that do what a DeepSpeed config asks for.
+
+    Raises:
+        BenchError: it asks for what a plain optimizer in the precision of the weights does not do.
+    """
+    optimizer = ds_config.get("optimizer") or {}
+    kind, given = str(optimizer.get("type", "none")).lower(), dict(optimizer.get("params") or {})
+    if kind not in ("adam", "adamw") or given.get("adam_w_mode") is False:
+        raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
+    for key in ("fp16", "torch_autocast", "scheduler"):
+        if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
+            raise BenchError(f"torch runs here without what {key} in the config stands for")
+    if sums_dtype(ds_config) not in (torch.float32, torch.bfloat16 if _is_bf16(ds_config) else torch.float32):
+        raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
+    # BF16_Optimizer under ZeRO 1 has its fp32 weights whole where there is one replica, as here
+    sums_apart = _is_bf16(ds_config) and sums_dtype(ds_config) == torch.float32
+    if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(sums_apart):
+        raise BenchError("torch runs here without ZeRO, which the config asks for")
+    if ds_config.get("gradient_clipping", 1.0) > 0:
+        raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
+    known = {key: given[key] for key in ("lr", "betas", "eps") if key in given}
+    return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
+
+
+def _is_bf16(ds_config: dict[str, Any]) -> bool:
+    return bool((ds_config.get("bf16") or {}).get("enabled", False))
+
+
+def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+    """Return what DeepSpeed sums the gradients of micro-batches in: usually the dtype of the weights."""
+    from deepspeed.runtime.config import DtypeEnum
+
+    given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    if given is None:
+        return torch.bfloat16 if _is_bf16(ds_config) else torch.float32
+    dtype: torch.dtype = DtypeEnum(given).value
+    return dtype
+
+
+class Masters:
+    """Weights in fp32 beside bf16 ones, which a plain optimizer steps, as DeepSpeed's BF16_Optimizer does.
+
+    AdamW on the bf16 weights themselves would hold half the bytes and lose what is below their last bit.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sums: torch.dtype) -> None:
+        self._parameters: list[Tensor] = list(parameters)
+        self.sums_in_fp32 = sums == torch.float32
+        self.weights: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._parameters]
+
+    def take_gradients(self) -> None:
+        """Add in fp32 what the backwards have given since, and drop torch's own gradients.
+
+        To be called after each backward where the sums are fp32, otherwise before the step.
+        """
+        for parameter, weight in zip(self._parameters, self.weights, strict=True):
+            if parameter.grad is not None:
+                new, parameter.grad = parameter.grad, None
+                weight.grad = new.float() if weight.grad is None else weight.grad.add_(new)
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Round to the model's weights, after a step of the optimizer."""
+        torch._foreach_copy_(self._parameters, self.weights)
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Copy the model's weights, exactly."""
+        torch._foreach_copy_(self.weights, self._parameters)
+
+
+class TorchDriver(Driver):
+    """A schedule of torch with AdamW, and with `Masters` where the config says bf16.
+
+    The loss of a micro-batch is divided by the number of micro-batches before its backward.
+    """
+
+    def __init__(self, case: Case, job: Job) -> None:
+        from torch.distributed import pipelining
+
+        self._kind = getattr(pipelining, f"Schedule{_CLASSES[case.schedule]}")
+        self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
+        self._device = torch.device(job.device_of(self._rank))
+        self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
+        chunks = 2 if case.schedule in TWO_PARTS else 1
+        self._placement = v_placement(stages) if case.schedule == "zbv" else looped_placement(stages, chunks)
+        self._num_parts = chunks * stages
+        self.fewest = 1 if case.schedule == "gpipe" else stages
+        layers = gpt_layers(self._config)
+        bounds = partition(layers, self._num_parts, "parameters")
+        parts = [self._placement[self._rank, chunk_id] for chunk_id in range(chunks)]
+        with self._device:
+            self._modules = {
+                part: nn.Sequential(*(spec.build() for spec in layers[bounds[part] : bounds[part + 1]]))
+                for part in parts
+            }
+        self.recorder = Recorder()
+        ds_config = job.ds_config or USUAL_SETTINGS
+        self._masters = Masters(self.parameters(), sums_dtype(ds_config)) if _is_bf16(ds_config) else None
+        trained: Sequence[Tensor] = self.parameters() if self._masters is None else self._masters.weights
+        self.optimizer = torch.optim.AdamW(trained, **adam_options(ds_config))
+        self._accumulation = 0
+        self._pipeline: Any = None
+
+    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+        self._pipeline = None  # with its receive buffers, before there are new ones
+        stages = [self._stage(chunk_id, part_id) for chunk_id, part_id in enumerate(self._modules)]
+        given = stages if self._case.schedule in TWO_PARTS else stages[0]
+        # dividing here rather than all gradients at the end of a step is torch's faster way
+        loss_fn = partial(self._loss, accumulation)
+        self._pipeline = self._kind(given, n_microbatches=accumulation, loss_fn=loss_fn, scale_grads=False)
+        self._accumulation = accumulation
+
+    def _loss(self, accumulation: int, logits: Tensor, labels: Tensor) -> Tensor:
+        with self.recorder.last_goes_on():
+            return gpt_loss(logits, labels) / accumulation
+
+    def _stage(self, chunk_id: int, part_id: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        rows, length = self._work.micro_batch, self._work.sequence_length
+        options = {"dtype": self._config.torch_dtype, "device": "meta", "requires_grad": True}
+        leaf, is_last = partial(torch.empty, rows, length, **options), part_id == self._num_parts - 1
+        tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+        stage = PipelineStage(
+            self._modules[part_id],
+            part_id,
+            self._num_parts,
+            self._device,
+            input_args=tokens if part_id == 0 else leaf(self._config.hidden_size),
+            output_args=leaf(self._config.vocab_size if is_last else self._config.hidden_size),
+        )
+        for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
+            setattr(stage, name, self._recorded(kind, chunk_id, getattr(stage, name)))
+        return stage
+
+    def _recorded(self, kind: str, chunk_id: int, run: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(micro_batch_id: int, *args: Any, **kwargs: Any) -> Any:
+            with self.recorder.span(kind, micro_batch_id, 0, chunk_id):
+                result = run(micro_batch_id, *args, **kwargs)
+                if kind != "F" and self._masters is not None and self._masters.sums_in_fp32:
+                    self._masters.take_gradients()
+                return result
+
+        return recorded
+
+    def step(self, micro_batches: MicroBatches) -> float | None:
+        losses: list[Tensor] = []
+        inputs, labels = (torch.cat(tensors).to(self._device) for tensors in zip(*micro_batches, strict=True))
+        has_last = self._num_parts - 1 in self._modules
+        keywords: dict[str, Any] = {"target": labels, "losses": losses} if has_last else {}
+        self._pipeline.step(*((inputs,) if 0 in self._modules else ()), return_outputs=False, **keywords)
+        with self.recorder.span("ST"):
+            if self._masters is not None:
+                self._masters.take_gradients()
+            self.optimizer.step()
+            if self._masters is not None:
+                self._masters.give_weights()
+        # sums in fp32 stay, as DeepSpeed's do; else the next backward brings new ones
+        self.optimizer.zero_grad(set_to_none=self._masters is None or not self._masters.sums_in_fp32)
+        return float(sum(loss.detach() for loss in losses)) if has_last else None
+
+    def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
+        if self._case.schedule not in TWO_PARTS:  # as ours; what torch prints of its 1F1B is not what it runs
+            return build(self._case.schedule, self._work.stages, accumulation, 1)
+        return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
+
+    def restart(self) -> None:
+        super().restart()
+        if self._masters is not None:
+            self._masters.take_weights()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self._modules.values() for parameter in module.parameters()]
+
+    def copies(self) -> list[Tensor]:
+        weights = [] if self._masters is None else self._masters.weights
+        return [*weights, *(weight.grad for weight in weights if weight.grad is not None)]

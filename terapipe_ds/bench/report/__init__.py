@@ -1,0 +1,9 @@
+"""The HTML report of a benchmark.
+
+`data` reads the result file, `text` has the sentences and numbers, `plots` the figures, `page` fills `page.html`.
+"""
+
+from terapipe_ds.bench.report.data import ReportError
+from terapipe_ds.bench.report.page import load_result, render_page, write_report
+
+__all__ = ["ReportError", "load_result", "render_page", "write_report"]

@@ -1,0 +1,194 @@
+"""The result file of `terapipe bench --json`, read strictly: runs, grouped so that like is compared with like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PlainValidator, Tag, model_validator
+
+from terapipe_ds.files.strict_json import JsonError, parse_as
+from terapipe_ds.timeline import Timeline
+
+SYSTEMS = {"deepspeed": "DeepSpeed", "terapipe": "terapipe", "torch": "torch.distributed.pipelining"}
+"""The systems and what prose calls them, in the order of legends."""
+
+GIVE = "give a file of `terapipe bench --json`"
+
+
+class ReportError(ValueError):
+    """A result that gives no report; the text names the place, the value and what belongs there."""
+
+
+def _read_timeline(value: object) -> Timeline | None:
+    """Read the text of `Timeline.to_json`, or the same as an object."""
+    if value is None or isinstance(value, Timeline):
+        return value
+    return Timeline.from_json(value if isinstance(value, str) else json.dumps(value))
+
+
+_Count = Annotated[int, Field(ge=1)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_PerStage = tuple[_Amount | None, ...]
+
+
+class _Row(BaseModel):
+    """What every row of the benchmark has, whatever came of it. Other keys are left alone."""
+
+    model_config = ConfigDict(frozen=True)
+
+    system: Literal["deepspeed", "terapipe", "torch"]
+    schedule: str
+    accumulation: _Count
+    stages: _Count
+    planned: bool = False
+    replayed: bool = False
+
+
+class Failed(_Row):
+    """A run that could not be made. It may not have got as far as its slices."""
+
+    error: str
+    slices: tuple[int, ...] = ()
+
+
+class Run(_Row):
+    """A run with its figures; docs/bench.md says what they mean. A figure that is not known is None."""
+
+    slices: tuple[_Count, ...]
+    step_s: _Seconds
+    step_s_all: Annotated[tuple[_Seconds, ...], Field(min_length=1)]
+    tokens_per_s: _Amount | None
+    bound_s: _Seconds | None
+    predicted_s: _Seconds | None
+    bubble: float | None
+    peak_bytes: _PerStage | None
+    exposed_comm_s: _Amount | None
+    loss: float | None
+    ratio_to_stock: _Seconds | None = None  # this key and those below are missing in older results
+    predicted_peak_bytes: _PerStage | None = None
+    static_bytes: _PerStage | None = None
+    drift: _Seconds | None = None
+    off_core_s: _Amount | None = None
+    timeline: Annotated[Timeline | None, PlainValidator(_read_timeline)] = None
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Run:
+        for key in ("peak_bytes", "predicted_peak_bytes", "static_bytes"):
+            entries = getattr(self, key)
+            if entries is not None and len(entries) != self.stages:
+                raise ValueError(f"{len(entries)} {key} for {self.stages} stages: give one each")
+        return self
+
+    @property
+    def label(self) -> str:
+        """System, schedule and slices in few words: what tables, plots and prose call the run."""
+        name = f"{self.system} {self.schedule}"
+        if self.system == "terapipe" and self.slices:
+            name += f", {len(self.slices)} slice{'s' * (len(self.slices) > 1)}"
+        return name + ", planned" * self.planned + " (replayed)" * self.replayed
+
+    @property
+    def largest_peak_bytes(self) -> float | None:
+        """The peak of the stage that needs most."""
+        return max((peak for peak in self.peak_bytes or () if peak is not None), default=None)
+
+    @property
+    def activation_bytes(self) -> float | None:
+        """The largest peak of a stage without parameters, their gradients and optimizer states."""
+        return _most_above(self.peak_bytes, self.static_bytes)
+
+    @property
+    def predicted_activation_bytes(self) -> float | None:
+        """The same as `activation_bytes`, by the predicted peak."""
+        return _most_above(self.predicted_peak_bytes, self.static_bytes)
+
+    @property
+    def prediction_error(self) -> float | None:
+        """How far `predicted_s` is from `step_s`, as a share of `step_s`; above 0: predicted too slow."""
+        return None if self.predicted_s is None else self.predicted_s / self.step_s - 1
+
+
+def _most_above(peaks: Sequence[float | None] | None, floors: Sequence[float | None] | None) -> float | None:
+    pairs = zip(peaks or (), floors or (), strict=False)
+    return max((peak - floor for peak, floor in pairs if peak is not None and floor is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs with the same stages and accumulation, from fast to slow, and those that failed."""
+
+    title: str
+    runs: tuple[Run, ...]
+    failed: tuple[Failed, ...]
+
+    def fastest(self, *systems: str) -> Run | None:
+        """Return the fastest run (of these systems): a measured one if there is any, else a replayed one."""
+        chosen = [run for run in self.runs if not systems or run.system in systems]
+        return min(chosen, key=lambda run: (run.replayed, run.step_s), default=None)
+
+    def stock(self, replayed: bool | None = None) -> Run | None:
+        """Return DeepSpeed's own 1F1B, measured or replayed as asked (None: preferably measured)."""
+        found = [run for run in self.runs if (run.system, run.schedule.lower()) == ("deepspeed", "1f1b")]
+        found = [run for run in found if replayed in (None, run.replayed)]
+        return min(found, key=lambda run: run.replayed, default=None)
+
+    def ratio(self, run: Run) -> float | None:
+        """Return how many times as fast as the stock engine a run is, or None without a stock run of its kind.
+
+        The benchmark writes the median over the turns. In results without it, the ratio is that of the medians.
+        """
+        stock = self.stock(run.replayed)
+        return None if stock is None else run.ratio_to_stock or stock.step_s / run.step_s
+
+
+def _kind_of(row: object) -> str:
+    error = row.get("error") if isinstance(row, dict) else getattr(row, "error", None)
+    return "<run>" if error is None else "<failed>"
+
+
+_AnyRun = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
+
+
+class Result(BaseModel):
+    """A whole benchmark. What else is at the top level (command, date, ...) is in `model_extra`."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    machine: dict[str, Any]
+    preset: str
+    runs: Annotated[tuple[_AnyRun, ...], Field(min_length=1)]
+
+    @property
+    def measured(self) -> tuple[Run, ...]:
+        """The runs that have figures."""
+        return tuple(run for run in self.runs if isinstance(run, Run))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups by stages and accumulation, ascending; titles name the stages if they differ."""
+        keys = sorted({(run.stages, run.accumulation) for run in self.runs})
+        several = len({stages for stages, _ in keys}) > 1
+        groups = []
+        for stages, m in keys:
+            rows = [row for row in self.runs if (row.stages, row.accumulation) == (stages, m)]
+            runs = sorted((row for row in rows if isinstance(row, Run)), key=lambda run: (run.step_s, run.label))
+            failed = tuple(row for row in rows if isinstance(row, Failed))
+            title = f"accumulation {m}" + f", {stages} stages" * several
+            groups.append(Group(title, tuple(runs), failed))
+        return tuple(groups)
+
+
+def read_result(data: object) -> Result:
+    """Check the dict that `terapipe bench --json` writes.
+
+    Raises:
+        ReportError: a key is missing, or a value does not fit; the message names the run and the key.
+    """
+    try:
+        return parse_as(Result, json.dumps(data))
+    except (JsonError, TypeError) as error:
+        raise ReportError(f"no result of a benchmark: {error}; {GIVE}") from None

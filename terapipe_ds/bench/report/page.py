@@ -1,0 +1,151 @@
+"""The report of `terapipe bench`: one HTML file that needs nothing else, neither network nor scripts.
+
+From the top: what came out, the tables, the plots, how it was measured, and all data. `page.html` is the template.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import terapipe_ds.bench.report.plots as plots
+import terapipe_ds.bench.report.text as text
+from terapipe_ds.bench.report.data import GIVE, SYSTEMS, Group, ReportError, Result, Run, read_result
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.timeline.picture import build_figure
+
+SETTINGS: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans", "sans-serif"],
+    "text.parse_math": False,
+    "hatch.linewidth": 0.6,
+}
+"""How matplotlib draws for the page: text stays text, a `$` is a dollar."""
+
+_MOST_BOXES = 1500  # of a timeline as SVG, about 400 bytes each; one with more becomes a PNG
+
+
+def write_report(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the report of a benchmark as one HTML file; readers see all of it or nothing.
+
+    `result`: the dict that `terapipe bench --json` writes.
+
+    Raises:
+        ReportError: `result` lacks something, or matplotlib or jinja2 is missing; nothing is written then.
+        OSError: the file cannot be written.
+    """
+    write_text(path, render_page(result))
+
+
+def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a result that was kept: the JSON file, or the `.json.gz` that a report offers."""
+    try:
+        raw = Path(path).read_bytes()
+        data = parse_json(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except (JsonError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ReportError(f"{os.fspath(path)}: no JSON ({error}); {GIVE}") from error
+    if not isinstance(data, dict):
+        raise ReportError(f"{os.fspath(path)}: holds no object; {GIVE}")
+    return data
+
+
+def render_page(data: object) -> str:
+    """Return the whole page of a result as text."""
+    result = read_result(data)
+    try:
+        import matplotlib
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        raise ReportError(f"the report needs matplotlib and jinja2 ({error}): pip install matplotlib jinja2") from error
+    folder = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    page.filters |= {each.__name__: each for each in (text.digits, text.seconds, text.percent, text.slices_text)}
+    with matplotlib.rc_context(SETTINGS):
+        figures, timelines = _figures(result), list(_timelines(result))
+    assert isinstance(data, dict)
+    slim = data | {"runs": [{k: v for k, v in run.items() if k != "timeline"} for run in data["runs"]]}
+    return page.get_template("page.html").render(
+        result=result,
+        systems=SYSTEMS,
+        text=text,
+        figures=figures,
+        timelines=timelines,
+        activations=[(group, shares) for group in result.groups if (shares := activations(group))],
+        facts=list(_flat({"preset": result.preset, **(result.model_extra or {}), **result.machine})),
+        packed=base64.b64encode(gzip.compress(json.dumps(data).encode(), mtime=0)).decode(),
+        slim=json.dumps(slim, indent=1),
+    )
+
+
+def activations(group: Group) -> list[tuple[Run, float, float | None]]:
+    """Return what each run keeps for its backward as a share of the stock engine's, measured and predicted."""
+    stock = group.stock()
+    runs = [run for run in group.runs if run.activation_bytes]
+    if stock is None or not stock.activation_bytes or len(runs) < 2:
+        return []
+    floor = stock.predicted_activation_bytes
+    shares = []
+    for run in runs:
+        expected = run.predicted_activation_bytes
+        share = (run.activation_bytes or 0.0) / stock.activation_bytes
+        shares.append((run, share, expected / floor if expected and floor else None))
+    return shares
+
+
+def timeline_pair(group: Group) -> list[Run]:
+    """Return the runs whose timelines are drawn: one like stock (if there is one), then the fastest."""
+    traced = [run for run in group.runs if run.timeline and run.timeline.computations()]
+    if not traced:
+        return []
+    best = min(traced, key=lambda run: (run.replayed, run.step_s))
+
+    def likeness(run: Run) -> tuple[bool, bool, bool]:
+        is_1f1b, is_whole = run.schedule.lower() == "1f1b", len(run.slices) == 1
+        return is_1f1b and run.system == "deepspeed", is_1f1b and is_whole, is_whole
+
+    others = [run for run in traced if run is not best and any(likeness(run))]
+    stock = max(others, key=likeness, default=None)
+    return [best] if stock is None else [stock, best]
+
+
+def _figures(result: Result) -> dict[str, str]:
+    """Return the pictures that the result has figures for, by their names in the template."""
+    drawn = {
+        "steps": (plots.step_times(result), "Step times of all runs"),
+        "slices": (plots.slice_counts(result), "Step time against the number of slices"),
+        "errors": (plots.prediction_errors(result), "Errors of the predictions, run by run"),
+        "memory": (plots.memory(result), "Peak memory per stage"),
+    }
+    return {key: plots.inline_svg(figure, key, words) for key, (figure, words) in drawn.items() if figure is not None}
+
+
+def _timelines(result: Result) -> Iterator[tuple[str, str]]:
+    """Yield a title and a picture per group; the group that gains most comes first."""
+    pairs = [(group, pair) for group in result.groups if (pair := timeline_pair(group))]
+    pairs.sort(key=lambda each: -(each[0].ratio(each[1][-1]) or 0.0))
+    for index, (group, runs) in enumerate(pairs):
+        titled = [(run.label, run.timeline) for run in runs if run.timeline is not None]
+        title = f"{group.title.capitalize()}: {' and '.join(label for label, _ in titled)}"
+        figure, boxes = build_figure(titled), sum(len(timeline.events) for _, timeline in titled)
+        if boxes > _MOST_BOXES:
+            yield title, plots.inline_png(figure, f"Timelines, {title}")
+        else:
+            yield title, plots.inline_svg(figure, f"timeline{index}", f"Timelines, {title}")
+
+
+def _flat(facts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield names and values; an object inside an object gets a dotted name."""
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", ", ".join(map(str, value)) or "–"  # noqa: RUF001 - a dash is meant
+        else:
+            yield f"{prefix}{key}", "–" if value is None else str(value)  # noqa: RUF001

@@ -1,0 +1,95 @@
+"""Check that DeepSpeed and megatron-core have the names that this package overrides or replaces.
+
+Few of these names are documented, and an override that a new version never calls would be passed over without a word.
+A name that is only called or read fails by itself where it is missing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import warnings
+from collections.abc import Mapping
+
+from terapipe_ds.compat import versions
+
+# module:class -> names, separated by blanks. A test compares the first two with the overrides of the runtime.
+DEEPSPEED_HOOKS = {
+    "deepspeed.runtime.pipe.engine:PipelineEngine": (
+        "_INSTRUCTION_MAP _aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
+        "_exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _inference_schedule "
+        "_loss_stage_global_rank _next_batch _train_schedule clip_fp32_gradients compile destroy eval_batch "
+        "is_last_stage load_checkpoint reset_activation_shape save_checkpoint set_dataiterator set_dataloader "
+        "train_batch"
+    ),
+    "deepspeed.runtime.pipe.module:PipelineModule": (
+        "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
+        "allreduce_tied_weight_gradients compile forward get_tied_weights_and_groups load_state_dir save_state_dict "
+        "stage_owner"
+    ),
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
+    "deepspeed.runtime.pipe.p2p": "send recv",
+    "deepspeed": "DualPipeVEngine PipelineEngine initialize",
+}
+MEGATRON_HOOKS = {
+    "megatron.core.tensor_parallel:ColumnParallelLinear": "_forward_impl",
+    "megatron.core.tensor_parallel:RowParallelLinear": "_forward_impl",
+    "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding": "forward",
+}
+
+
+def require_hooks() -> None:
+    """Raise CompatError, with all that is missing, unless the installed DeepSpeed has every name that is overridden."""
+    try:
+        import deepspeed
+    except Exception as error:  # its dependencies fail in many ways
+        tested = versions.TESTED_VERSIONS["deepspeed"]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise versions.CompatError(
+            f"deepspeed cannot be imported ({reason}); deepspeed {tested} has what terapipe_ds builds on: pip install "
+            f"deepspeed=={tested}"
+        ) from error
+    missing = _missing(DEEPSPEED_HOOKS)
+    code = getattr(inspect.unwrap(getattr(deepspeed, "initialize", len)), "__code__", None)
+    if code is not None and "PipelineEngine" not in code.co_names:
+        missing.append("the look-up of PipelineEngine as a global name in deepspeed.initialize")
+    _refuse("deepspeed", missing)
+
+
+def require_megatron(what: str) -> None:
+    """Make sure that megatron-core is installed and has every name that is replaced; `what` needs it.
+
+    Raises:
+        MissingExtraError: it is not installed; the message says which extra to install.
+        CompatError: it lacks names.
+    """
+    if not versions.has_megatron():
+        raise versions.MissingExtraError(
+            f"{what} needs megatron-core, which is not installed: pip install 'terapipe_ds[megatron]' "
+            f"(megatron-core=={versions.TESTED_VERSIONS['megatron-core']})"
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+        _refuse("megatron-core", _missing(MEGATRON_HOOKS))
+
+
+def _missing(hooks: Mapping[str, str]) -> list[str]:
+    missing = []
+    for owner, names in hooks.items():
+        path = owner.replace(":", ".")
+        try:
+            holder = pkgutil.resolve_name(owner)
+        except Exception:  # another third party behind it may fail in any way
+            missing.append(path)
+            continue
+        missing += [f"{path}.{name}" for name in names.split() if not hasattr(holder, name)]
+    return missing
+
+
+def _refuse(name: str, missing: list[str]) -> None:
+    if missing:
+        tested, installed = versions.TESTED_VERSIONS[name], versions.installed_versions().get(name)
+        raise versions.CompatError(
+            f"the installed {name} {installed or 'of unknown version'} lacks what terapipe_ds builds on: "
+            f"{'; '.join(missing)}. {name} {tested} has it: pip install {name}=={tested}"
+        )

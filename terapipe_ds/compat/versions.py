@@ -1,0 +1,124 @@
+"""Know the tested versions of third parties, and which optional packages are installed.
+
+Everything is imported inside the functions: planning works where nothing of this is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger("terapipe_ds")
+
+# Name of the distribution -> the version that all tests run with at every change, and to go back to if another fails.
+TESTED_VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8", "megatron-core": "0.16.1"}
+# Every version that passes all tests: torch at both ends and in between (`make test-versions`), the others exactly.
+TESTED_RANGES = {"torch": ">=2.11,<2.16", "deepspeed": "==0.19.8", "megatron-core": "==0.16.1"}
+TESTED_PYTHONS = ("3.11", "3.12")
+_OPTIONAL = ("megatron-core",)
+
+
+class CompatError(RuntimeError):
+    """The installed third-party packages lack something that cannot be worked around."""
+
+
+class MissingExtraError(CompatError, ImportError):
+    """An optional package that was asked for is not installed."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the installed versions of the packages in `TESTED_VERSIONS`, without importing any of them."""
+    versions = {}
+    for name in TESTED_VERSIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def check_versions(versions: Mapping[str, str] | None = None, python: str | None = None) -> list[str]:
+    """Return one warning for each package, or Python itself, whose version is not tested; none when all are.
+
+    A local suffix ("2.13.0+cpu") makes no difference, an optional package may be absent, and a version before its
+    release ("2.15.0rc1") is not tested. None asks the installation, and the interpreter.
+    """
+    versions = installed_versions() if versions is None else versions
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}" if python is None else python
+    lines = [
+        f"{name} is not installed: pip install {name}=={tested}"
+        for name, tested in TESTED_VERSIONS.items()
+        if name not in versions and name not in _OPTIONAL
+    ]
+    untested = "{} {} is not a version that terapipe_ds is tested with ({}); if something fails, try {}"
+    for name, version in versions.items():
+        if not _is_in_range(version, TESTED_RANGES[name]):
+            lines.append(untested.format(name, version, TESTED_RANGES[name], f"{name}=={TESTED_VERSIONS[name]}"))
+    if python not in TESTED_PYTHONS:
+        lines.append(untested.format("python", python, ", ".join(TESTED_PYTHONS), TESTED_PYTHONS[0]))
+    return lines
+
+
+def _is_in_range(version: str, tested: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion
+
+    try:
+        return SpecifierSet(tested).contains(version, prereleases=False)
+    except InvalidVersion:
+        return False
+
+
+@functools.cache
+def warn_about_versions() -> None:
+    """Log what `check_versions` says about this installation: one warning, once, on the first rank."""
+    lines = check_versions()
+    if lines and os.environ.get("RANK", "0") == "0":  # set by launchers, long before ranks meet
+        logger.warning("; ".join(lines))
+
+
+def has_apex() -> bool:
+    """Return whether NVIDIA apex is installed with its optimizers.
+
+    A package on PyPI has the same name and nothing else in common with it: only `apex.optimizers.FusedAdam` tells.
+    """
+    return _has("apex.optimizers", "FusedAdam")
+
+
+def has_flash_attn() -> bool:
+    """Return whether flash-attn has the two functions that give and take the log-sum-exp."""
+    return _has("flash_attn.flash_attn_interface", "_flash_attn_forward", "_flash_attn_backward")
+
+
+def has_transformer_engine() -> bool:
+    """Return whether NVIDIA Transformer Engine for torch is installed."""
+    return _has("transformer_engine.pytorch", "DotProductAttention")
+
+
+def has_megatron() -> bool:
+    """Return whether megatron-core is installed, without importing it; Megatron-LM's scripts alone do not count."""
+    try:
+        core = importlib.util.find_spec("megatron.core")
+    except (ImportError, ValueError):
+        return False
+    folders = None if core is None else core.submodule_search_locations
+    return any(Path(folder, "transformer").is_dir() for folder in folders or ())
+
+
+def _has(module: str, *names: str) -> bool:
+    """Return whether `module` imports and has `names`; a package that fails on import counts as absent."""
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:  # compiled extensions fail in many ways
+        logger.debug("%s is installed but cannot be imported: %s", module, error)
+        return False
+    return all(hasattr(loaded, name) for name in names)

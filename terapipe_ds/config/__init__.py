@@ -1,0 +1,6 @@
+"""What the user may say: the `terapipe` section of a DeepSpeed config."""
+
+from __future__ import annotations
+
+from terapipe_ds.config.section import TeraPipeConfig as TeraPipeConfig
+from terapipe_ds.config.section import TeraPipeConfigError as TeraPipeConfigError

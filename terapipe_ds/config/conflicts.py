@@ -1,0 +1,94 @@
+"""List what of DeepSpeed's own config cannot be combined with an enabled `terapipe` section, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.messages import show_value
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A key of DeepSpeed's own config that an enabled section excludes."""
+
+    key: str
+    is_set: Callable[[Any], bool]
+    why: str
+    fix: str
+
+
+def _is_on(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "yes", "on", "1")
+    return isinstance(value, int | float) and value == 1
+
+
+def _more_than(limit: int) -> Callable[[Any], bool]:
+    def exceeds(value: Any) -> bool:
+        try:
+            return isinstance(value, int | float | str) and float(value) > limit
+        except (ValueError, OverflowError):
+            return False  # not a number, so that DeepSpeed's own validation says what is wrong with it
+
+    return exceeds
+
+
+def _is_off(value: Any) -> bool:
+    return isinstance(value, int | float) and not value
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _offloads(value: Any) -> bool:
+    return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
+
+
+_ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
+_WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
+CONFLICTS = (
+    Conflict("zero_optimization.stage", _more_than(1),
+             "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
+             "set it to 0 or 1"),
+    Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),
+    Conflict("zero_optimization.cpu_offload_param", _is_on, _ONLY_ZERO_3, "remove it"),
+    Conflict("zero_optimization.zenflow", _is_given,
+             "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
+    Conflict("compile.deepcompile", _is_on,
+             "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
+    Conflict("sequence_parallel_size", _more_than(1), "Ulysses sequence parallelism divides the same tokens over ranks",
+             "set it to 1 and give the ranks to the pipeline or to data parallelism"),
+    Conflict("tensor_parallel.autotp_size", _more_than(1), "AutoTP replaces layers without knowing of pipeline stages",
+             "remove it; tensor parallelism comes with the model (Megatron layers)"),
+    Conflict("expert_parallel.enabled", _is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
+             "set it to false"),
+    Conflict("hybrid_engine.enabled", _is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",
+             "set it to false"),
+    Conflict("data_efficiency.data_routing.random_ltd.enabled", _is_on,
+             f"random layer token drop: {_WHOLE_SEQUENCE}", "set it to false"),
+    Conflict("progressive_layer_drop.enabled", _is_on,
+             "it may drop a layer for one slice of a sequence and keep it for another", "remove the section"),
+    Conflict("sparse_attention", _is_given, f"sparse attention: {_WHOLE_SEQUENCE}", "remove the section"),
+    Conflict("eigenvalue.enabled", _is_on, "it takes a second backward pass through the graph of a whole micro-batch",
+             "remove the section"),
+    Conflict("autotuning.enabled", _is_on,
+             "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
+             "set it to false"),
+    Conflict("managed_gradient_accumulation", _is_off,
+             "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
+             "remove it or set it to true"),
+)  # fmt: skip
+
+
+def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each such key of a config: its value, the reason, what to do."""
+    for conflict in CONFLICTS:
+        value: Any = ds_config
+        for key in conflict.key.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if conflict.is_set(value):
+            shown = f"{conflict.key} = {show_value(value)}"
+            yield f"{shown} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"

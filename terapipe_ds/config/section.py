@@ -1,0 +1,342 @@
+"""Validate the `terapipe` section of a DeepSpeed config.
+
+Plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value "auto". It
+ignores sections that it does not know, so misspelt keys are refused here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+
+from terapipe_ds.config.conflicts import conflicts_in
+from terapipe_ds.plan import PlanError, SlicePlan, show_value
+from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, load, placement_for
+from terapipe_ds.schedule.generate import check_options
+
+_SECTION = "terapipe"
+_MAX_INT = 2**63 - 1  # torch's int64
+_MAX_STALL_TIMEOUT_S = 30 * 24 * 3600.0  # longer waits overflow the timeouts of some platforms
+
+
+class TeraPipeConfigError(ValueError):
+    """A config that cannot be used; `problems` has one line per mistake with its key, value and fix."""
+
+    def __init__(self, message: str, problems: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.problems: tuple[str, ...] = tuple(problems) or (message,)
+
+    @classmethod
+    def from_problems(cls, problems: Iterable[str]) -> TeraPipeConfigError:
+        """Return one error for all `problems`."""
+        lines = tuple(problems)
+        if len(lines) == 1:
+            return cls(lines[0], lines)
+        heading = f"{len(lines)} problems with the DeepSpeed config:"
+        return cls("\n  - ".join([heading, *lines]), lines)
+
+
+def _list_to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _no_repetition(value: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(value)) < len(value):
+        raise ValueError
+    return value
+
+
+_Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
+_Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
+_Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
+_Path = Annotated[str, Field(min_length=1)]
+_SCHEDULE_FORM = rf"^({'|'.join(SCHEDULE_NAMES)}|auto|.+\.csv)$"
+_Schedule = Annotated[str, Field(pattern=_SCHEDULE_FORM)]
+_Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
+_Lengths = Annotated[tuple[_Positive, ...], Field(min_length=1)]
+_Indices = Annotated[tuple[_Index, ...], Field(min_length=1), AfterValidator(_no_repetition)]
+
+
+class _StrictModel(BaseModel):  # each field's `description` says what is allowed; error messages end with it
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class PlannerConfig(_StrictModel):
+    """`terapipe.planner`: how slices are found when `slices` is "auto"."""
+
+    profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
+    cache_dir: _Path | None = Field(default=None, description="the path of a directory, or null")
+    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="a finite number > 0, or null"
+    )
+
+
+class TeraPipeConfig(_StrictModel):
+    """The section; attributes are its keys. `from_deepspeed` is the way in.
+
+    Raises:
+        TeraPipeConfigError: all mistakes of the section at once, also when called with keywords.
+    """
+
+    enabled: bool = Field(False, description="true or false")
+    schedule: _Schedule = Field(
+        "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
+    )
+    chunks_per_stage: _Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
+    schedule_options: dict[str, str | list[int]] = Field(
+        {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
+    )
+    slices: Annotated[Literal["auto"] | _Positive | _Lengths, BeforeValidator(_list_to_tuple)] = Field(
+        "auto",
+        description='"auto", a number of equal slices >= 1, or a list of slice lengths in tokens, each >= 1',
+    )
+    sequence_dim: _Index = Field(1, description="an integer >= 0, counted from the front")
+    sliced_inputs: Annotated[_Indices | None, BeforeValidator(_list_to_tuple)] = Field(
+        None, description="null, or a list of different integers >= 0 with at least one entry"
+    )
+    granularity_tokens: _Positive = Field(64, description="an integer >= 1")
+    loss_reduction: Literal["mean_valid", "mean", "sum"] = Field(
+        "mean_valid", description="one of mean_valid, mean, sum"
+    )
+    ignore_index: _Int64 = Field(-100, description="a 64-bit integer")
+    planner: PlannerConfig = Field(
+        default=PlannerConfig(),
+        description=f"an object with the keys {', '.join(PlannerConfig.model_fields)}",
+    )
+    verify: Literal["off", "first_batch"] | None = Field(
+        None, description='"off" or "first_batch", or null: "first_batch" where a layer or loss_fn is your own'
+    )
+    check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
+    stall_timeout_s: Annotated[float, Field(gt=0, le=_MAX_STALL_TIMEOUT_S)] = Field(
+        300.0, description=f"a number of seconds > 0, at most {_MAX_STALL_TIMEOUT_S:.0f}"
+    )
+    trace_dir: _Path | None = Field(None, description="the path of a directory, or null")
+    _multiple: int = PrivateAttr(1)  # what slices are multiples of where the config does not set the granularity
+
+    def __init__(self, /, **section: Any) -> None:
+        problems: list[str] = []
+        try:
+            super().__init__(**_take_known(section, (), problems))
+        except ValidationError as error:
+            problems.extend(_problems_of(error, section))
+        if section.get("enabled") is True:
+            problems.extend(_schedule_problems(section))
+        if problems:
+            raise TeraPipeConfigError.from_problems(dict.fromkeys(problems))
+
+    @classmethod
+    def from_deepspeed(cls, ds_config: dict[str, Any]) -> TeraPipeConfig:
+        """Return the section of a DeepSpeed config; switched off where there is none.
+
+        Raises:
+            TeraPipeConfigError: all mistakes of the section, switched off or not; where it is switched on, also what it
+                cannot be combined with in the rest of `ds_config`.
+        """
+        if not isinstance(ds_config, dict):
+            raise TeraPipeConfigError(f"the DeepSpeed config is {show_value(ds_config)}: give it as a dict")
+        _refuse_misspelt_section(ds_config)
+        section = ds_config.get(_SECTION, {})
+        if not isinstance(section, dict):
+            raise TeraPipeConfigError(
+                f"{_SECTION} = {show_value(section)}: give an object, for example {{}} or remove the key"
+            )
+        problems: list[str] = []
+        config = None
+        try:
+            config = cls(**_take_known(section, (), problems))
+        except TeraPipeConfigError as error:
+            problems.extend(error.problems)
+        if section.get("enabled") is True:
+            problems.extend(conflicts_in(ds_config))
+        if config is None or problems:
+            raise TeraPipeConfigError.from_problems(problems)
+        return config
+
+    def plan_for(self, sequence_length: int) -> SlicePlan:
+        """Return the plan for sequences of `sequence_length` tokens.
+
+        Raises:
+            TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
+            PlanError: `sequence_length` itself is not an integer >= 1.
+        """
+        whole = SlicePlan.equal(sequence_length, 1)
+        if self.slices == 1:  # nothing is cut
+            return whole
+        if self.slices == "auto":
+            raise TeraPipeConfigError(
+                'terapipe.slices = "auto": planned from measured costs while training runs; for a plan without them '
+                "give a number of equal slices, for example 8, or a list of lengths such as [512, 384, 128]"
+            )
+        if isinstance(self.slices, tuple) and sum(self.slices) != sequence_length:
+            raise TeraPipeConfigError(
+                f"{_shown(list(self.slices), 'slices')} adds up to {sum(self.slices)} tokens, but a sequence has "
+                f"{sequence_length}: give lengths that add up to that, or a number of equal slices"
+            )
+        if isinstance(self.slices, tuple):
+            return SlicePlan(self.slices)
+        granularity = self.granularity_for(sequence_length)
+        try:
+            return SlicePlan.equal(sequence_length, self.slices, granularity)
+        except PlanError as error:
+            key = "granularity_tokens" if granularity > sequence_length else "slices"
+            raise TeraPipeConfigError(f"{_shown(getattr(self, key), key)}: {error}") from None
+
+    def granularity_for(self, sequence_length: int) -> int:
+        """Return by what sequences of that length are cut.
+
+        A default never refuses: where the config does not set `granularity_tokens`, it is halved until the number of
+        slices fits, and never larger than the sequence.
+        """
+        granularity = self.granularity_tokens
+        if "granularity_tokens" in self.model_fields_set:
+            return granularity
+        granularity = math.lcm(granularity, self._multiple)
+        fewest = self.slices if isinstance(self.slices, int) else 1
+        while -(-sequence_length // granularity) < fewest and granularity % (2 * self._multiple) == 0:
+            granularity //= 2
+        return min(granularity, sequence_length)
+
+    def with_multiple(self, multiple: int) -> TeraPipeConfig:
+        """Return the config for layers that need multiples of so many tokens per slice; listed slices stay."""
+        if multiple == 1 or isinstance(self.slices, tuple):
+            return self
+        if "granularity_tokens" in self.model_fields_set:
+            return self.model_copy(update={"granularity_tokens": math.lcm(self.granularity_tokens, multiple)})
+        config = self.model_copy()
+        config._multiple = multiple
+        return config
+
+    def check_granularity(self, sequence_length: int) -> None:
+        """Raise TeraPipeConfigError where sequences of that length are shorter than a granule that the config sets."""
+        if self.granularity_for(sequence_length) > sequence_length:
+            raise TeraPipeConfigError(
+                f"{_shown(self.granularity_tokens, 'granularity_tokens')}: larger than a sequence of {sequence_length} "
+                f"tokens; give at most {sequence_length}, or longer sequences"
+            )
+
+    @property
+    def is_stock_order(self) -> bool:
+        """True for `"slices": 1, "schedule": "1f1b"`, DeepSpeed's own order: a batch may be anything that it takes."""
+        return self.slices == 1 and self.schedule == "1f1b" and self.chunks_per_stage == 1
+
+    @property
+    def is_one_slice(self) -> bool:
+        """True where each sequence goes in one slice, in whatever order; not with "auto", which tries several."""
+        return self.slices == 1 or (isinstance(self.slices, tuple) and len(self.slices) == 1)
+
+    def options_of(self, schedule: str) -> dict[str, Any]:
+        """Return what `schedule.build` takes for the schedule of this name: nothing, but for the one of the config."""
+        return dict(self.schedule_options) if schedule == self.schedule else {}
+
+    def fingerprint(self) -> str:
+        """Return 16 hex digits that two configs share exactly when every key has the same value."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
+    """Refuse what DeepSpeed would pass over: the run would go on, unsliced, without a word."""
+    for key, value in ds_config.items():
+        if not isinstance(key, str) or key == _SECTION or not isinstance(value, dict):
+            continue
+        if difflib.get_close_matches(key.strip().lower(), [_SECTION], cutoff=0.8):
+            raise TeraPipeConfigError(
+                f"{_show_key(key)} = {show_value(value)}: unknown section; did you mean {_SECTION}?"
+            )
+
+
+def _shown(value: Any, *path: Any) -> str:
+    return f"{'.'.join([_SECTION, *map(str, path)])} = {show_value(value)}"
+
+
+_MODELS: dict[tuple[Any, ...], type[BaseModel]] = {(): TeraPipeConfig, ("planner",): PlannerConfig}
+
+
+def _take_known(section: dict[Any, Any], path: tuple[str, ...], problems: list[str]) -> dict[str, Any]:
+    """Return `section` without its unknown keys, which become `problems`. Keys need not be words."""
+    known: dict[str, Any] = {}
+    for key, value in section.items():
+        if key not in _MODELS[path].model_fields:
+            problems.append(_unknown_key((*path, key), value))
+        elif (*path, key) in _MODELS and isinstance(value, dict):
+            known[key] = _take_known(value, (*path, key), problems)
+        else:
+            known[key] = value
+    return known
+
+
+def _problems_of(error: ValidationError, section: Any) -> Iterator[str]:
+    """Yield pydantic's errors, one line per key: a union fails once per member, a list once per entry."""
+    for detail in error.errors(include_input=False, include_context=False, include_url=False):
+        location = detail["loc"]
+        path = location[:2] if location[0] == "planner" and len(location) > 1 else location[:1]
+        value = functools.reduce(operator.getitem, path, section)
+        allowed = _MODELS[path[:-1]].model_fields[str(path[-1])].description
+        yield f"{_shown(value, *path)}: must be {allowed}"
+
+
+def _unknown_key(path: tuple[Any, ...], value: Any) -> str:
+    known = {key: (*parent, key) for parent, model in _MODELS.items() for key in model.model_fields}
+    nearest = difflib.get_close_matches(_show_key(path[-1]).strip().lower(), known, n=1)
+    hint = f"known keys: {', '.join(_MODELS[path[:-1]].model_fields)}"
+    if nearest:
+        hint = f"did you mean {'.'.join([_SECTION, *known[nearest[0]]])}?"
+    return f"{_shown(value, *map(_show_key, path))}: unknown key; {hint}"
+
+
+def _show_key(key: Any) -> str:
+    """Return a key for messages: bare where it is an ordinary word."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= 80 else show_value(key)
+
+
+def _schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a section that is switched on cannot have as schedule and chunks, found by building or reading one."""
+    name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
+    if not isinstance(name, str) or type(chunks) is not int or chunks < 1:
+        return  # said already
+    options, shown = section.get("schedule_options"), _shown(chunks, "chunks_per_stage")
+    if name in SCHEDULE_NAMES:
+        try:
+            placement_for(name, 2, chunks)
+        except ScheduleError as error:
+            yield f"{shown}: {error.reason}"
+        else:
+            yield from _option_problems(name, chunks, options)
+    elif options:
+        given = _shown(options, "schedule_options")
+        yield f"{given}: they go with the name of one schedule, not with {show_value(name)}; leave them out"
+    elif re.fullmatch(_SCHEDULE_FORM, name) and name != "auto":
+        try:
+            of_file = load(name).chunks_per_stage
+        except ScheduleError as error:
+            yield f"{_shown(name, 'schedule')}: {error.reason}"
+            return
+        if section.get("slices", "auto") == "auto":
+            yield (
+                f'terapipe.slices = "auto": the schedule in {show_value(name)} is for a number of slices; give that '
+                "number, or a list of lengths"
+            )
+        if chunks not in (1, of_file):
+            yield f"{shown}: the schedule in {show_value(name)} has {of_file} per stage; give that, or leave it at 1"
+
+
+def _option_problems(name: str, chunks: int, options: Any) -> Iterator[str]:
+    if not isinstance(options, dict):
+        return  # nothing given, or said already
+    for key, value in options.items():
+        is_list = isinstance(value, list) and all(type(number) is int for number in value)
+        if not isinstance(key, str) or not (isinstance(value, str) or is_list):
+            return  # said already
+    try:
+        check_options(name, 2, options, chunks)
+    except ScheduleError as error:
+        yield f"{_shown(options, 'schedule_options')}: {error.reason}"

@@ -1,0 +1,294 @@
+"""Costs of a model on hardware that one does not have: counted work over what a device card says.
+
+Each group of operations takes max(FLOPs / reachable FLOP/s, bytes / reachable bytes/s) (the roofline of Williams et
+al., 2009), and each kernel its launch floor on top, so that small slices meet the floor of launches and of reading
+the weights. Attention is counted exactly: a slice of i tokens after j attends to i*j + i*(i+1)/2 (query, key) pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from terapipe_ds.costs.devices import ITEM_BYTES, DeviceCard, LinkCard, device_card
+from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.messages import show_value
+
+Array = npt.NDArray[np.float64]
+
+# Kernels of one layer's forward: norms 2, qkv and rotary 3, K/V store 2, attention 2, out 1, MLP 3, residual 2.
+LAYER_KERNELS = 15
+EMBEDDING_KERNELS, HEAD_KERNELS = 2, 8
+# A fused attention backward recomputes the scores: five matrix products instead of two (Dao, 2023, section 3.1).
+ATTENTION_BACKWARD = 2.5
+# Mixed-precision Adam: gradient, master weight, two moments read, the last three and the weight written; fp32 alike.
+OPTIMIZER_BYTES_PER_PARAMETER = 28
+
+
+class AnalyticCostError(ValueError):
+    """A model that cannot be cut as asked."""
+
+
+@dataclass(frozen=True)
+class AnalyticCosts:
+    """Costs of one part of a model on one device; the interface that planner and simulator ask for.
+
+    `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting). Times are of
+    one micro-batch of `micro_batch` rows on one of `tensor_parallel` ranks.
+    """
+
+    model: ModelSize
+    device: DeviceCard
+    dtype: str
+    micro_batch: int
+    num_layers: int  # of this part
+    has_embedding: bool
+    has_head: bool
+    tensor_parallel: int
+    activation_checkpointing: bool
+    link: LinkCard  # to the next part
+    peer_link: LinkCard  # among the tensor-parallel ranks
+
+    vectorized = True
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of the forward of `tokens` tokens after `prefix` tokens."""
+        i, j = _arguments(tokens, prefix)
+        return _like(i, self._layers_forward_s(i, j) + self._ends_forward_s(i))
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of the backward; activation checkpointing adds the forward of the layers."""
+        i, j = _arguments(tokens, prefix)
+        seconds = self._layers_backward_s(i, j) + self._ends_backward_s(i) + self._weight_s(i)
+        if self.activation_checkpointing:
+            seconds = seconds + self._layers_forward_s(i, j)
+        return _like(i, seconds)
+
+    def weight_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return what the weight gradients take of the backward; the prefix does not matter."""
+        i, j = _arguments(tokens, prefix)
+        return _like(i, self._weight_s(i) + 0.0 * j)
+
+    def send_s(self, tokens: Any) -> Any:
+        """Return the seconds of one message of activations, or of their gradient, between two parts."""
+        i, _ = _arguments(tokens, 0)
+        return _like(i, self.link.latency_s + self._activation_bytes(i) / self.link.bandwidth_bytes_per_s)
+
+    def step_s(self) -> float:
+        """Return the seconds of an Adam step over the parameters of this part on one rank.
+
+        No data-parallel reduction is in it: the number of replicas is not known here.
+        """
+        reachable = self.device.memory_bandwidth_bytes_per_s * self.device.bandwidth_efficiency
+        return self.num_parameters() / self.tensor_parallel * OPTIMIZER_BYTES_PER_PARAMETER / reachable
+
+    def num_parameters(self) -> int:
+        """Count the parameters of this part over all tensor-parallel ranks; both end parts hold a tied matrix."""
+        size, total = self.model, self.num_layers * self.model.layer_parameters()
+        total += size.embedding_parameters() if self.has_embedding else 0
+        total += size.head_parameters() if self.has_head else 0
+        if self.has_head and size.tied_embedding and not self.has_embedding:
+            total += size.vocab_size * size.hidden_size
+        return total
+
+    def _layers_forward_s(self, i: Array, j: Array) -> Array:
+        layer = self._matmul_s(i) + self._attention_s(i, j)
+        layer = layer + self._elementwise_s(i) + 2 * self._all_reduce_s(self._activation_bytes(i))
+        return self.num_layers * layer
+
+    def _layers_backward_s(self, i: Array, j: Array) -> Array:
+        """Leave out weight gradients: these are in `_weight_s`."""
+        layer = self._matmul_s(i) + 2 * self._elementwise_s(i) + self._attention_s(i, j, backward=True)
+        return self.num_layers * (layer + 2 * self._all_reduce_s(self._activation_bytes(i)))
+
+    def _weight_s(self, i: Array) -> Array:
+        """Count as many FLOPs as in the forward."""
+        head_s = self._head_s(i, accumulated=True) if self.has_head else 0.0
+        return self.num_layers * self._matmul_s(i, accumulated=True) + head_s
+
+    def _ends_forward_s(self, i: Array) -> Array:
+        seconds, activation_bytes = np.zeros_like(i), self._activation_bytes(i)
+        if self.has_embedding:
+            gather_s = self._roofline_s(0.0, 2 * activation_bytes, EMBEDDING_KERNELS)
+            seconds = seconds + gather_s + self._all_reduce_s(activation_bytes)
+        if self.has_head:
+            # The loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each.
+            small_s = self._all_reduce_s(4 * self.micro_batch * i)
+            seconds = seconds + self._head_s(i) + self._loss_s(i) + 3 * small_s
+        return seconds
+
+    def _ends_backward_s(self, i: Array) -> Array:
+        seconds, activation_bytes = np.zeros_like(i), self._activation_bytes(i)
+        if self.has_embedding:
+            seconds = seconds + self._roofline_s(0.0, 3 * activation_bytes, EMBEDDING_KERNELS)
+        if self.has_head:
+            seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
+        return seconds
+
+    # -- groups of operations on one rank ----------------------------------------------------------------------------
+
+    def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
+        """Time the matrix products of one layer, or their weight gradients, which are read and written."""
+        size, t, rows = self.model, self.tensor_parallel, self.micro_batch * i
+        query, ffn = size.num_heads * size.head_dim / t, self._ffn()
+        weights = size.hidden_size * (2 * query + 2 * self._kv_heads() * size.head_dim + ffn)
+        widths = 2 * query + 2 * self._kv_heads() * size.head_dim + ffn + 4 * size.hidden_size  # in and out
+        numbers = weights + rows * widths + (weights if accumulated else 0)
+        return self._roofline_s(2 * rows * weights, self._item * numbers, 5, self.device.matmul_efficiency)
+
+    def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
+        """Time Q K^T and P V: 2 FLOPs each per pair, head and head dimension. K and V of the prefix are read again."""
+        size, heads = self.model, self.model.num_heads / self.tensor_parallel
+        flops = 4 * self.micro_batch * heads * size.head_dim * attention_pairs(i, j)
+        numbers = 2 * heads * i + 2 * self._kv_heads() * (i + j)
+        moved, efficiency = self._item * self.micro_batch * size.head_dim * numbers, self.device.attention_efficiency
+        if backward:
+            return self._roofline_s(ATTENTION_BACKWARD * flops, 3 * moved, 4, efficiency)
+        return self._roofline_s(flops, moved, 2, efficiency)
+
+    def _elementwise_s(self, i: Array) -> Array:
+        """Time norms (read, write), residuals (two reads, write), activation, and the copy of K and V to the store."""
+        numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.head_dim
+        return self._roofline_s(0.0, self._item * self.micro_batch * i * numbers, LAYER_KERNELS - 7)
+
+    def _head_s(self, i: Array, accumulated: bool = False) -> Array:
+        rows, hidden, vocabulary = self.micro_batch * i, self.model.hidden_size, self._vocabulary()
+        weights = hidden * vocabulary
+        numbers = weights + rows * (hidden + vocabulary) + (weights if accumulated else 0)
+        return self._roofline_s(2 * rows * weights, self._item * numbers, 1, self.device.matmul_efficiency)
+
+    def _loss_s(self, i: Array) -> Array:
+        """Time the final norm, and the softmax over the vocabulary in fp32: read, exponentiated, summed."""
+        moved = self.micro_batch * i * (2 * self.model.hidden_size * self._item + 3 * 4 * self._vocabulary())
+        return self._roofline_s(0.0, moved, HEAD_KERNELS - 1)
+
+    def _roofline_s(self, flops: Array | float, moved: Array, kernels: int, efficiency: float = 1.0) -> Array:
+        peak = self.device.peak_flops[self.dtype]
+        assert peak is not None  # resolve_dtype
+        reachable_bytes_per_s = self.device.memory_bandwidth_bytes_per_s * self.device.bandwidth_efficiency
+        busy_s = np.maximum(flops / (peak * efficiency), moved / reachable_bytes_per_s)
+        return np.asarray(busy_s + kernels * self.device.kernel_floor_s)
+
+    def _all_reduce_s(self, message_bytes: Array) -> Array:
+        """Time a ring over t ranks: 2 (t - 1) / t of the bytes cross each link."""
+        t = self.tensor_parallel
+        if t == 1:
+            return np.zeros_like(message_bytes)
+        return 2 * (t - 1) / t * message_bytes / self.peer_link.bandwidth_bytes_per_s + self.peer_link.latency_s
+
+    @property
+    def _item(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    def _activation_bytes(self, i: Array) -> Array:
+        return self.micro_batch * i * self.model.hidden_size * self._item
+
+    def _kv_heads(self) -> int:
+        return max(1, self.model.num_kv_heads // self.tensor_parallel)
+
+    def _ffn(self) -> float:
+        """Return the widths of the MLP's matrices on one rank."""
+        return (3 if self.model.gated_mlp else 2) * self.model.ffn_size / self.tensor_parallel
+
+    def _vocabulary(self) -> int:
+        """Return the columns of the output matrix on one rank; a vocabulary that does not divide is padded."""
+        return -(-self.model.vocab_size // self.tensor_parallel)
+
+
+def analytic_costs(
+    model: ModelSize | str,
+    device: DeviceCard | str,
+    *,
+    num_stages: int,
+    dtype: str = "auto",
+    micro_batch: int = 1,
+    tensor_parallel: int = 1,
+    activation_checkpointing: bool = False,
+    layers_per_part: Sequence[int] | None = None,
+) -> list[AnalyticCosts]:
+    """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
+
+    Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
+    the network where the pipeline does not fit in one node, the slowest link standing for all.
+
+    Raises:
+        AnalyticCostError: numbers that the model cannot be cut by.
+        DeviceError, ModelSizeError: an unknown name, or a dtype that the device lacks.
+    """
+    size = model_size(model) if isinstance(model, str) else model
+    card = device_card(device) if isinstance(device, str) else device
+    for name, value in (("num_stages", num_stages), ("micro_batch", micro_batch), ("tensor_parallel", tensor_parallel)):
+        if type(value) is not int or value < 1:
+            raise AnalyticCostError(f"{name} = {show_value(value)}: give an integer >= 1")
+    _check_tensor_parallel(size, tensor_parallel)
+    layers = _layers_per_part(size, num_stages, layers_per_part)
+
+    @functools.cache
+    def part(num_layers: int, has_embedding: bool, has_head: bool) -> AnalyticCosts:
+        return AnalyticCosts(
+            size,
+            card,
+            card.resolve_dtype(dtype),
+            micro_batch,
+            num_layers,
+            has_embedding,
+            has_head,
+            tensor_parallel,
+            activation_checkpointing,
+            link=card.node_link if num_stages * tensor_parallel <= card.devices_per_node else card.network_link,
+            peer_link=card.node_link if tensor_parallel <= card.devices_per_node else card.network_link,
+        )
+
+    return [part(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
+
+
+def attention_pairs(tokens: Any, prefix: Any) -> Any:
+    """Count the (query, key) pairs of one head: token n of a slice sees the prefix and the slice up to itself."""
+    return tokens * prefix + tokens * (tokens + 1) / 2
+
+
+def _check_tensor_parallel(size: ModelSize, t: int) -> None:
+    for name, value in (("num_heads", size.num_heads), ("ffn_size", size.ffn_size)):
+        if value % t:
+            raise AnalyticCostError(
+                f"tensor_parallel = {t}: {name} = {value} of {size.name} does not divide by it; give a divisor of "
+                f"num_heads = {size.num_heads} and ffn_size = {size.ffn_size}"
+            )
+    if size.num_kv_heads % t and t % size.num_kv_heads:
+        raise AnalyticCostError(
+            f"tensor_parallel = {t}: num_kv_heads = {size.num_kv_heads} of {size.name} can neither be split nor "
+            "repeated evenly; give a divisor or a multiple of it"
+        )
+
+
+def _layers_per_part(size: ModelSize, num_stages: int, given: Sequence[int] | None) -> list[int]:
+    if given is None:
+        if num_stages > size.num_layers:
+            raise AnalyticCostError(
+                f"num_stages = {num_stages}: {size.name} has {size.num_layers} layers; give at most that many stages"
+            )
+        fewest, larger = divmod(size.num_layers, num_stages)
+        return [fewest + (part_id < larger) for part_id in range(num_stages)]
+    layers = list(given)
+    whole = all(type(count) is int and count >= 0 for count in layers)
+    if len(layers) != num_stages or not whole or sum(layers) != size.num_layers:
+        raise AnalyticCostError(
+            f"layers_per_part = {show_value(layers)}: give {num_stages} integers that add up to {size.num_layers}"
+        )
+    return layers
+
+
+def _arguments(tokens: Any, prefix: Any) -> tuple[Array, Array]:
+    i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
+    if not (np.all(i >= 1) and np.all(j >= 0)):
+        raise AnalyticCostError("a slice without tokens or with a negative prefix: give tokens >= 1 and prefix >= 0")
+    return i, j
+
+
+def _like(i: Array, seconds: Any) -> Any:
+    return float(seconds) if i.ndim == 0 else seconds

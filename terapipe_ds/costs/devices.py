@@ -1,0 +1,143 @@
+"""Device cards: what data sheets say about hardware that one does not have (`data/devices.json`)."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
+from terapipe_ds.messages import show_value
+
+FILE = Path(__file__).parents[1] / "data" / "devices.json"
+FORMAT, VERSION = "terapipe_ds.devices", 1
+ITEM_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
+_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+
+_Positive = Annotated[float, Field(gt=0)]
+_Fraction = Annotated[float, Field(gt=0, le=1)]
+_Count = Annotated[int, Field(ge=1)]
+
+
+class DeviceError(ValueError):
+    """An unknown device, a dtype that it lacks, or numbers that no device has."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class LinkCard:
+    """One direction of one device's link."""
+
+    bandwidth_bytes_per_s: _Positive
+    latency_s: _Positive
+    source: str = ""
+
+
+@dataclass(frozen=True, config=STRICT)
+class DeviceCard:
+    """One device.
+
+    `peak_flops` has the dense FLOP/s by dtype, None where the device lacks it. Efficiencies are the fraction of a peak
+    that real kernels reach. `kernel_floor_s` is what the smallest kernel takes. For other numbers than the shipped
+    ones use `dataclasses.replace`.
+    """
+
+    name: str
+    title: str
+    peak_flops: Mapping[str, _Positive | None]
+    memory_bandwidth_bytes_per_s: _Positive
+    memory_bytes: _Count
+    kernel_floor_s: _Positive
+    matmul_efficiency: _Fraction
+    attention_efficiency: _Fraction
+    bandwidth_efficiency: _Fraction
+    devices_per_node: _Count
+    node_link: LinkCard
+    network_link: LinkCard
+    source: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not set(self.peak_flops) <= set(ITEM_BYTES) or not {"bf16", "fp16", "fp32"} & set(self.dtypes):
+            given = show_value(dict(self.peak_flops))
+            raise ValueError(f"peak_flops = {given}: give {', '.join(ITEM_BYTES)}, and not null for all but tf32")
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes it computes in."""
+        return tuple(name for name, peak in self.peak_flops.items() if peak is not None)
+
+    def resolve_dtype(self, dtype: str) -> str:
+        """Return `dtype` in the spelling of `peak_flops`; "auto" is bf16 where there is, else fp16, else fp32.
+
+        Raises:
+            DeviceError: the device does not have it.
+        """
+        if dtype == "auto":
+            return next(name for name in ("bf16", "fp16", "fp32") if name in self.dtypes)
+        name = _SPELLINGS.get(dtype, dtype) if isinstance(dtype, str) else ""
+        if name not in self.dtypes:
+            raise DeviceError(
+                f"dtype = {show_value(dtype)}: {self.title} has no such arithmetic; give one of "
+                f"{', '.join(self.dtypes)}, or auto"
+            )
+        return name
+
+
+def device_card(name: str) -> DeviceCard:
+    """Return the card of that name or alias, whatever the case of its letters.
+
+    Raises:
+        DeviceError: no card has it; the message has the nearest name and all names.
+    """
+    cards = device_cards()
+    by_name = {alias: card for card in cards.values() for alias in (card.name, *card.aliases)}
+    wanted = name.lower() if isinstance(name, str) else ""
+    if wanted in by_name:
+        return by_name[wanted]
+    nearest = difflib.get_close_matches(wanted, by_name, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise DeviceError(f"unknown device {show_value(name)}; {hint}Known: {', '.join(cards)}")
+
+
+@functools.cache
+def device_cards() -> dict[str, DeviceCard]:
+    """Return all shipped cards by name."""
+    return read_cards(FILE.read_bytes())
+
+
+def read_cards(text: str | bytes) -> dict[str, DeviceCard]:
+    """Read the cards from the text of a file such as `data/devices.json`, by name.
+
+    Raises:
+        DeviceError: anything else, or a name that two cards have.
+    """
+    try:
+        document = parse_json(text)
+    except JsonError as error:
+        raise DeviceError(f"device cards: no JSON ({error}); give a file such as {FILE.name}") from None
+    if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
+        raise DeviceError(
+            f'device cards: give an object with "format": "{FORMAT}", "version": {VERSION} and a list of "devices"'
+        )
+    try:
+        cards = _CARDS.validate_json(json.dumps(document.get("devices")))
+    except ValidationError as error:
+        raise DeviceError(f"device cards: {describe_error(error, 'devices')}; give what {FILE.name} has") from None
+    names = Counter(name.lower() for card in cards for name in (card.name, *card.aliases))
+    if names and names.most_common(1)[0][1] > 1:
+        twice = show_value(names.most_common(1)[0][0])
+        raise DeviceError(f"device cards: {twice} names two devices: give each a name of its own")
+    return {card.name: card for card in cards}
+
+
+_CARDS = TypeAdapter(list[DeviceCard])

@@ -1,0 +1,281 @@
+"""Seconds of a slice as a function of its tokens and its prefix, fitted to measured samples.
+
+The form is that of Li et al., "TeraPipe" (ICML 2021, section 3.3): t(i, j) = t(i, 0) + t_ctx(i, j) for a slice of i
+tokens after j, with t_ctx(i, j) = a0 + a1 i + a2 j + a3 i j for j > 0. Without a prefix t_ctx is exactly zero, and
+a0 + a1 i stay as a jump from j = 0 to j > 0: that jump is real, since a prefix costs one more kernel call and the
+merging of two partial results, work that no prefix saves however short it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from terapipe_ds.costs.profile import CostSample, LinkSample, Profile
+
+Array = npt.NDArray[np.float64]
+
+# The order in which terms of t_ctx join a fit that has too few points for all of them: attention to the prefix first.
+_TERM_ORDER = (3, 0, 2, 1)
+_CONTINUE = "measure that far, or pass allow_extrapolation=True for a linear continuation"
+
+
+class CostModelError(ValueError):
+    """Samples that no model can be fitted to, or a question outside of what was measured."""
+
+
+@dataclass(frozen=True)
+class FitErrors:
+    """Relative errors of one fitted function, by point.
+
+    `in_sample` has one entry per sample with a prefix (samples without one are met exactly). `held_out` has the errors
+    of fits without that sample. `held_out_base` has them for samples without prefix between two others.
+    """
+
+    in_sample: tuple[float, ...]
+    held_out: tuple[float, ...]
+    held_out_base: tuple[float, ...]
+
+    @classmethod
+    def of(cls, tokens: Array, prefix: Array, seconds: Array) -> FitErrors:
+        """Fit all samples, and all but one for each that can be left out."""
+
+        def error(n: int, points: npt.NDArray[np.bool_]) -> float:
+            curve = Curve.fit(tokens[points], prefix[points], seconds[points])
+            return float(abs(curve(tokens[n : n + 1], prefix[n : n + 1])[0] / seconds[n] - 1))
+
+        everything = np.arange(len(tokens))
+        with_prefix, plain = np.flatnonzero(prefix > 0).tolist(), np.flatnonzero(prefix == 0)
+        interior = plain[np.argsort(tokens[plain])][1:-1].tolist()
+        return cls(
+            tuple(error(n, everything >= 0) for n in with_prefix),
+            tuple(error(n, everything != n) for n in with_prefix if len(with_prefix) > 1),
+            tuple(error(n, everything != n) for n in interior),
+        )
+
+    def __str__(self) -> str:
+        named = (
+            ("fitted", self.in_sample),
+            ("left out of the fit", self.held_out),
+            ("without prefix, left out", self.held_out_base),
+        )
+        return "; ".join(f"{name} {_max_and_median(errors)}" for name, errors in named)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One fitted function of (tokens, prefix). `base_tokens` ascending; `terms`: a0 to a3, None without samples
+    that have a prefix."""
+
+    base_tokens: Array
+    base_s: Array
+    terms: tuple[float, float, float, float] | None
+
+    @classmethod
+    def fit(cls, tokens: Array, prefix: Array, seconds: Array) -> Curve:
+        """Interpolate the points without prefix; fit the others by least squares of relative errors."""
+        plain = prefix == 0
+        order = np.argsort(tokens[plain])
+        base = cls(tokens[plain][order], seconds[plain][order], None)
+        if plain.all():
+            return base
+        i, j = tokens[~plain], prefix[~plain]
+        curve = base
+        for _ in range(2):  # between points the base bends by a term that the first fit finds
+            terms = _fit_terms(i, j, seconds[~plain] - curve(i, np.zeros_like(j)), seconds[~plain])
+            curve = dataclasses.replace(base, terms=terms)
+        return curve
+
+    @functools.cached_property
+    def bend(self) -> float:
+        """Return the seconds per token squared by which the base curves upwards between its points.
+
+        Tokens attend to their prefix at a3 seconds a pair, so i tokens attend to one another in a3 i^2 / 2. At most as
+        much as lets the base rise wherever its points rise.
+        """
+        steps = np.diff(self.base_tokens**2)
+        if self.terms is None or len(steps) == 0:
+            return 0.0
+        return float(max(0.0, min(self.terms[3] / 2, *(np.diff(self.base_s) / steps))))
+
+    def __call__(self, tokens: Array, prefix: Array) -> Array:
+        """Return seconds, never below those without prefix: more to attend to never takes less."""
+        bend = self.bend
+        straight_s = _interpolate(tokens, self.base_tokens, self.base_s - bend * self.base_tokens**2)
+        seconds: Array = straight_s + bend * np.maximum(tokens, self.base_tokens[0]) ** 2
+        if self.terms is None:
+            return seconds + np.zeros_like(prefix)
+        a0, a1, a2, a3 = self.terms
+        context = a0 + a1 * tokens + a2 * prefix + a3 * tokens * prefix
+        return seconds + np.where(prefix > 0, np.maximum(context, 0.0), 0.0)
+
+
+class CostModel:
+    """Measured costs of one part, with the interface that planner and simulator ask for.
+
+    Below the smallest measured slice time is constant: launches, and reading the weights, take what they take however
+    few the tokens are. Between measured points it is linear but for attention, which grows with the square. Beyond
+    them: an error, or with `allow_extrapolation` a continuation of the last segment (one point alone: in proportion
+    to the tokens) and of t_ctx, which is zero where no sample had a prefix.
+
+    `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
+    `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
+
+    Raises:
+        CostModelError: samples that nothing can be fitted to.
+    """
+
+    vectorized = True
+    weight_s: Callable[[Any, Any], Any]  # of the backward, the seconds of W
+    send_s: Callable[[Any], Any]  # of a message of so many tokens to the next part
+    step_s: Callable[[], float]  # of gradient reduction and optimizer
+
+    def __init__(
+        self,
+        samples: Iterable[CostSample],
+        *,
+        links: Iterable[LinkSample] = (),
+        step_s: float | None = None,
+        part_id: int = 0,
+        allow_extrapolation: bool = False,
+    ) -> None:
+        self.samples, self.part_id, self.allow_extrapolation = tuple(samples), part_id, allow_extrapolation
+        self._check_samples()
+        tokens = np.array([s.tokens for s in self.samples], float)
+        prefix = np.array([s.prefix for s in self.samples], float)
+        forward, backward = (np.array([getattr(s, n) for s in self.samples]) for n in ("forward_s", "backward_s"))
+        self.forward_curve = Curve.fit(tokens, prefix, forward)
+        self.backward_curve = Curve.fit(tokens, prefix, backward)
+        self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
+        self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
+        self.forward_errors = FitErrors.of(tokens, prefix, forward)
+        self.backward_errors = FitErrors.of(tokens, prefix, backward)
+        weight = [s.weight_s for s in self.samples if s.weight_s is not None]
+        if len(weight) == len(self.samples):
+            self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, np.array(weight)))
+        ordered = sorted(links, key=lambda link: link.tokens)
+        if ordered:
+            self.send_s = functools.partial(self._interpolate_link, *_link_points(ordered))
+        if step_s is not None:
+            self.step_s = functools.partial(float, step_s)
+
+    @classmethod
+    def from_profile(cls, profile: Profile, *, allow_extrapolation: bool = False) -> list[CostModel]:
+        """Fit one model per part of the profile, in the order of `part_id`."""
+        options: dict[str, Any] = {"allow_extrapolation": allow_extrapolation}
+        return [
+            cls(p.samples, links=_links_of(profile.links, p.part_id), step_s=p.step_s, part_id=p.part_id, **options)
+            for p in profile.parts
+        ]
+
+    @property
+    def report(self) -> str:
+        """Two lines that say how well the fit meets its samples."""
+        errors = {"forward": self.forward_errors, "backward": self.backward_errors}
+        return "\n".join(f"part {self.part_id}, {name}: {found}" for name, found in errors.items())
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of the forward of `tokens` tokens after `prefix` tokens.
+
+        Raises:
+            CostModelError: beyond what was measured, unless extrapolation is allowed; no tokens; a negative prefix.
+        """
+        return self._evaluate(self.forward_curve, tokens, prefix)
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        """Return the seconds of the backward; as `forward_s`."""
+        return self._evaluate(self.backward_curve, tokens, prefix)
+
+    def _interpolate_link(self, measured: Array, seconds: Array, tokens: Any) -> Any:
+        wanted = np.asarray(tokens, float)
+        self._refuse((wanted < 1) | np.isnan(wanted), wanted, "tokens", "give at least 1 token")
+        if not self.allow_extrapolation:
+            self._refuse(wanted > measured[-1], wanted, "tokens", f"links: 1 to {measured[-1]:.0f} tokens; {_CONTINUE}")
+        return _like(tokens, None, _interpolate(wanted, measured, seconds))
+
+    def _evaluate(self, curve: Curve, tokens: Any, prefix: Any) -> Any:
+        i, j = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(prefix, float))
+        self._refuse(~(i >= 1), i, "tokens", "give at least 1 token")
+        self._refuse(~(j >= 0), j, "prefix", "give 0 or more tokens")
+        if not self.allow_extrapolation:
+            measured = f"slices up to {self.max_tokens} tokens without prefix were measured"
+            self._refuse(i > self.max_tokens, i, "tokens", f"{measured}; {_CONTINUE}")
+            reach = self.max_sequence_length
+            measured = f"with a prefix up to {reach} tokens together" if reach else "no slice with a prefix"
+            self._refuse((j > 0) & (i + j > reach), i + j, "tokens + prefix", f"{measured} was measured; {_CONTINUE}")
+        return _like(tokens, prefix, curve(i, j))
+
+    def _refuse(self, wrong: Any, values: Array, name: str, why: str) -> None:
+        if wrong.any():
+            raise CostModelError(f"part {self.part_id}: {name} = {values[wrong].flat[0]:g}: {why}")
+
+    def _check_samples(self) -> None:
+        pairs = [(s.tokens, s.prefix) for s in self.samples]
+        longest = max((tokens for tokens, prefix in pairs if prefix == 0), default=None)
+        if longest is None:
+            problem = f"none of {len(pairs)} samples has prefix 0; measure slices without a prefix too"
+            raise CostModelError(f"part {self.part_id}: {problem}")
+        for tokens, prefix in pairs:
+            place = f"part {self.part_id}: the sample (tokens, prefix) = {(tokens, prefix)}"
+            if pairs.count((tokens, prefix)) > 1:
+                raise CostModelError(f"{place} occurs twice; give each pair once")
+            if tokens > longest:
+                problem = f"is longer than the longest without a prefix, {longest} tokens; measure ({tokens}, 0) too"
+                raise CostModelError(f"{place} {problem}")
+
+
+def _fit_terms(i: Array, j: Array, context_s: Array, seconds: Array) -> tuple[float, float, float, float]:
+    """Fit a0 to a3 by least squares of relative errors.
+
+    Terms that the points cannot tell apart from earlier ones in `_TERM_ORDER` are left out (zero).
+    """
+    columns = np.stack([np.ones_like(i), i, j, i * j], axis=1) / seconds[:, None]
+    scale = np.linalg.norm(columns, axis=0)
+    columns = columns / scale
+    chosen: list[int] = []
+    for term in _TERM_ORDER:
+        if np.linalg.matrix_rank(columns[:, [*chosen, term]], tol=1e-7) > len(chosen):
+            chosen.append(term)
+    solution, *_ = np.linalg.lstsq(columns[:, chosen], context_s / seconds, rcond=None)
+    terms = np.zeros(4)
+    terms[chosen] = solution / scale[chosen]
+    a0, a1, a2, a3 = terms.tolist()
+    return a0, a1, a2, a3
+
+
+def _interpolate(wanted: Array, at: Array, values: Array) -> Array:
+    """Interpolate linearly: constant below the first point, the last slope (never falling) beyond the last."""
+    last = (values[-1] - values[-2]) / (at[-1] - at[-2]) if len(at) > 1 else values[-1] / at[-1]
+    beyond = np.maximum(wanted - at[-1], 0.0) * max(last, 0.0)
+    return np.asarray(np.interp(wanted, at, values) + beyond)
+
+
+def _max_and_median(errors: Sequence[float]) -> str:
+    if not errors:
+        return "no points"
+    return f"max {max(errors):.2%}, median {statistics.median(errors):.2%} of {len(errors)}"
+
+
+def _links_of(links: Sequence[LinkSample], part_id: int) -> list[LinkSample]:
+    """Return the samples of this part's own link, or else those that serve for all links."""
+    own = [link for link in links if link.part_id == part_id]
+    return own or [link for link in links if link.part_id is None]
+
+
+def _link_points(links: Sequence[LinkSample]) -> tuple[Array, Array]:
+    tokens = [link.tokens for link in links]
+    if len(set(tokens)) < len(tokens):
+        raise CostModelError(f"links: tokens {tokens} has one size twice; give the samples of one link")
+    return np.array(tokens, float), np.array([link.send_s for link in links])
+
+
+def _like(tokens: Any, prefix: Any, seconds: Array) -> Any:
+    """Return a float where all arguments were plain numbers, else the array."""
+    return float(seconds) if np.ndim(tokens) == 0 and np.ndim(prefix) == 0 else seconds

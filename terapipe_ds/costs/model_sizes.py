@@ -1,0 +1,114 @@
+"""Named model sizes as plain numbers, for models and planner alike.
+
+Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models
+of Li et al., "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al.
+(2020, arXiv 2005.14165). `llama-*` are those of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori
+et al. (2024, arXiv 2407.21783).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+
+class ModelSizeError(ValueError):
+    """A name that no size has, or numbers that no model can have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """The numbers of one decoder-only Transformer.
+
+    Raises:
+        ModelSizeError: a number that is not positive, or query heads that do not divide by key/value heads.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int  # fewer than num_heads: grouped-query attention
+    head_dim: int
+    ffn_size: int  # width between the matrices of the MLP
+    vocab_size: int
+    max_sequence_length: int  # tokens
+    gated_mlp: bool = True  # three matrices (SwiGLU) instead of two
+    bias: bool = False  # of every linear and of every norm (LayerNorm instead of RMSNorm)
+    tied_embedding: bool = False  # output matrix = token embedding
+    positions: str = "rope"  # "rope" | "learned"
+    rope_base: float = 10000.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (type(value) is not int or value < 1):
+                raise ModelSizeError(f"model size {self.name!r}: {field.name} = {value!r}; give an integer >= 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelSizeError(
+                f"model size {self.name!r}: num_heads = {self.num_heads} does not divide by num_kv_heads = "
+                f"{self.num_kv_heads}; give a divisor of {self.num_heads}"
+            )
+        if self.positions not in ("rope", "learned"):
+            raise ModelSizeError(f"model size {self.name!r}: positions = {self.positions!r}; give 'rope' or 'learned'")
+
+    def layer_parameters(self) -> int:
+        """Count the parameters of one Transformer layer: attention, MLP and its two norms."""
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        up_projections = 2 if self.gated_mlp else 1
+        matrices = self.hidden_size * (2 * query + 2 * key_value + (up_projections + 1) * self.ffn_size)
+        biases = query + 2 * key_value + self.hidden_size + up_projections * self.ffn_size + self.hidden_size
+        return matrices + (biases if self.bias else 0) + 2 * self._norm_parameters()
+
+    def embedding_parameters(self) -> int:
+        """Count the parameters in front of the first layer: token embedding and, where learned, position embedding."""
+        positions = self.max_sequence_length if self.positions == "learned" else 0
+        return (self.vocab_size + positions) * self.hidden_size
+
+    def head_parameters(self) -> int:
+        """Count the parameters after the last layer: final norm and, unless tied, the output matrix."""
+        return self._norm_parameters() + (0 if self.tied_embedding else self.vocab_size * self.hidden_size)
+
+    def num_parameters(self) -> int:
+        """Count all parameters, a tied matrix once."""
+        layers = self.num_layers * self.layer_parameters()
+        return self.embedding_parameters() + layers + self.head_parameters()
+
+    def _norm_parameters(self) -> int:
+        return self.hidden_size * (2 if self.bias else 1)
+
+
+def _gpt3(name: str, num_layers: int, hidden_size: int, num_heads: int) -> ModelSize:
+    fields = (num_layers, hidden_size, num_heads, num_heads, hidden_size // num_heads, 4 * hidden_size, 50257, 2048)
+    return ModelSize(name, *fields, gated_mlp=False, bias=True, tied_embedding=True, positions="learned")
+
+
+# num_layers, hidden_size, num_heads, num_kv_heads, head_dim, ffn_size, vocab_size, max_sequence_length
+_SIZES = (
+    ModelSize("nano", 2, 64, 2, 2, 32, 192, 256, 4096),
+    ModelSize("tiny", 4, 128, 4, 2, 32, 384, 256, 4096),
+    ModelSize("mini", 8, 512, 8, 8, 64, 1408, 256, 4096),
+    _gpt3("gpt3-1b", 24, 2048, num_heads=16),
+    _gpt3("gpt3-13b", 40, 5120, num_heads=40),
+    _gpt3("gpt3-44b", 96, 6144, num_heads=48),
+    _gpt3("gpt3-175b", 96, 12288, num_heads=96),
+    ModelSize("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000, 4096),
+    ModelSize("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256, 8192, rope_base=500000.0),
+    ModelSize("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256, 8192, rope_base=500000.0),
+)
+
+MODEL_SIZES: dict[str, ModelSize] = {size.name: size for size in _SIZES}
+
+
+def model_size(name: str) -> ModelSize:
+    """Return the size called `name`, whatever the case of its letters.
+
+    Raises:
+        ModelSizeError: no size has that name; the message has the nearest one and all names.
+    """
+    wanted = name.lower() if isinstance(name, str) else ""
+    if wanted in MODEL_SIZES:
+        return MODEL_SIZES[wanted]
+    nearest = difflib.get_close_matches(wanted, MODEL_SIZES, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise ModelSizeError(f"unknown model size {name!r}; {hint}Known: {', '.join(MODEL_SIZES)}")

@@ -1,0 +1,275 @@
+"""The profile: measured seconds of every part and link, with what they were measured on, as one JSON file.
+
+`runtime/profiling` writes it and `costs/fitted.py` fits it. A profile is only good for the very thing that was
+measured, so it says what that was (`ProfileKey`), and `Profile.require` refuses anything else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
+from terapipe_ds.messages import show_value
+
+FORMAT, VERSION = "terapipe_ds.profile", 1
+MEASURE_AGAIN = "measure again and replace it"
+
+_Count = Annotated[int, Field(ge=1)]
+_Index = Annotated[int, Field(ge=0)]
+_Seconds = Annotated[float, Field(gt=0)]
+_Ratio = Annotated[float, Field(ge=0)]
+_Bytes = Annotated[int | float, Field(ge=0)]
+_Versions = Annotated[Mapping[str, str], AfterValidator(lambda names: dict(sorted(names.items())))]
+
+
+class ProfileError(ValueError):
+    """A file that is no usable profile, or a profile of something else than what is asked for."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class ProfileKey:
+    """What the numbers of a profile are valid for.
+
+    `model_fingerprint` is compared, `model` is for people. `layers_fingerprint` identifies the layers however they are
+    cut in parts; it is None in profiles of earlier versions. `num_stages` counts the parts; `Profile` knows how many
+    stages held them. `sequence_length` is the longest slice plus prefix that was measured, in tokens. `micro_batch`
+    is the number of rows of a micro-batch on one data-parallel rank.
+    """
+
+    model_fingerprint: str
+    model: str
+    device: str
+    dtype: str
+    micro_batch: _Count
+    tensor_parallel: _Count
+    num_stages: _Count
+    activation_checkpointing: bool
+    sequence_length: _Count
+    attention_backend: str
+    versions: _Versions = dataclasses.field(default_factory=dict)
+    layers_fingerprint: str | None = None
+
+    @property
+    def num_layers(self) -> int | None:
+        """The layers of all parts, where `model` is a list such as "1 Embedding, 4 DecoderLayer"; None elsewhere."""
+        texts = [text for text in self.model.split(", ") if not text.startswith("slices in multiples of ")]
+        counts = [re.fullmatch(r"([0-9]{1,9}) \S+", text) for text in texts]
+        return sum(int(count[1]) for count in counts if count) if counts and all(counts) else None
+
+
+@dataclass(frozen=True, config=STRICT)
+class CostSample:
+    """Medians over `repeats` runs of one slice of `tokens` tokens after `prefix` tokens, in seconds.
+
+    A spread is the interquartile range over the median. `weight_s` is the part of the backward that W takes, where W
+    was measured on its own.
+    """
+
+    tokens: _Count
+    prefix: _Index
+    forward_s: _Seconds
+    backward_s: _Seconds
+    forward_spread: _Ratio = 0.0
+    backward_spread: _Ratio = 0.0
+    repeats: _Count = 1
+    weight_s: _Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_s is not None and self.weight_s > self.backward_s:
+            raise ValueError(f"weight_s = {self.weight_s}: expected at most the whole backward, {self.backward_s} s")
+
+
+@dataclass(frozen=True, config=STRICT)
+class LinkSample:
+    """Median seconds of one message that carries `tokens` tokens of activations to the next part.
+
+    `part_id` is the part that sends forward over this link, or None if all links are alike. `num_bytes` is the size of
+    the message, or None if it was not noted.
+    """
+
+    tokens: _Count
+    send_s: _Seconds
+    part_id: _Index | None = None
+    spread: _Ratio = 0.0
+    repeats: _Count = 1
+    num_bytes: _Count | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class LayerShare:
+    """One layer's share of the seconds of its part, and its parameters on one rank.
+
+    `trained_parameters` are those that have gradients, or None if that was not noted.
+    """
+
+    forward: _Ratio
+    backward: _Ratio
+    parameters: _Index
+    trained_parameters: _Index | None = None
+
+    def __post_init__(self) -> None:
+        if self.trained > self.parameters:
+            raise ValueError(f"trained_parameters = {self.trained}: expected an integer from 0 to {self.parameters}")
+
+    @property
+    def trained(self) -> int:
+        """The parameters that DeepSpeed counts where it cuts; all of them where the trained ones were not noted."""
+        return self.parameters if self.trained_parameters is None else self.trained_parameters
+
+
+@dataclass(frozen=True, config=STRICT)
+class PartProfile:
+    """What one part takes.
+
+    `step_s` is the gradient reduction and optimizer step of its stage. `layer_shares` tell the costs of another cut.
+    `memory` holds the fields of `planner.memory.PartMemory`. Each is None if it was not measured.
+    """
+
+    part_id: _Index
+    samples: Annotated[tuple[CostSample, ...], Field(min_length=1)]
+    step_s: _Seconds | None = None
+    layer_shares: tuple[LayerShare, ...] | None = None
+    memory: dict[str, _Bytes | None] | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_twice([(sample.tokens, sample.prefix) for sample in self.samples], "(tokens, prefix)")
+        for name in ("forward", "backward") if self.layer_shares is not None else ():
+            total = sum(getattr(share, name) for share in self.layer_shares or ())
+            if not math.isclose(total, 1.0, abs_tol=1e-6):
+                raise ValueError(f"layer_shares, sum of {name} = {total}: expected 1")
+
+
+@dataclass(frozen=True, config=STRICT)
+class Profile:
+    """Measured costs of some or all parts, in the order of `part_id`.
+
+    `pipeline_stages` is the number of stages that held the parts while they were measured, or None if it was not noted,
+    as in profiles of earlier versions.
+
+    Raises:
+        pydantic.ValidationError: a time that is not positive and finite, a pair or a part that occurs twice, samples
+            beyond `key.sequence_length`, more stages than parts.
+    """
+
+    key: ProfileKey
+    parts: Annotated[tuple[PartProfile, ...], Field(min_length=1)]
+    links: tuple[LinkSample, ...] = ()
+    pipeline_stages: _Count | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: part.part_id)))
+        _refuse_twice([part.part_id for part in self.parts], "part_id")
+        _refuse_twice([(link.tokens, link.part_id) for link in self.links], "links: (tokens, part_id)")
+        reach = max(sample.tokens + sample.prefix for part in self.parts for sample in part.samples)
+        if reach > self.key.sequence_length:
+            length = show_value(self.key.sequence_length)
+            raise ValueError(f"key.sequence_length = {length}: expected what was measured, {show_value(reach)} tokens")
+        stages, parts = self.pipeline_stages, self.key.num_stages
+        if stages is not None and stages > parts:
+            raise ValueError(f"pipeline_stages = {show_value(stages)}: expected 1 to the number of parts, {parts}")
+
+    def require(self, expected: ProfileKey, ignore: Sequence[str] = ()) -> None:
+        """Refuse a profile of something else. A profile of a longer sequence serves a shorter one.
+
+        Args:
+            ignore: fields of the key that are not compared.
+
+        Raises:
+            ProfileError: has one line per field that differs, with both values and what to do.
+        """
+        lines = []
+        for field in dataclasses.fields(ProfileKey):
+            measured, wanted = getattr(self.key, field.name), getattr(expected, field.name)
+            if field.name in (*ignore, "model", "layers_fingerprint") or measured == wanted:
+                continue
+            if field.name == "sequence_length" and measured > wanted:
+                continue
+            if field.name == "model_fingerprint":
+                measured, wanted = (f"{key.model} ({key.model_fingerprint})" for key in (self.key, expected))
+            lines.append(
+                f"\n  {field.name}: the profile has {_plain(measured)}, this run {_plain(wanted)}; measure on this "
+                "run, or give its own profile"
+            )
+        if lines:
+            raise ProfileError("the profile does not belong to this run:" + "".join(lines))
+
+    def to_json(self) -> str:
+        """Return the text of the file; `from_json` reads back an equal profile, every float exactly."""
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        return json.dumps(document, indent=1, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, source: str = "the profile") -> Profile:
+        """Read what `to_json` wrote. Keys whose values have a default may be missing.
+
+        Args:
+            source: names the text in messages.
+
+        Raises:
+            ProfileError: anything else.
+        """
+        try:
+            document = parse_json(text)
+        except (JsonError, TypeError) as error:
+            raise ProfileError(f"{source} is corrupt or cut short ({error}): {MEASURE_AGAIN}") from None
+        if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+            raise ProfileError(f'{source} is not a profile (no "format": "{FORMAT}"): give the file that was measured')
+        version = document.pop("version", None)
+        if type(version) is not int or version != VERSION:
+            newer = type(version) is int and version > VERSION
+            remedy = "update terapipe_ds, or measure again" if newer else MEASURE_AGAIN
+            raise ProfileError(f"{source} has version {show_value(version)}, this package reads {VERSION}: {remedy}")
+        try:
+            return _PROFILE.validate_json(json.dumps(document))
+        except ValidationError as error:
+            raise ProfileError(f"{source}: {describe_error(error, 'the file')}; {MEASURE_AGAIN}") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file in one move: who reads meanwhile sees the old one or the new one, never a half.
+
+        Raises:
+            ProfileError: the file cannot be written.
+        """
+        try:
+            write_text(path, self.to_json())
+        except OSError as error:
+            raise ProfileError(f"cannot write the profile {path} ({error}): give a folder that exists") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            ProfileError: no such file, or not a usable profile.
+        """
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise ProfileError(f"cannot read the profile {path} ({error}): give the file that was measured") from error
+        return cls.from_json(data, f"profile {path}")
+
+
+_PROFILE = TypeAdapter(Profile)
+
+
+def _refuse_twice(items: Sequence[Any], what: str) -> None:
+    for item in items:
+        if items.count(item) > 1:
+            raise ValueError(f"{what} = {show_value(item)} occurs twice, expected once")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {version}" for name, version in value.items()) or "none"
+    return str(value)

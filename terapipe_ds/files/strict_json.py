@@ -1,0 +1,126 @@
+"""JSON from files that may have been edited, cut short or mistaken for others: read strictly, refused in words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from terapipe_ds.messages import show_value
+
+MAX_DEPTH = 64  # nothing of ours is nested half as deeply, and what is much deeper overflows the stack of who walks it
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""How the records of files are validated: no other types, no unknown keys, finite numbers."""
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class JsonError(ValueError):
+    """Why a text is no JSON, or none that can be used; readers say which file it is and what to give."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what `json.loads` gives for a text without repeated keys, half characters and extreme depth.
+
+    Raises:
+        JsonError: anything else: bad JSON, bytes that are no UTF, numbers of thousands of digits.
+    """
+    try:
+        document = json.loads(text, object_pairs_hook=_without_duplicates)
+    except JsonError:
+        raise
+    except RecursionError:
+        raise JsonError("it is nested too deeply") from None
+    except ValueError as error:
+        raise JsonError(str(error)) from None
+    _check(document)
+    return document
+
+
+def describe_error(error: ValidationError, whole: str) -> str:
+    """Return the first complaint of pydantic as `parts[0].tokens = 0: expected greater than or equal to 1`.
+
+    Args:
+        whole: names the document, for complaints about its top level.
+    """
+    complaint = error.errors(include_url=False, include_context=False)[0]
+    place, kind = complaint["loc"], complaint["type"]
+    if kind == "missing":
+        return f"{_dotted(place[:-1]) or whole} lacks {place[-1]}"
+    if kind == "unexpected_keyword_argument":
+        return f"{_dotted(place[:-1]) or whole} has unknown {show_value(place[-1])}"
+    if kind == "value_error":
+        return f"{_dotted(place) or whole}: {complaint['msg'].removeprefix('Value error, ')}"
+    expected = re.sub(r"^\w+ should (be|have) ", "", complaint["msg"])
+    return f"{_dotted(place) or whole} = {show_value(complaint['input'])}: expected {expected}"
+def parse_as(model: type[_Model], text: str | bytes) -> _Model:
+    """Return what a JSON text holds as a value of ``model``, read strictly: no value is converted to another type.
+
+    Raises:
+        JsonError: the text is no JSON, or a value does not fit; the message names the first such value and its place.
+    """
+    try:
+        parse_json(text)
+    except JsonError as error:
+        raise JsonError(f"the text is no JSON: {error}") from None
+    try:
+        return model.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        raise JsonError(_first_problem(error)) from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    loc = [key for key in first["loc"] if not str(key).startswith("<")]  # "<...>" tags a member of a union
+    keys = [f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in loc]
+    place = "".join(keys).removeprefix(".")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    reason = first.get("ctx", {}).get("error", first["msg"])  # an error that our own check raised, in its own words
+    return f"{place} = {show_value(first['input'], 40)}: {reason}" if place else str(reason)
+
+
+def _show_key(key: str) -> str:
+    return key if key.isprintable() and len(key) <= 40 else show_value(key, 40)
+
+
+def is_writable(text: str) -> bool:
+    """Return False for text with lone surrogates, which JSON can spell and no file or terminal takes."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _dotted(place: Sequence[int | str]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise JsonError(f"the key {show_value(twice)} occurs twice in one object")
+    return document
+
+
+def _check(document: Any) -> None:
+    """Refuse extreme depth and unwritable text anywhere in `document`, level by level."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, str) and not value.isascii() and not is_writable(value):
+                raise JsonError(f"the text {show_value(value)} has half a character (a lone surrogate)")
+        if not inner:
+            return
+        level = inner
+    raise JsonError(f"it is nested more than {MAX_DEPTH} levels deep")

@@ -1,0 +1,152 @@
+"""Which kernels this machine runs megatron-core's layers with, and stand-ins for what it lacks.
+
+megatron-core 0.16.1 calls `torch.cuda.current_device()` for the place of every new tensor and keeps the states of
+CUDA's random numbers. Those calls are answered for ranks on a CPU; nothing of that runs where there is a CUDA device.
+Its own torch norm refuses sequence parallelism and zero-centred weights, its fused one needs NVIDIA apex on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from torch import Tensor, nn
+
+from terapipe_ds import compat
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def on_cpu() -> bool:
+    """Return whether DeepSpeed's accelerator is the CPU."""
+    return get_accelerator().device_name() == "cpu"
+
+
+def uses_transformer_engine(config: TransformerConfig) -> bool:
+    """Return whether the config asks for Transformer Engine's layers and they can run: installed, and on a GPU."""
+    return config.transformer_impl == "transformer_engine" and not on_cpu() and compat.has_transformer_engine()
+
+
+def norm_class(config: TransformerConfig) -> type:
+    """Return the norm of all layers and of the end: Transformer Engine's, NVIDIA apex's or torch's."""
+    if uses_transformer_engine(config):
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    # megatron-core takes any package of the name apex for NVIDIA's, hence the question is asked here
+    if config.normalization == "LayerNorm" and not on_cpu() and compat.has_apex():
+        return FusedLayerNorm
+    return TorchNorm
+
+
+def describe_kernels(config: TransformerConfig) -> str:
+    """Describe for the log what the layers are made of, which the config alone does not decide."""
+    layers = "Transformer Engine's" if uses_transformer_engine(config) else "megatron-core's own"
+    wanted = config.transformer_impl == "transformer_engine" and not uses_transformer_engine(config)
+    why = " (Transformer Engine needs a GPU)" if on_cpu() else " (Transformer Engine is not installed)"
+    return f"decoder layers: {layers}{why if wanted else ''}, norms: {norm_class(config).__name__}"
+
+
+class TorchNorm(nn.Module):
+    """`config.normalization` over the last dimension, with megatron-core's names of parameters.
+
+    The parameters carry `sequence_parallel`: each tensor-parallel rank norms its own tokens then, and the gradients are
+    summed over the ranks once per batch.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization={config.normalization!r}: give LayerNorm or RMSNorm")
+        self.eps, self.hidden_size = eps, hidden_size
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
+        options = {"dtype": config.params_dtype, "device": device}
+        self.weight = nn.Parameter((torch.zeros if self.zero_centered else torch.ones)(hidden_size, **options))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, **options)) if config.normalization == "LayerNorm" else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.bias is None:
+            return F.rms_norm(hidden, (self.hidden_size,), weight, self.eps)
+        return F.layer_norm(hidden, (self.hidden_size,), weight, self.bias, self.eps)
+
+
+@functools.cache
+def stand_in_for_cuda() -> None:
+    """Let megatron-core run on a CPU, once per process; do nothing where there is a CUDA device.
+
+    Only calls that fail on such a machine are replaced: the current CUDA device (now the CPU) and the getter and setter
+    of its random state (now of torch's CPU generator, from which dropout draws).
+    """
+    if not on_cpu():
+        return
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    logger.debug("megatron-core runs on the CPU: its CUDA calls are answered by terapipe_ds")
+
+
+@functools.cache
+def stand_in_for_transformer_engine() -> None:
+    """Define what megatron-core 0.16.1 reads of Transformer Engine without asking whether it is installed.
+
+    The router of a mixture of experts asks whether a matrix product is None; `CheckpointWithoutOutput` (norms in
+    `recompute_modules`) takes fp8 to be asked for whenever its argument is not None, and the default is False.
+    """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    if not hasattr(megatron_random, "FP8GlobalStateManager"):
+        megatron_random.FP8GlobalStateManager = _NoFp8
+        megatron_random.activation_recompute_forward = _no_fp8_context
+        megatron_random.fp8_autocast = _no_fp8_context
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _no_fp8_context(**_: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class CpuRngTracker(megatron_random.CudaRNGStatesTracker):
+    """Named states of torch's CPU generator in the place of CUDA's.
+
+    `fork(name)` draws from the named state and leaves the default one alone. Dropout that must differ between
+    tensor-parallel ranks draws from "model-parallel-rng", all other from the default state, which they share.
+    """
+
+    def add(self, name: str, seed: int) -> None:
+        if name in self.states_:
+            raise ValueError(f"the random state {name!r} exists already")
+        self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+        self._is_initialized = True
+
+    @contextlib.contextmanager
+    def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        if name not in self.states_:
+            raise ValueError(f"there is no random state {name!r}; it is made by seed_dropout()")
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outside)

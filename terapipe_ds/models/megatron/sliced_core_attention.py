@@ -1,0 +1,145 @@
+"""The core attention of megatron-core's layers in token slices, and the layer specs that put it in place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from terapipe_ds.attention import sliced_attention
+from terapipe_ds.models.megatron.kernels import norm_class, uses_transformer_engine
+from terapipe_ds.models.megatron.refusals import MegatronConfigError
+
+
+class SlicedCoreAttention(MegatronModule):
+    """Causal attention of a slice's queries to the slice and its prefix, for the heads of this tensor-parallel rank.
+
+    It takes the place of `DotProductAttention` in `self_attention.submodules.core_attention`, and the arguments of its
+    constructor; those that say nothing here are ignored.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any = None,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ValueError(f"sliced core attention is causal self-attention, got attention_type={attention_type!r}")
+        self.layer_number = layer_number
+        # config.apply_query_key_layer_scaling divides the scores by the layer number before the softmax kernel and
+        # multiplies them again inside it, against overflow in fp16; a fused kernel has its scores in fp32
+        self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """Take query [T, B, H, D], key and value [T, B, H_kv, D] of this rank's heads; return [T, B, H * D].
+
+        Raises:
+            ValueError: a mask, a bias or packed sequences were given: causal attention is all that slices can do.
+        """
+        for name, argument in {"attention_mask": attention_mask, **others}.items():
+            if argument is not None:
+                raise ValueError(
+                    f"{name} cannot be combined with token slices: attention is causal over the whole sequence. Leave "
+                    f"{name} out"
+                )
+        q, k, v = (heads.permute(1, 2, 0, 3) for heads in (query, key, value))  # [B, H, T, D]
+        dropout_p = self.dropout_p if self.training else 0.0
+        with self._random_numbers(dropout_p):
+            out = sliced_attention(q, k, v, layer=self.layer_number, scale=self.scale, dropout_p=dropout_p)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _random_numbers(self, dropout_p: float) -> Any:
+        """Let dropout differ between tensor-parallel ranks, as heads do; under sequence parallelism all of it does."""
+        if dropout_p == 0.0 or self.config.sequence_parallel:
+            return contextlib.nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def layer_specs(config: TransformerConfig, given: ModuleSpec | list[ModuleSpec] | None = None) -> list[ModuleSpec]:
+    """Return one spec for each of the `config.num_layers` decoder layers, with sliced attention.
+
+    Args:
+        given: the user's, for all layers or one for each. None: megatron-core's, dense or mixture of experts by
+            `config.moe_layer_freq`.
+
+    Raises:
+        MegatronConfigError: specs of another number, or of layers whose attention cannot be replaced.
+    """
+    specs = [given] * config.num_layers if isinstance(given, ModuleSpec) else given
+    if specs is None:
+        specs = get_gpt_decoder_layer_specs(
+            config,
+            use_transformer_engine=uses_transformer_engine(config),
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+        )
+    if len(specs) != config.num_layers:
+        raise MegatronConfigError(
+            f"transformer_layer_spec has {len(specs)} specs for num_layers={config.num_layers} layers: give one for "
+            "each, or one for all"
+        )
+    return [with_sliced_attention(spec, config) for spec in specs]
+
+
+def with_sliced_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """Return a copy of a `TransformerLayer`'s spec whose core attention is ours and whose norms this machine has.
+
+    Raises:
+        MegatronConfigError: it is not the spec of a `TransformerLayer` with `SelfAttention` alone.
+    """
+    problem = _problem_of_spec(spec)
+    if problem is not None:
+        raise MegatronConfigError(
+            f"transformer_layer_spec {problem}: give the spec of a TransformerLayer with SelfAttention and no cross "
+            "attention, such as get_gpt_layer_local_spec()"
+        )
+    spec = copy.deepcopy(spec)
+    spec.submodules.self_attention.submodules.core_attention = SlicedCoreAttention
+    for submodules in (spec.submodules, spec.submodules.self_attention.submodules):
+        for name, value in vars(submodules).items():
+            if value in (WrappedTorchNorm, FusedLayerNorm):  # Transformer Engine's, identities and L2 norms stay
+                setattr(submodules, name, norm_class(config))
+    return spec
+
+
+def _problem_of_spec(spec: ModuleSpec) -> str | None:
+    if not (isinstance(spec.module, type) and issubclass(spec.module, TransformerLayer)):
+        return f"is of {_name(spec.module)}"
+    attention = getattr(spec.submodules, "self_attention", None)
+    kind = getattr(attention, "module", attention)
+    if not (isinstance(attention, ModuleSpec) and isinstance(kind, type) and issubclass(kind, SelfAttention)):
+        return f"has the self_attention {_name(kind)}"
+    if getattr(spec.submodules, "cross_attention", IdentityOp) is not IdentityOp:
+        return "has cross_attention"
+    return None
+
+
+def _name(module: Any) -> str:
+    return getattr(module, "__name__", str(module))

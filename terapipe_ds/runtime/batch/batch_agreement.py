@@ -1,0 +1,262 @@
+"""What the ranks tell one another once per batch, before its first action.
+
+DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then the ranks sum up
+one fixed-size tensor on the CPU. From the sums every rank learns whether this is training or evaluation, how many
+micro-batches there are and how long each is, and whether all ranks have drawn their data and agree on what they are
+about to do. Where they do not, they gather what each has to say, and the same problem is raised on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
+from terapipe_ds.runtime.batch.sliceable import BatchError
+
+_SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
+_SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
+_OTHER_DATA = "tensor-parallel ranks have drawn different data, though they hold parts of the same layers:"
+_SAME_SAMPLES = (
+    "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
+    "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
+)
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """What every stage must know of a micro-batch: label rows (all dimensions but the sequence) and tokens."""
+
+    rows: int
+    length: int
+
+
+Shapes = tuple[MicroBatchShape, ...]
+
+
+class DataSums(NamedTuple):
+    """Checksums of what a rank has drawn of a batch; None for what it does not draw."""
+
+    inputs: int | None = None
+    labels: int | None = None
+
+
+NOTHING_DRAWN = DataSums()
+
+
+@dataclass(frozen=True)
+class TensorPeers:
+    """The tensor-parallel ranks of one stage and one replica, which hold parts of the same layers."""
+
+    ranks: tuple[int, ...]
+    stage_id: int
+    replica_id: int
+    num_replicas: int
+
+
+@dataclass(frozen=True)
+class PlaceInJob:
+    """Where a rank is among those that agree on a batch.
+
+    Attributes:
+        drawing: the stages that draw data.
+        loss_stage: the stage whose labels decide on the shapes.
+        control: the group of the pipeline on the CPU; None with one stage.
+        world: the group of all ranks on the CPU; None for a single rank.
+        pipeline_id, num_pipelines: a tensor-parallel rank is in a pipeline of its own.
+        peers: the tensor-parallel ranks of this one; None without tensor parallelism.
+    """
+
+    stage_id: int = 0
+    num_stages: int = 1
+    drawing: tuple[int, ...] = (0,)
+    loss_stage: int = 0
+    control: Any = None
+    world: Any = None
+    pipeline_id: int = 0
+    num_pipelines: int = 1
+    peers: TensorPeers | None = None
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What one rank has to say of a batch.
+
+    Attributes:
+        agreement: the config and what else all ranks must have alike, as text.
+        shapes: of the micro-batches; None on stages that draw no labels.
+        seen: the shapes of the labels that this rank was given, decisive or not; empty where it was given none.
+    """
+
+    training: bool
+    num_micro_batches: int
+    agreement: str
+    shapes: Shapes | None
+    error: BaseException | None = None
+    sums: DataSums = NOTHING_DRAWN
+    seen: Shapes = ()
+
+
+class _Header(NamedTuple):
+    """What the stages of a pipeline add up. The loss stage alone gives the last three."""
+
+    other_counts: int  # 0: all stages have the same number of micro-batches
+    other_labels: int  # 0: the stages that draw were given labels of the same shapes
+    without_labels: int  # stages that draw, and were given no labels
+    is_uniform: int = 0  # all micro-batches have the shape that follows
+    rows: int = 0
+    length: int = 0
+
+
+_SHARED = 3  # the numbers before the headers: failed ranks, other calls, other data
+
+
+def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shapes], None]) -> Shapes:
+    """Return the shapes of this pipeline's micro-batches as the stage sees them that knows the loss.
+
+    A collective over all ranks. Replicas whose data end at different steps all stop at the first end.
+
+    Args:
+        check: looks at what this rank has drawn, once the shapes are known. It is called where a stage that draws was
+            given no labels, and could not look at its inputs before.
+
+    Raises:
+        RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
+    """
+    sums = _numbers(report, place)
+    if place.world is not None:
+        torch_dist.all_reduce(sums, group=place.world)
+    headers = [_Header(*each) for each in sums[_SHARED:].view(-1, len(_Header._fields)).tolist()]
+    differ = any(each.other_counts or (each.other_labels and not each.without_labels) for each in headers)
+    if differ or bool(sums[:_SHARED].any()):
+        raise RaisedEverywhere(_problem(report, place))
+    shapes = _shapes(report, place, headers[place.pipeline_id])
+    if any(each.without_labels for each in headers):
+        report = replace(report, error=_raised_by(check, shapes))
+        failed = report.error is not None
+        if failed if place.world is None else on_any_rank(failed, place.world):
+            raise RaisedEverywhere(_problem(report, place))
+    return shapes
+
+
+def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
+    """Return what this rank adds to the sums over all ranks."""
+    rank, num_ranks = (0, 1) if place.world is None else (torch_dist.get_rank(), torch_dist.get_world_size())
+    draws = place.stage_id in place.drawing
+    header = _Header(
+        share(digest(place.pipeline_id, report.num_micro_batches), place.stage_id, place.num_stages),
+        share(digest(report.seen), place.drawing.index(place.stage_id), len(place.drawing)) if draws else 0,
+        draws and not report.seen,
+    )
+    if place.stage_id == place.loss_stage and report.shapes:
+        first = report.shapes[0]
+        is_uniform = all(shape == first for shape in report.shapes)
+        header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
+    data, peers = 0, place.peers
+    if peers is not None:
+        data = share(
+            digest(peers.ranks, report.num_micro_batches, *report.sums), peers.ranks.index(rank), len(peers.ranks)
+        )
+    call = share(digest(report.training, report.agreement), rank, num_ranks)
+    numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64)
+    numbers[:_SHARED] = torch.tensor([report.error is not None, call, data])
+    numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = torch.tensor([int(n) for n in header])
+    return numbers
+
+
+def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
+    if header.is_uniform:
+        return (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
+    shapes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
+    if place.control is not None:
+        torch_dist.broadcast(shapes, group=place.control, group_src=place.loss_stage)
+    return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())
+
+
+def _raised_by(check: Callable[[Shapes], None], shapes: Shapes) -> Exception | None:
+    try:
+        check(shapes)
+    except Exception as error:
+        return error
+    return None
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others once something is wrong; its error as text, "" without one."""
+
+    report: StageReport
+    place: PlaceInJob
+    problem: str = ""
+    is_at_end: bool = False
+
+
+def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
+    """Return what this rank raises: its own error, or the problem of the others."""
+    error, mine = report.error, _Told(replace(report, error=None), replace(place, control=None, world=None))
+    if error is not None:
+        what = "refuses the batch" if isinstance(error, TeraPipeConfigError) else "failed to draw its data"
+        problem = f"stage {place.stage_id} {what}: {type(error).__name__}: {error}"
+        mine = mine._replace(problem=problem, is_at_end=isinstance(error, StopIteration))
+    told = [mine] if place.world is None else gather(mine, place.world)
+    if error is not None and not mine.is_at_end:
+        return error
+    failed = [one for one in told if one.problem]
+    if not failed:
+        return _disagreement(told)
+    unequal = [one for one in failed if one.is_at_end and not _ends_together(one, failed)]
+    if all(one.is_at_end for one in failed) and not unequal:
+        return error or StopIteration()  # the ordinary end of the data
+    texts = [one.problem for one in failed if not one.is_at_end] + [
+        f"the data iterator of stage {one.place.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
+        for one in unequal
+    ]
+    others = BatchError("; ".join(dict.fromkeys(texts)))
+    others.__cause__ = error
+    return others
+
+
+def _ends_together(one: _Told, failed: Sequence[_Told]) -> bool:
+    """Return whether all stages that draw in a rank's pipeline are at the end of their data."""
+    pipeline_id = one.place.pipeline_id
+    at_end = {each.place.stage_id for each in failed if each.is_at_end and each.place.pipeline_id == pipeline_id}
+    return at_end == set(one.place.drawing)
+
+
+def _disagreement(told: Sequence[_Told]) -> BatchError:
+    """Show what the ranks do not have alike: all of them, tensor-parallel ranks, or the stages of a pipeline."""
+
+    def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
+        texts = {rank: text(told[rank].report) for rank in ranks}
+        return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
+
+    everyone = range(len(told))
+    lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
+    lines += differing("config and plans", everyone, lambda one: one.agreement)
+    if lines:
+        return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
+    for peers in dict.fromkeys(one.place.peers for one in told if one.place.peers is not None):
+        who = f"tensor-parallel ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
+        lines += differing(who, peers.ranks, lambda one: f"{one.num_micro_batches} micro-batches") or [
+            *differing(f"inputs of {who}", peers.ranks, lambda one: f"checksum {one.sums.inputs or 0:016x}"),
+            *differing(f"labels of {who}", peers.ranks, lambda one: f"checksum {one.sums.labels or 0:016x}"),
+        ]
+    if lines:
+        return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
+    for pipeline_id in range(told[0].place.num_pipelines):
+        stages = [rank for rank in everyone if told[rank].place.pipeline_id == pipeline_id]
+        labelled = [rank for rank in stages if told[rank].report.seen]
+        lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
+        lines += differing(
+            "the [rows, tokens] of the labels of each micro-batch",
+            labelled,
+            lambda one: str([[shape.rows, shape.length] for shape in one.seen]),
+        )
+    return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {_SAME_CALLS} {_SAME_DATA}")

@@ -1,0 +1,117 @@
+"""The loss of a micro-batch is the weighted sum of its slices' losses.
+
+The weights are such that the sum equals what ``loss_fn`` gives on the whole sequence: by valid labels (``mean_valid``),
+by tokens (``mean``), not at all (``sum``), or by what ``loss_fn.slice_weight(labels)`` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors, UncutLabels
+
+logger = logging.getLogger("terapipe_ds")
+
+
+class SliceLossError(ValueError):
+    """The losses of the slices cannot be put together to the loss of the micro-batch."""
+
+
+def slice_weights(
+    labels: SliceableTensors,
+    plan: SlicePlan,
+    *,
+    loss_reduction: str,
+    ignore_index: int,
+    slice_weight: Callable[[Any], Any] | None = None,
+) -> tuple[float, ...]:
+    """One factor per slice of ``plan``.
+
+    Args:
+        labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
+        loss_reduction: how ``loss_fn`` reduces: ``mean_valid`` | ``mean`` | ``sum``.
+        slice_weight: ``loss_fn.slice_weight``, called with the labels of one slice; replaces ``loss_reduction``. A
+            slice's factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that
+            weight.
+    """
+    if isinstance(labels, UncutLabels):
+        return (1.0,)
+    if slice_weight is None and loss_reduction == "sum":
+        return (1.0,) * plan.num_slices
+    if slice_weight is None and loss_reduction == "mean":
+        return tuple(length / plan.sequence_length for length in plan.lengths)
+    return _shares(slice_counts(labels, plan, ignore_index, slice_weight))
+
+
+def slice_counts(
+    labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
+) -> list[float]:
+    """What of each slice's labels counts: what ``slice_weight`` says, or the number of valid ones."""
+    if slice_weight is not None:
+        return [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
+    valid = labels.deciding != ignore_index
+    dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
+    per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
+    return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
+
+
+def _shares(counts: Sequence[float]) -> tuple[float, ...]:
+    total = sum(counts)
+    if total == 0.0:
+        logger.warning(
+            "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
+            "has no value; stock loss functions give NaN here)"
+        )
+        return (0.0,) * len(counts)
+    return tuple(count / total for count in counts)
+
+
+class _ExactZero(torch.autograd.Function):
+    """A zero loss whose gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.outputs = [(t.shape, t.dtype, t.device, t.requires_grad) for t in outputs]
+        return torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device, _), needed in zip(ctx.outputs, ctx.needs_input_grad, strict=True)
+        )
+
+
+def exact_zero(outputs: Any) -> torch.Tensor:
+    """A scalar zero that hangs on ``outputs``, so that the backward of a slice without valid labels still runs."""
+    tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
+    return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
+
+
+def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
+    """The share of one slice in the loss of its micro-batch: a scalar tensor, or a list of them where ``loss_fn`` gives
+    one.
+
+    ``loss_fn`` None: the model returns the loss itself.
+    """
+    if weight == 0.0:
+        if loss_fn is None:
+            raise SliceLossError(
+                "a slice has no valid label, and the model computes the loss itself (PipelineModule has no loss_fn): "
+                "its mean over no labels is NaN. Give PipelineModule a loss_fn, so that such a slice can be left out."
+            )
+        return exact_zero(outputs)
+    loss = outputs if loss_fn is None else loss_fn(outputs, labels)
+    if torch.is_tensor(loss):
+        if loss.numel() != 1:
+            raise SliceLossError(
+                f"the loss of a slice must be a scalar, got shape {list(loss.shape)}: reduce it in loss_fn and say how "
+                "in terapipe.loss_reduction"
+            )
+        return loss if weight == 1.0 else loss * weight
+    return [part * weight for part in loss]

@@ -1,0 +1,114 @@
+"""Train rightly where DeepSpeed's stock pipeline engine (0.19.8) trains wrongly: one fault per function."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from torch import nn
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
+    """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
+
+    It takes parameters without the mark of model parallelism for replicated over stages as well, and leaves those of
+    later stages out of the norm. The other optimizers count by the tensor-parallel rank, whatever the mark. Parameters
+    that are divided over tensor-parallel ranks have Megatron's mark, and count on each. See `tied_copies_left_out`.
+    """
+    if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
+        return
+    for parameter in module.parameters():
+        if not getattr(parameter, "ds_pipe_replicated", False):
+            parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+def tell_of_clipping(engine: Any) -> None:
+    """Log on rank 0 that fp32 losses part from the stock engine's where it clips by the norm of the first stage only.
+
+    Most runs clip: 0.19.8 does so at 1.0 where the config says nothing.
+    """
+    in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
+    if engine.global_rank != 0 or engine.num_stages == 1 or not in_fp32 or not engine.gradient_clipping() > 0:
+        return
+    is_said = "gradient_clipping" in engine._config._param_dict
+    logger.info(
+        "gradient_clipping is %g (%s): gradients are clipped by their norm over all stages, whereas DeepSpeed's own "
+        "engine, in fp32 without ZeRO, leaves later stages out of it, so that losses of the two part after the first "
+        'step that clips; to compare them set "gradient_clipping": 0 in both configs',
+        engine.gradient_clipping(),
+        "as the config says" if is_said else "DeepSpeed's default, for the config does not say",
+    )
+
+
+_DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_model_parallel_parameter asks for
+
+
+@contextmanager
+def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
+    """Hide tied copies from DeepSpeed's fp32 `clip_grad_norm_`, which does not know `ds_pipe_replicated`.
+
+    A tied weight that is divided over tensor-parallel ranks, as a vocabulary-parallel embedding is, would count on each
+    of its stages. Meanwhile the copies, which are never on the first stage, look like replicated parameters.
+    """
+    copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
+    marks = [(p, name, getattr(p, name)) for p in copies for name in _DIVIDED if hasattr(p, name)]
+    for parameter, name, _ in marks:
+        setattr(parameter, name, False)
+    try:
+        yield
+    finally:
+        for parameter, name, mark in marks:
+            setattr(parameter, name, mark)
+
+
+def mark_gradients(module: nn.Module, optimizer: Any) -> None:
+    """Give gradients the marks of their parameters, before a step of `FP16_UnfusedOptimizer`.
+
+    It hands gradients to a norm that looks for those marks. Without them tied weights count twice, and of all
+    tensor-parallel ranks only the first one's gradients count.
+    """
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            for name in ("ds_pipe_replicated", *_DIVIDED):
+                setattr(parameter.grad, name, getattr(parameter, name, False))
+
+
+def count_nothing_as_zero(optimizer: Any) -> None:
+    """Let `BF16_Optimizer` step on a rank where no gradient counts: it fails on the empty list.
+
+    None counts where a stage has nothing but a tied copy, or parameters that another tensor-parallel rank counts.
+    """
+    if not isinstance(optimizer, BF16_Optimizer):
+        return
+    stock = optimizer.get_grads_for_norm
+
+    def get_grads_for_norm(for_clipping: bool = False) -> Any:
+        counted = stock(for_clipping)
+        if for_clipping or counted[0]:
+            return counted
+        return [torch.zeros(1, device=get_accelerator().current_device_name())], counted[1]
+
+    optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def missing_loss_scale(optimizer: Any) -> float:
+    """Return the factor that `DeepSpeedEngine.backward` leaves out: 1.0, but with fp16 and ZeRO-0.
+
+    It does not scale the loss there, while the optimizer divides the gradients by the loss scale all the same.
+    """
+    if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        return 1.0
+    if optimizer.custom_loss_scaler:
+        return float(optimizer.external_loss_scale)
+    return float(optimizer.loss_scale_config.cur_scale)

@@ -1,0 +1,213 @@
+"""What the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
+
+This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss alone
+and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a
+timer takes for the same layers is subtracted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from terapipe_ds.attention import SliceStore
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.failures.record import RankRecord
+from terapipe_ds.runtime.failures.report import Wait
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.layout.layout import Place
+from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
+from terapipe_ds.schedule import build
+from terapipe_ds.schedule.action import Action, Kind
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 12
+_SPEC = MessageSpec((TensorSpec((1, 1, 8), torch.float32, True),), is_tuple=False)
+
+
+def own_seconds(
+    engine: PipelineEngine,
+    is_last: bool,
+    between: Callable[[], object],
+    share: float,
+    clock: Callable[[], float] | None = None,
+) -> tuple[float, float]:
+    """Return the engine's own seconds of an F and of a B. Call it inside `untouched(module)`.
+
+    Messages are left out because they are measured separately. What an optimizer adds to a backward is left out because
+    the optimizer's state must not change here.
+
+    Args:
+        is_last: whether the part's slices have a loss, which the engine adds up.
+        between: runs layers on a slice before each action, so that caches are as in a step.
+        share: the slice's share of a sequence. Short slices run more often in a step, so they are measured more often.
+        clock: replaces the wall clock, as in `SliceTimer`.
+    """
+    now_s = clock or time.perf_counter
+    layers, device = _Idle(), torch.device(engine.device)
+    rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
+    labels = SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
+    timer = _idle_timer(layers, labels if is_last else None, rounds, device)
+    runner, stand_ins = _runner(engine, is_last, labels, rounds, device), _stand_ins(engine, layers)
+
+    def timed(call: Callable[[], object], swapped: Mapping[str, Any]) -> float:
+        between()
+        synchronize()  # or calls might wait for a device that is behind
+        with _swapped(engine, swapped):
+            begin_s = now_s()
+            call()
+            return now_s() - begin_s
+
+    taken_s: dict[Kind, list[tuple[float, float]]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
+    for slice_id in range(rounds):
+        live: list[Any] = []
+        for kind, taken in taken_s.items():
+            alone_s = timed(partial(_run_layers, timer, kind, slice_id, live), {})
+            taken.append((alone_s, timed(partial(_act, runner, kind, slice_id, is_last), stand_ins)))
+    # the minimum of each: time that other programs took is not the engine's
+    alone, acted = ([min(pair[n] for pair in pairs) for pairs in taken_s.values()] for n in (0, 1))
+    forward_s, backward_s = (max(0.0, with_engine - without) for with_engine, without in zip(acted, alone, strict=True))
+    return forward_s, backward_s
+
+
+def _run_layers(timer: SliceTimer, kind: Kind, slice_id: int, live: list[Any]) -> None:
+    if kind is Kind.FORWARD:
+        live.append(timer.issue_forward(1, slice_id))
+    else:
+        timer.issue_backward(live.pop())
+
+
+def _act(runner: PartRunner, kind: Kind, slice_id: int, is_last: bool) -> None:
+    """Run F or B of a slice, and send what follows from it."""
+    if kind is Kind.FORWARD:
+        runner.forward(Action(kind, 0, slice_id))
+        if not is_last:
+            runner.send_activation(Action(Kind.SEND_ACTIVATION, 0, slice_id))
+    else:
+        runner.backward(Action(kind, 0, slice_id))
+        runner.send_gradients(Action(Kind.SEND_GRAD, 0, slice_id))
+
+
+class _Idle(nn.Module):
+    """Do next to nothing as a layer that has a graph, and as a loss."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.view(inputs.shape)
+
+    @staticmethod
+    def loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return outputs.sum()
+
+    def get_additional_losses(self) -> None:
+        """Return none: there is only the loss itself."""
+
+
+def _idle_timer(layers: _Idle, labels: SliceableTensors | None, rounds: int, device: torch.device) -> SliceTimer:
+    """Return the timer of the idle layers, whose times are subtracted."""
+    is_last = labels is not None
+    timer = SliceTimer(layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn)
+    timer.receive(1, _SPEC)
+    timer.output_spec(1)
+    return timer
+
+
+def _stand_ins(engine: PipelineEngine, layers: nn.Module) -> dict[str, Any]:
+    """Return attributes of the engine for a rehearsal, which must leave no trace.
+
+    `layers` replace the module. There is no optimizer whose state a backward would change, no counter of operations and
+    no search for numbers that are not finite. The loss of a batch, the timers and the timeline are separate ones."""
+    return {
+        "module": layers,
+        "optimizer": SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None),
+        **dict.fromkeys(("_flops", "_finite", "total_loss", "total_additional_losses")),
+        "loss": engine.loss,
+        "fwd_outputs": [],
+        "_compute_loss": True,
+        "eval_return_logits": False,
+        "timers": type(engine.timers)(),
+        "_tracer": Tracer(None, 0, 0, 1),
+    }
+
+
+@contextmanager
+def _swapped(engine: PipelineEngine, stand_ins: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of `engine` by `stand_ins` for the block.
+
+    The engine's dictionary is changed directly. `setattr` of a module would drop the plain attribute that DeepSpeed has
+    beside that of `nn.Module`, and `getattr` would find on the user's module what the engine does not have yet.
+    """
+    own = vars(engine)
+    kept = {name: own[name] for name in stand_ins if name in own}
+    own.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del own[name]
+        own.update(kept)
+
+
+class _NoMessages:
+    """Replace the channels of a part in the middle: every message is there at once, and none goes anywhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._gradients = (self._message(),)
+
+    def _message(self) -> torch.Tensor:
+        (tensor,) = _SPEC.tensors
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+    def describe_wait(self, action: Action) -> Wait:
+        return Wait(f"the input of {action}: a rehearsal", ())
+
+    def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
+        return _SPEC, (self._message(),)
+
+    def receive_gradients(self, action: Action) -> Tensors:
+        return self._gradients
+
+    def send_activation(self, *message: object) -> None: ...
+
+    def send_gradients(self, *message: object) -> None: ...
+
+    def has_wire(self, kind: Kind, chunk_id: int) -> bool:
+        return True
+
+
+class _NoWatch:
+    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
+
+    def __init__(self) -> None:
+        self._record = RankRecord(0, 0)
+
+    @contextmanager
+    def waiting(self, what: Wait) -> Iterator[None]:
+        self._record.now_waits(what)
+        yield
+
+
+def _runner(
+    engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
+) -> PartRunner:
+    """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
+    stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
+    runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
+    plan = SlicePlan((1,) * rounds)
+    micro_batch = MicroBatchInFlight(plan, MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds)
+    schedule = build("terapipe", 1, 1, rounds)
+    runner.open_batch(BatchInFlight(schedule, 0, True, [micro_batch]))
+    return runner

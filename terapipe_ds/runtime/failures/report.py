@@ -1,0 +1,182 @@
+"""What a rank says of itself, and the report that is made of what all ranks say when a job stands still.
+
+Plain values and functions of them, so that a report can be tested without processes. A rank that waits for a message or
+in a collective is not at fault; one that computes, that has left or that gives no sign of life may be.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+
+from terapipe_ds.files.atomic import write_text
+
+OUTSIDE = "outside a batch"
+CLOSED = "done with its engine"
+SHOWN_ACTIONS = 8  # of each rank, in a report
+SHOWN_RANKS = 64
+_POSTED = ("RA", "RG")  # receives that are only asked for: no time passes in them
+_FLIGHT_RECORDER = (
+    "The device runs behind the host: what it waits for may be earlier than what the host does. NCCL's own record of "
+    "collectives tells more: set TORCH_FR_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1, TORCH_FR_DUMP_TEMP_FILE to a "
+    "path on a shared disk and terapipe.stall_timeout_s above the timeout of the process group; then run python -m "
+    "torch.distributed.flight_recorder.fr_trace on that folder."
+)
+
+
+class Wait(NamedTuple):
+    """What a rank waits for, in words, and the ranks that it comes from; none where that is not known."""
+
+    text: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What the main thread does. Replaced as a whole, because the watching thread reads it."""
+
+    action: str  # "" outside a batch
+    wait: Wait | None = None
+    opening: bool = False  # draws data and meets the other ranks, which may be busy outside a batch
+    is_long: bool = False  # a call outside a batch that may take long: saving a checkpoint
+    since_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"at {self.action}, waiting for {self.wait.text}" if self.wait else f"running {self.action}"
+
+
+@dataclass(frozen=True)
+class PastAction:
+    """One of the last actions of a rank: its start on the wall clock; without a duration it still goes on."""
+
+    action: str
+    waited_for: str
+    start_s: float
+    duration_s: float | None
+
+    def __str__(self) -> str:
+        what = f"{self.action} (waiting)" if self.waited_for else self.action
+        return what if self.duration_s is None else f"{what} {_seconds(self.duration_s)}"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank publishes of itself.
+
+    Attributes:
+        doing: in words; "" outside a batch.
+        waits_for_ranks: the ranks that send what it waits for, as far as they are known.
+        is_busy: it waits for no other rank, as far as that can be told.
+        batch: how many batches it has begun.
+        for_s: since when it does this.
+        stack: the innermost calls of the main thread; "" while nothing takes long.
+        recent: what it did before, the oldest first; empty while nothing takes long.
+        ended: why it has left the job; "" while it runs.
+        silent: it gives no sign of life, the rest is what it published last.
+    """
+
+    rank: int
+    stage_id: int
+    doing: str = ""
+    waits_for_ranks: tuple[int, ...] = ()
+    is_busy: bool = True
+    batch: int = 0
+    for_s: float = 0.0
+    stack: str = ""
+    recent: tuple[PastAction, ...] = ()
+    ended: str = ""
+    silent: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (stage {self.stage_id})"
+
+    def describe(self) -> str:
+        """Return in a few words what the rank does."""
+        doing = self.doing or f"{OUTSIDE} (it has begun {self.batch} batches)"
+        if self.ended or self.silent:
+            return self.ended or f"does not answer: its process is gone or stopped; last seen {doing}"
+        return f"{doing} for {_seconds(self.for_s)}" if self.for_s >= 0.001 else doing
+
+    def save(self, folder: Path) -> None:
+        """Write `last-actions-rank{rank}.json` into `folder`, whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be made or written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"written_s": time.time(), "now": self.describe(), **asdict(self), "stack": self.stack.splitlines()}
+        write_text(folder / f"last-actions-rank{self.rank:04d}.json", json.dumps(content, indent=1))
+
+
+AS_JSON = TypeAdapter(RankState)
+
+
+def at_fault(states: Mapping[int, RankState]) -> list[int]:
+    """Return the ranks that hold up the job, as far as the states show them.
+
+    These are ranks that give no sign of life; else ranks that have left after fewer batches than others have begun;
+    else ranks that are busy in a batch; else ranks that have left or are outside a batch. Of busy ranks, those that
+    have begun with it only lately make progress and are left out.
+    """
+    known = list(states.values())
+    batches = max((one.batch for one in known), default=0)
+    busy = [one for one in known if one.doing and one.is_busy and not one.ended]
+    longest_s = max((one.for_s for one in busy), default=0.0)
+    for found in (
+        [one for one in known if one.silent],
+        [one for one in known if one.ended and one.batch < batches],
+        [one for one in busy if one.for_s >= longest_s / 2],
+        [one for one in known if one.ended or not one.doing],
+    ):
+        if found:
+            return [one.rank for one in found]
+    return []
+
+
+def stall_report(states: Mapping[int, RankState], stall_timeout_s: float, asynchronous: bool) -> str:
+    """Return the whole report. `asynchronous`: the device runs behind the host. No states: no rank can be asked."""
+    head = f"no progress for {stall_timeout_s:g} s (terapipe.stall_timeout_s):"
+    if not states:
+        return (
+            f"{head} and what the others do is not known, because the store of the job does not answer. Rank 0, or the "
+            "launcher that serves the store, has ended, or stands still with its machine. Look there."
+        )
+    faulty = [states[rank] for rank in at_fault(states)]
+    shown = sorted({*(one.rank for one in faulty[:SHOWN_RANKS]), *list(states)[:SHOWN_RANKS]})
+    lines = [head, *(line for rank in shown for line in _lines_of(states[rank]))]
+    if len(shown) < len(states):
+        lines.append(f"  and {len(states) - len(shown)} more ranks")
+    for one in faulty[:SHOWN_RANKS]:
+        waiting = [str(other.rank) for other in states.values() if one.rank in other.waits_for_ranks]
+        whom = f" Ranks that wait for it: {', '.join(waiting)}." if waiting else ""
+        lines.append(f"Stage {one.stage_id} (rank {one.rank}) holds up the job: {one.describe()}.{whom}")
+        if one.stack and not one.silent:
+            lines.append(f"Rank {one.rank} is here:\n{one.stack.rstrip()}")
+    if not faulty:
+        lines.append(
+            "All ranks wait: they do not make the same calls in the same order, or a connection between two of them is "
+            "broken or very slow. Compare what each of them waits for."
+        )
+    if asynchronous:
+        lines.append(_FLIGHT_RECORDER)
+    if any(one.doing and not one.silent for one in faulty):
+        lines.append("If that stage is only slow, raise the limit.")
+    return "\n".join(lines)
+
+
+def _lines_of(state: RankState) -> list[str]:
+    """Return what a rank does and what it did last."""
+    before = [str(past) for past in state.recent[:-1] if not past.action.startswith(_POSTED)]
+    recent = [f"    before: {', '.join(before[-SHOWN_ACTIONS:])}"] if before else []
+    return [f"  {state.name}: {state.describe()}", *recent]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1.0 else f"{1000 * seconds:.1f} ms"

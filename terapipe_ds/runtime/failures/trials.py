@@ -1,0 +1,110 @@
+"""Layers tried out where tensor-parallel ranks meet inside of them: all hear of a failure, or the job ends.
+
+Some runs of the layers may fail and the job goes on: timing layers one by one, looking for the cause of a difference.
+But a rank that fails inside a layer leaves its peers in the layer's collective, which cannot be interrupted. So after
+each such trial a rank says in the default store how it went. Where all have come through or failed, all know of the
+first failure and do the same. Where some do not come because they wait for the rank that failed, that rank raises, and
+its watch-dog ends the others with the cause.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from deepspeed.accelerator import get_accelerator
+
+from terapipe_ds.runtime.agreement import meet
+from terapipe_ds.runtime.failures.watchdog import is_lost_connection
+
+PATIENCE_S = 10.0  # at most: peers meet in the layers, so that none is far ahead of the others
+_numbers: dict[tuple[int, ...], Any] = {}  # of the trials of these ranks in this process; peers make the same ones
+
+
+class TrialError(ValueError):
+    """A trial failed on this rank, and its peers are still in the layers."""
+
+
+class Failure(NamedTuple):
+    """What a rank raised in a trial."""
+
+    kind: str  # the class
+    text: str
+    rank: int | None = None  # the peer that raised it; None for this rank
+
+    def __str__(self) -> str:
+        return f"{'' if self.rank is None else f'rank {self.rank}: '}{self.kind}: {self.text}"
+
+
+class Trials:
+    """The trials of this rank and its tensor-parallel peers, which have to make the same ones in the same order.
+
+    Args:
+        ranks: all of these peers, this one among them; no rank or one, where there are none to wait for.
+        patience_s: how long a rank that failed waits for the others.
+        store: for tests; the default store otherwise.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int] = (), rank: int = 0, patience_s: float = PATIENCE_S, store: Any | None = None
+    ) -> None:
+        self._ranks, self._rank, self._patience_s = tuple(ranks), rank, patience_s
+        self._store = store
+
+    @classmethod
+    def of(cls, engine: Any) -> Trials:
+        """Return those of the ranks that hold parts of the same layers as the engine's rank."""
+        peers = engine._groups.peers
+        patience_s = min(PATIENCE_S, engine.terapipe_config.stall_timeout_s / 2)  # or they would report a stall
+        return cls(() if peers is None else peers.ranks, engine.global_rank, patience_s)
+
+    def failure(self, error: Exception | None, what: str, remedy: str = "") -> Failure | None:
+        """Return what failed in the trial that has just ended: on this rank, or else on the first peer that failed.
+
+        A collective over the peers.
+
+        Args:
+            error: what this rank raised; None where the trial came through.
+            what, remedy: which trial that was, and how to do without it, for the message of an error.
+
+        Raises:
+            TrialError: this rank failed, and a peer that waits for it in the layers does not come; or peers come from
+                another trial.
+            Exception: `error` itself where it says that a peer is gone.
+        """
+        if isinstance(error, TrialError):  # of a trial inside of this one
+            raise error
+        own = None if error is None else Failure(type(error).__name__, str(error))
+        if len(self._ranks) < 2:
+            return own
+        if isinstance(error, RuntimeError) and is_lost_connection(error):
+            raise error
+        if own is None and not get_accelerator().is_synchronized_device():
+            get_accelerator().synchronize()  # where this rank waits for a peer, the host may not know of it
+
+        def late(waited_s: float, missing: Callable[[], list[int]]) -> None:
+            if own is not None and waited_s > self._patience_s and (ranks := missing()):
+                raise TrialError(self._waiting_text(own, ranks, what, remedy)) from error
+
+        name = f"trials/{self._ranks}/{next(_numbers.setdefault(self._ranks, itertools.count(1)))}"
+        texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late, self._store)
+        told = {rank: json.loads(text) for rank, text in texts.items()}  # a failure, and of which trial
+        others = [f"{at}, on rank {r} ({failed or 'came through'})" for r, (failed, at) in told.items() if at != what]
+        if others:  # what failed there was no trial, or the next one here: the ranks would wait for each other
+            raise TrialError(
+                f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are at "
+                + "; ".join(others)
+            ) from error
+        failures = (Failure(failed[0], failed[1], rank) for rank, (failed, _) in told.items() if failed is not None)
+        return own or next(failures, None)
+
+    def _waiting_text(self, own: Failure, missing: Sequence[int], what: str, remedy: str) -> str:
+        peers = f"peers, ranks {list(missing)}, have" if len(missing) > 1 else f"peer, rank {missing[0]}, has"
+        return (
+            f"{what} failed on rank {self._rank} ({own}); its tensor-parallel {peers} not come out of the layers in "
+            f"{self._patience_s:g} s after that, where each waits for all. Mend what fails on rank {self._rank}"
+            + f", or {remedy}"
+            * bool(remedy)
+        )

@@ -1,0 +1,262 @@
+"""Find the first number of a step that is not finite (`"check_finite": "every_step"`), by the place where it arose.
+
+NaN spreads to everything that is computed from it, so a loss of NaN says nothing of its cause. Hooks look at every
+layer's outputs and at the gradients of its inputs, for each slice; the loss, the gradients in the slice store and those
+of parameters are looked at as well. The host waits for no device meanwhile: the extremes of each tensor are kept where
+they are, and read once, when the backwards of the batch are done. Then all ranks raise the same error, before anything
+is reduced or updated. It names the place that no other place has caused.
+
+With a dynamic loss scale a gradient that overflows is how the scale is found: the optimizer skips that step, and the
+check looks only at what the forward computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, active_slice
+from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
+from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
+from terapipe_ds.runtime.layout.layer_names import module_of
+from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_other_parts, replace_layers
+
+
+class NonFiniteError(ValueError):
+    """A step computed NaN or infinity; raised on every rank, before the step has changed anything."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The extremes of a tensor that a slice has computed, not read yet; `layer` as `layer 3 (DecoderLayer)`."""
+
+    active: ActiveSlice
+    layer: str
+    what: str
+    is_backward: bool
+    extremes: tuple[Tensor, Tensor]
+
+    @property
+    def order(self) -> tuple[bool, int, int, int]:
+        """What sorts first cannot follow from what sorts later: in the backward, slices and parts come in reverse."""
+        active, sign = self.active, -1 if self.is_backward else 1
+        return self.is_backward, active.micro_batch_id, sign * active.slice_id, sign * active.part_id
+
+    def __str__(self) -> str:
+        active = self.active
+        return (
+            f"{self.layer}, micro-batch {active.micro_batch_id}, slice {active.slice_id} (tokens [{active.start}, "
+            f"{active.stop}) of {active.sequence_length}), {'backward' if self.is_backward else 'forward'}: {self.what}"
+        )
+
+
+class FiniteCheck:
+    """The check of one stage; one per engine.
+
+    Args:
+        world: a group of all ranks on the CPU; None for a single rank.
+        gradients: False where the loss scale is dynamic.
+        collected: the optimizer collects gradients by hooks, and `.grad` does not hold those of the whole batch.
+    """
+
+    def __init__(
+        self, module: PipelineModule, store: SliceStore, stage_id: int, world: Any, gradients: bool, collected: bool
+    ) -> None:
+        self._module, self._store = module, store
+        self._stage_id, self._world = stage_id, world
+        self._gradients, self._collected = gradients, collected
+        self._looks: list[Look] = []
+        self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and what its gradient is called
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
+        self._looks.clear()
+        parts, handles = [], []
+        owners: list[tuple[str, Any]] = []
+        names: dict[nn.Module, str] = {}  # a module at several places has several
+        for _ in each_part(self._module):
+            layers, start = self._module.forward_funcs, self._module._local_start
+            own = [(layer_name(layer, start + index), layer) for index, layer in enumerate(layers)]
+            for name, layer in own:
+                if isinstance(layer, nn.Module):
+                    names[layer] = f"{names[layer]} or {name}" if layer in names else name
+            parts.append(layers)
+            owners += own
+            replace_layers(self._module, [self._watched(layer, name, layer is layers[-1]) for name, layer in own])
+        for module, name in names.items():
+            before, after = self._hooks(name, any(module is part[-1] for part in parts))
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        self._parameters = dict(_parameters_of([*owners, ("the pipeline module", self._module)]))
+        if self._gradients:
+            self._store.on_gradients = self._look_at_accumulators
+            if self._collected:
+                handles += [p.register_hook(self._hook(*place)) for p, place in self._parameters.items()]
+        try:
+            yield
+        finally:
+            for chunk_id in each_part(self._module):
+                replace_layers(self._module, parts[chunk_id])
+            self._store.on_gradients = None
+            for handle in handles:
+                handle.remove()
+            self._looks.clear()
+
+    def _watched(self, layer: Any, name: str, is_last: bool) -> Any:
+        """Return a module as it is, and a function with what hooks do around it."""
+        if isinstance(layer, nn.Module):
+            return layer
+        before, after = self._hooks(name, is_last)
+
+        def run(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+            before(None, args)
+            outputs = function(*args, **keywords)
+            after(None, args, outputs)
+            return outputs
+
+        base = layer if isinstance(layer, functools.partial) else functools.partial(layer)
+        return functools.partial(run, base.func, *base.args, **base.keywords)
+
+    def _hooks(self, name: str, is_last: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Return what is done before and after the forward of a layer; `is_last` is one whose outputs are sent on."""
+
+        def look_at_gradients(tensors: dict[str, Tensor], what: str) -> None:
+            for which, tensor in tensors.items() if torch.is_grad_enabled() and self._gradients else ():
+                if tensor.requires_grad:
+                    tensor.register_hook(self._hook(name, f"the gradient {what}{which}"))
+
+        def before(layer: object, args: tuple[Any, ...]) -> None:
+            look_at_gradients(_tensors(args), "of its input")
+
+        def after(layer: object, args: tuple[Any, ...], outputs: Any) -> None:
+            active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
+            for index, (which, tensor) in enumerate(results.items()):
+                # what is handed on is not computed here; what is behind the first and has no gradient may be a mask
+                is_own = tensor.is_floating_point() and not any(tensor is each for each in inputs.values())
+                if active is not None and active.mode == "train" and is_own and (index == 0 or tensor.requires_grad):
+                    self.look(name, f"its output{which}", tensor)
+            if is_last:
+                look_at_gradients(results, "that comes to its output")
+
+        return before, after
+
+    def _hook(self, layer: str, what: str) -> Callable[[Tensor], None]:
+        return functools.partial(self.look, layer, what, is_backward=True)
+
+    def look(self, layer: str, what: str, tensor: Tensor, is_backward: bool = False) -> None:
+        """Keep the extremes of `tensor`, a result of the slice that is running."""
+        active = active_slice()
+        if active is not None and tensor.numel() and tensor.layout is torch.strided:
+            self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(tensor.detach())))
+
+    def look_at_loss(self, loss: Tensor | Sequence[Tensor]) -> None:
+        """Look at the weighted loss of the slice that is running, on the last stage; or at several."""
+        for part in [loss] if isinstance(loss, Tensor) else loss:
+            self.look("the loss function", "the loss", part)
+
+    def look_at_parameters(self) -> None:
+        """Look at what the parameters' gradients have become, after the backward of the slice that is running."""
+        if self._gradients and not self._collected:
+            others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
+            for parameter, (layer, what) in self._parameters.items():
+                if parameter.grad is not None and id(parameter) not in others:
+                    self.look(layer, what, parameter.grad, is_backward=True)
+
+    def _look_at_accumulators(self, entry: SliceEntry, stop: int) -> None:
+        assert entry.grads is not None
+        for grads, name in zip(entry.grads, ("dK", "dV"), strict=True):
+            what = f"the accumulated {name} of tokens [0, {stop})"
+            self.look(f"attention layer {entry.layer!r}", what, grads[:, :, :stop], is_backward=True)
+
+    # -- judging ------------------------------------------------------------------------------------------------------
+
+    def agree(self, step: int) -> None:
+        """Compare all ranks, when all backwards of the batch are done. A collective over all ranks.
+
+        Raises:
+            NonFiniteError: on every rank, where one has found something.
+        """
+        texts = zip(self._looks, _problems(self._looks), strict=True)
+        places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
+        own = min(places, key=lambda place: place[0], default=None)  # of one slice what was computed first
+        self._looks.clear()
+        firsts = [own]
+        if self._world is not None:
+            firsts = gather(own, self._world) if on_any_rank(own is not None, self._world) else []
+        ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(firsts) if place is not None)
+        if ranks:
+            raise RaisedEverywhere(NonFiniteError(_message(ranks, step)))
+
+
+def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:
+    """Return the tensors among arguments or results, with " 0", " 1" where there are several."""
+    values = [value for arg in args for value in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return {f" {index}" if len(tensors) > 1 else "": tensor for index, tensor in enumerate(tensors)}
+
+
+def _problems(looks: Sequence[Look]) -> list[str]:
+    """Return for each look what is wrong with its tensor, "" where nothing is; read from the device once per dtype."""
+    problems = [""] * len(looks)
+    kinds = [(look.extremes[0].dtype, look.extremes[0].device) for look in looks]
+    for kind in set(kinds):
+        indices = [index for index, each in enumerate(kinds) if each == kind]
+        extremes = torch.stack([each for index in indices for each in looks[index].extremes]).view(-1, 2).cpu()
+        for row in (~torch.isfinite(extremes)).any(dim=1).nonzero().flatten().tolist():
+            problems[indices[row]] = "has NaN" if extremes[row].isnan().any() else "is infinite somewhere"
+    return problems
+
+
+def _parameters_of(owners: Sequence[tuple[str, Any]]) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
+    """Yield each parameter with the layer that it belongs to, and what its gradient is called."""
+    seen: set[int] = set()
+    for owner, layer in owners:
+        module = module_of(layer)
+        for name, parameter in [] if module is None else module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter, (owner, f"the gradient of its parameter {name}")
+
+
+def layer_name(layer: Any, index: int) -> str:
+    """Return `layer 3 (DecoderLayer)`; of tied layers and of plain functions the function's name."""
+    if isinstance(layer, functools.partial):
+        layer = layer.func
+    kind = type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
+    return f"layer {index} ({kind})"
+
+
+def _message(places: Sequence[tuple[object, int, str]], step: int) -> str:
+    (_, rank, first), *others = places
+    came = f" From there it came to ranks {sorted(rank for _, rank, _ in others)} as well." if others else ""
+    return (
+        f"step {step} computed a number that is not finite (terapipe.check_finite). The first place, on rank {rank}: "
+        f"{first}. What it was computed from is finite, unless a parameter is not: look at what this place does with "
+        f"these tokens.{came} Nothing was updated in this step; on all ranks a caller who catches this error may go on "
+        "with the next batch."
+    )
+
+
+def finite_check(engine: PipelineEngine, is_on: bool, store: SliceStore, world: Any) -> FiniteCheck | None:
+    """Return the check of `engine`, where its config asks for one. `world`: a group of all ranks, on the CPU."""
+    if not is_on:
+        return None
+    is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
+    return FiniteCheck(engine.module, store, engine.stage_id, world, not _overflows(engine), is_collected)
+
+
+def _overflows(engine: PipelineEngine) -> bool:
+    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

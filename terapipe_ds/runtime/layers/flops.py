@@ -1,0 +1,160 @@
+"""Count the operations of a stage, where DeepSpeed's config has `flops_profiler`.
+
+DeepSpeed 0.19.8 counts one forward of rank 0, waits for the device around each module (a hang where receives are posted
+ahead), and prints nothing with pipelines. Here every stage of the first replica counts the F, B and W of the first
+micro-batch of `profile_step` by torch's formulas: products of matrices, convolutions and attention, 2 for each
+multiply-add. Attention counts the scores that a causal mask leaves, so slices count as much as whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.profiling.flops_profiler.profiler import number_to_string
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
+
+from terapipe_ds.compat import has_flash_attn
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.schedule.action import Action, Kind
+
+_COUNTED = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradients apart"}
+_QK_AND_PV, _BACKWARD = 2, 5  # products of a fused kernel; the backward: Q K^T again, dP, dV, dQ, dK
+
+
+def attention_formula(products: int, query: int, is_causal: int, token_dim: int = 2) -> Callable[..., int]:
+    """Return the formula of a kernel with `products` products per score; the others say where its arguments are."""
+
+    def count(*args: Any, **options: object) -> int:
+        q, k, v = (tensor.shape for tensor in args[query : query + 3])
+        hidden = len(args) > is_causal and bool(args[is_causal]) and q[token_dim] * (q[token_dim] - 1) // 2
+        scores = q[0] * q[3 - token_dim] * (q[token_dim] * k[token_dim] - hidden)  # the last query sees all keys
+        return 2 * scores * (q[-1] * (products - products // 2) + v[-1] * (products // 2))
+
+    return count
+
+
+def _formulas() -> dict[object, Callable[..., int]]:
+    """Return torch's formulas, with those of what it does not count, or counts without the mask."""
+    aten = torch.ops.aten
+    formulas: dict[object, Callable[..., int]] = {
+        **flop_registry,
+        aten.addmm_: lambda total, a, b, **options: 2 * a.numel() * b.shape[1],
+        aten._scaled_dot_product_flash_attention_for_cpu: attention_formula(_QK_AND_PV, 0, 4),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_formula(_BACKWARD, 1, 7),
+        aten._scaled_dot_product_flash_attention: attention_formula(_QK_AND_PV, 0, 4),
+        aten._scaled_dot_product_flash_attention_backward: attention_formula(_BACKWARD, 1, 11),
+    }
+    if has_flash_attn():
+        flash_attn = torch.ops.flash_attn
+        formulas[flash_attn._flash_attn_forward] = attention_formula(_QK_AND_PV, 0, 5, token_dim=1)
+        formulas[flash_attn._flash_attn_backward] = attention_formula(_BACKWARD, 1, 11, token_dim=1)
+    return formulas
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what is dispatched, by module. torch's `FlopCounterMode` also decomposes operations: other last bits."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formulas: dict[object, Callable[..., int]], tracker: ModuleTracker) -> None:
+        super().__init__()
+        self._formulas, self._tracker = formulas, tracker
+        self.by_module: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            count = formula(*args, **(kwargs or {}), out_val=out)
+            self.by_module.update(dict.fromkeys(self._tracker.parents, count))
+        return out
+
+
+class StageFlops:
+    """Counts the first micro-batch of the profiled step; takes the place of `engine.flops_profiler`."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine, self._formulas = engine, _formulas()
+        grid = engine.grid
+        self._is_chosen = grid.get_data_parallel_rank() == 0 and grid.get_slice_parallel_rank() == 0
+        self._is_counting = False
+        self.totals: Counter[Kind] = Counter()
+        self.forward_of: Counter[str] = Counter()  # path of a module -> operations of its forward
+
+    def open_batch(self, training: bool) -> None:
+        """Begin to count where the profiled step begins; any other batch is not counted."""
+        is_due = self._engine.global_steps == self._engine.flops_profiler_profile_step()
+        self._is_counting = training and self._is_chosen and is_due
+        self.totals.clear()
+        self.forward_of.clear()
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Count what `action` computes, if it belongs to the first micro-batch of the profiled step."""
+        if not self._is_counting or action.kind not in _COUNTED or action.micro_batch_id:
+            yield
+            return
+        with ModuleTracker() as tracker, _Counter(self._formulas, tracker) as counter:
+            yield
+        self.totals[action.kind] += counter.by_module.pop("Global", 0)
+        if action.kind is Kind.FORWARD:
+            self.forward_of += counter.by_module
+
+    def report(self) -> None:
+        """Print the counts of the profiled step; or write `output_file`, stage k > 0 `<output_file>.stage<k>`."""
+        if not self._is_counting:
+            return
+        path, stage_id = self._engine.flops_profiler_output_file(), self._engine.stage_id
+        if not path:
+            print(self._text(), flush=True)
+            return
+        target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, self._text() + "\n")
+
+    def _text(self) -> str:
+        """Describe the stage and its modules down to `module_depth`: all with `detailed`, else `top_modules`."""
+        engine = self._engine
+        deepest, is_detailed = engine.flops_profiler_module_depth(), engine.flops_profiler_detailed()
+        modules = [path for path, _ in self.forward_of.most_common() if deepest == -1 or path.count(".") <= deepest]
+        counts = {name: self.totals[kind] for kind, name in _COUNTED.items()}
+        for path in modules if is_detailed else modules[: engine.flops_profiler_top_modules()]:
+            counts[f"forward of {path}"] = self.forward_of[path]
+        heading = (
+            f"flops_profiler: step {engine.global_steps}, stage {engine.stage_id} of {engine.num_stages} (rank "
+            f"{engine.global_rank}), operations for one micro-batch in its slices"
+        )
+        return "\n".join([heading, *(f"  {name}: {number_to_string(counts[name], precision=4)}" for name in counts)])
+
+    def start_profile(self, ignore_list: object = None) -> None:
+        """Do nothing: DeepSpeed calls this in each forward of rank 0, which is a slice here."""
+
+    def stop_profile(self) -> None:
+        """Do nothing, as `start_profile`."""
+
+
+def stage_flops(engine: PipelineEngine) -> StageFlops | None:
+    """Return the counter of this stage, in the place of DeepSpeed's profiler, where the config asks for one.
+
+    Raises:
+        TeraPipeConfigError: the config says how much of the forward is recomputed, which is counted here.
+    """
+    if not engine.flops_profiler_enabled():
+        return None
+    factor = engine.flops_profiler_recompute_fwd_factor()
+    if factor:
+        raise TeraPipeConfigError(
+            f"flops_profiler.recompute_fwd_factor = {factor}: the backward is counted here, with all that it computes "
+            "again, and not estimated; remove the key or set it to 0"
+        )
+    engine.flops_profiler = StageFlops(engine)
+    return engine.flops_profiler

@@ -1,0 +1,164 @@
+"""Run the layers of a stage, forward and backward, without leaving a trace of it.
+
+Measurements happen on the very layers that train. Inside `untouched` the layers work on stand-ins: the same weights in
+memory, but other `Parameter` objects, with gradients of their own and without the hooks by which optimizers gather
+gradients. Buffers, other attributes and random numbers are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch import nn
+
+
+@contextmanager
+def untouched(module: nn.Module, accumulates_in_fp32: bool = False, with_gradients: bool = True) -> Iterator[None]:
+    """Put parameters, gradients, buffers and random numbers back after measurements on `module`.
+
+    Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
+
+    Args:
+        accumulates_in_fp32: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
+            precision may do.
+        with_gradients: True: gradients begin as zeros, and a backward adds to them as that of a later slice does.
+            False: they begin as None; what changes the gradient of a parameter (`register_hook`) does so here as well.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        trackers = getattr(module, "rng_trackers", ())
+        stand_ins = _stand_ins(module, accumulates_in_fp32, with_gradients)
+        with _same_random_numbers(trackers), _same_state(module), stand_ins:
+            yield
+
+
+@contextmanager
+def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
+    """Put random states back, with those of `trackers`: a module may draw from states of its own.
+
+    Tensor-parallel layers do so for dropout. Each has `get_states` and `set_states`, as DeepSpeed's.
+    """
+    accelerator = get_accelerator()
+    everyone = [ds_checkpointing.get_cuda_rng_tracker(), *trackers]
+    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
+    tracked = [{name: state.clone() for name, state in tracker.get_states().items()} for tracker in everyone]
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if on_device is not None:
+            accelerator.set_rng_state(on_device)
+        for tracker, states in zip(everyone, tracked, strict=True):
+            tracker.set_states(states)
+
+
+@contextmanager
+def _same_state(module: nn.Module) -> Iterator[None]:
+    """Put back what the layers, plain functions and the loss keep, such as a mask remembered from the first forward."""
+    before = _Before()
+    for owner in (*module.modules(), *getattr(module, "forward_funcs", ()), getattr(module, "loss_fn", None)):
+        before.remember(getattr(owner, "__dict__", None))
+    module.train()
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+class _Before:
+    """What containers held, and the numbers of tensors. Other objects are put back in their places as they are."""
+
+    def __init__(self) -> None:
+        self._containers: dict[int, tuple[Any, Any]] = {}  # by identity: several modules may share one
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def remember(self, value: Any) -> None:
+        """Remember `value` and what it contains; a kind of object that is not known is passed over."""
+        if type(value) in (dict, OrderedDict, defaultdict, list, set, deque):
+            if id(value) not in self._containers:
+                self._containers[id(value)] = value, copy.copy(value)
+                for each in value.values() if isinstance(value, dict) else value:
+                    self.remember(each)
+        elif type(value) is tuple:
+            for each in value:
+                self.remember(each)
+        elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+            self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        for container, before in self._containers.values():
+            if isinstance(container, dict):
+                container.update(before)  # never empty in between: it may be that of a module
+                for key in [key for key in container if key not in before]:
+                    del container[key]
+            else:
+                container.clear()
+                (container.update if isinstance(container, set) else container.extend)(before)
+        with torch.no_grad():
+            for tensor, before in self._tensors.values():
+                if not torch.equal(_bytes(tensor), _bytes(before)):  # memory that is not changed may be read-only
+                    tensor.copy_(before)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, accumulates_in_fp32: bool, with_gradients: bool) -> Iterator[None]:
+    originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    stand_ins: dict[int, nn.Parameter] = {}
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                originals.append((part._parameters, name, parameter))
+                if id(parameter) not in stand_ins:
+                    stand_ins[id(parameter)] = _stand_in(parameter, accumulates_in_fp32, with_gradients)
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
+        for owner, name, parameter in originals:
+            owner[name] = stand_ins[id(parameter)]
+        yield
+    finally:
+        for owner, name, parameter in originals:
+            owner[name] = parameter
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients: bool) -> nn.Parameter:
+    stand_in = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if not torch.is_tensor(value):  # marks such as `model_parallel`; not a main gradient
+            setattr(stand_in, name, value)
+    if not parameter.requires_grad:
+        return stand_in
+    if not with_gradients:
+        for hook in (parameter._backward_hooks or {}).values():  # they change gradients: those of slices otherwise
+            stand_in.register_hook(hook)
+        return stand_in
+    if accumulates_in_fp32:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+
+        def accumulate(fresh: torch.Tensor) -> None:
+            if fresh.grad is not None:
+                total.add_(fresh.grad)
+                fresh.grad = None
+
+        stand_in.register_post_accumulate_grad_hook(accumulate)
+    else:
+        stand_in.grad = torch.zeros_like(parameter)
+    return stand_in

@@ -1,0 +1,247 @@
+"""Let linear layers compute their weight gradients themselves: into `.grad` by the product, and later if need be.
+
+Autograd makes a gradient for each backward and then adds it to `.grad`: with slices this happens once per slice, and
+costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once (the fused
+accumulation of Megatron-LM, for plain torch).
+
+Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
+and compute these in W (zero bubble, Qi et al., arXiv 2401.10241): `nn.Linear` itself, and any module that has
+`defer_weight_gradients(gradients)`, which gets the `WeightGradients` of its stage once (`docs/how-it-works.md`).
+Biases, norms, embeddings and every other layer have all their gradients in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
+
+
+def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
+    """Prepare the plain linear layers of `module` and those that split their backwards; the result runs their W."""
+    gradients = WeightGradients(is_watched=isinstance(optimizer, DeepSpeedOptimizer))
+    for layer in module.modules():
+        defer = getattr(layer, "defer_weight_gradients", None)
+        if defer is not None:
+            defer(gradients)
+        elif type(layer) is nn.Linear and "forward" not in vars(layer):
+            layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
+    return gradients
+
+
+class _Product(NamedTuple):
+    """What one weight gradient is made of: `rows^T inputs`, [tokens, out] and [tokens, in].
+
+    With `gather` other ranks have parts of the inputs, and it makes all of them of this rank's.
+    """
+
+    weight: Tensor
+    rows: Tensor
+    inputs: Tensor
+    versions: tuple[int, int]
+    gather: Callable[[Tensor], Tensor] | None
+
+    def all_inputs(self) -> Tensor:
+        return self.inputs if self.gather is None else self.gather(self.inputs)
+
+
+class WeightGradients:
+    """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
+
+    Args:
+        is_watched: DeepSpeed's own optimizers for half precision and ZeRO collect gradients, by hooks on a parameter's
+            accumulation, and must be told of each.
+    """
+
+    def __init__(self, is_watched: bool = False) -> None:
+        self.is_watched = is_watched
+        self._split: frozenset[Key] = frozenset()
+        self._running: list[_Product] | None = None
+        self._waiting: dict[Key, list[_Product]] = {}
+
+    def open_batch(self, split: Iterable[Key]) -> None:
+        """Begin a batch in which the slices `split` have a W of their own; nothing of another batch is kept."""
+        self._split, self._running, self._waiting = frozenset(split), None, {}
+
+    def splits(self, key: Key) -> bool:
+        """Return whether the slice has a W of its own in this batch."""
+        return key in self._split
+
+    @contextmanager
+    def deferred(self, key: Key) -> Iterator[None]:
+        """Keep what W needs, during the B of a slice that has one."""
+        if key in self._waiting:
+            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
+        self._running = self._waiting[key] = []
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def compute(self, key: Key, around: Callable[[], Any]) -> int:
+        """Run the W of a slice and return how many weight gradients it had.
+
+        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients.
+
+        Raises:
+            InFlightError: its B has not run, or its W has run before; or a layer has changed in place what was kept.
+        """
+        try:
+            products = self._waiting.pop(key)
+        except KeyError:
+            raise InFlightError(f"W{key[1]}.{key[2]} of part {key[0]} ran before its B, or a second time") from None
+        count = len(products)
+        for product in products:  # layers may have views of these tensors
+            if product.versions != (product.rows._version, product.inputs._version):
+                raise InFlightError(
+                    f"W{key[1]}.{key[2]} of part {key[0]}: the input or the output gradient of a linear layer with "
+                    f"weight {list(product.weight.shape)} was changed in place after its B"
+                )
+        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+            with around():
+                _in_autograd(products)
+        else:
+            with torch.no_grad():
+                for product in products:
+                    fresh = _add_product(product.weight, product.rows, product.all_inputs())
+                    if fresh is not None:
+                        _accumulate(product.weight, fresh)
+        return count
+
+    def kept_bytes(self, key: Key) -> int:
+        """Return the bytes that wait for the W of a slice."""
+        storages = [
+            t.untyped_storage() for product in self._waiting.get(key, ()) for t in (product.rows, product.inputs)
+        ]
+        kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(kept.values())
+
+    def assert_done(self) -> None:
+        """Raise InFlightError unless every W has run."""
+        if self._waiting:
+            missing = sorted(self._waiting)
+            raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
+
+    # -- asked by the layers -----------------------------------------------------------------------------------------
+
+    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
+        """Return whether a linear layer that runs now is to leave its weight gradient to this object.
+
+        It is in training in the dtype of the weight: of a slice whose backward is split, and of any slice where no hook
+        collects gradients.
+        """
+        active = active_slice()
+        if active is None or not torch.is_grad_enabled():
+            return False
+        if self.splits_now():
+            if not inputs.requires_grad:  # the output may hang on the weight alone
+                return False
+        elif active.is_whole or self.is_watched or _has_hooks(weight):
+            return False
+        return (
+            weight.requires_grad
+            and weight.is_leaf
+            and inputs.dtype == weight.dtype
+            and not torch.is_autocast_enabled(inputs.device.type)
+        )
+
+    def splits_now(self) -> bool:
+        """Return whether the slice that runs now has a W of its own."""
+        active = active_slice()
+        return active is not None and (active.part_id, active.micro_batch_id, active.slice_id) in self._split
+
+    def keep(
+        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Leave `rows^T inputs` to the W of the slice whose B runs; W adds it to the gradient of `weight`.
+
+        Args:
+            weight: the parameter, [out, in].
+            rows: gradients of the layer's outputs, [tokens, out].
+            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives: W
+                has its products in the order of `keep`, and ranks with one schedule run their W in one order.
+
+        Raises:
+            InFlightError: in any other backward, where the gradient would get lost.
+        """
+        if self._running is None:
+            raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
+        self._running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _in_autograd(products: list[_Product]) -> None:
+    """Run the hooks of each weight; products are freed one by one, so only one extra gradient exists."""
+    while products:
+        product = products.pop(0)
+        weight = product.weight
+        with torch.no_grad():
+            gradient = product.rows.t() @ product.all_inputs()
+        del product
+        torch.autograd.backward([weight], [gradient])
+
+
+def _accumulate(weight: Tensor, gradient: Tensor) -> None:
+    """Add a gradient as autograd does."""
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        if gradients.takes(inputs, layer.weight):
+            if gradients.splits_now():  # without an edge to the weight: hooks on it would be called in B with nothing
+                return _Linear.apply(inputs, layer.weight.detach(), layer.bias, _Leaf(layer.weight), gradients.keep)
+            return _Linear.apply(inputs, layer.weight, layer.bias, _Leaf(layer.weight), _add_product)
+        return F.linear(inputs, layer.weight, layer.bias)
+
+    return forward
+
+
+_Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
+
+
+class _Leaf(NamedTuple):
+    """Hides the weight from autograd, which takes an edge to each tensor argument."""
+
+    weight: Tensor
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, leaf: _Leaf, add: _Add) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.leaf = leaf  # the saved one is another object, without .grad
+        ctx.add = add
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight = ctx.saved_tensors
+        needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
+        rows = grad.reshape(-1, grad.shape[-1])
+        inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
+        bias_grad = rows.sum(dim=0) if needs_bias else None
+        weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+        return inputs_grad, weight_grad, bias_grad, None, None
+
+
+def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:
+    """Add `rows^T inputs` to `weight.grad`; or return it for autograd, where there is none to add to."""
+    total = weight.grad
+    if total is None or total.dtype != rows.dtype or total.layout != torch.strided:
+        return rows.t() @ inputs
+    total.addmm_(rows.t(), inputs)
+    return None

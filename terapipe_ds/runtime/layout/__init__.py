@@ -1,0 +1,1 @@
+"""Which part of the layers is where: cutting the module, moving layers, tied and copied weights."""

@@ -1,0 +1,261 @@
+"""Cut a `PipelineModule` in the parts of a layout, and move its layers to the stages that hold these.
+
+DeepSpeed builds the layers of one part on each stage before any config is read. `lay_out` cuts the module anew by
+DeepSpeed's own partition methods and moves layers to the stages that hold them from then on, with the values they have:
+whatever the layout is, the model starts from the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, guessed_method, random_states_kept
+
+_LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
+
+
+def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any = None) -> Any:
+    """Cut `module` in the parts of `layout` and move its layers there. A collective over all ranks.
+
+    A module that is laid out so already is left alone.
+
+    Args:
+        parameters: `model_parameters` of `deepspeed.initialize`, chosen before the layers move.
+        optimizer: the user's own one, which was made before the layers move; or a function that makes one.
+
+    Returns:
+        `parameters` as they are afterwards.
+
+    Raises:
+        TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
+            `parameters` are afterwards; or an optimizer that exists, and would train what no stage runs.
+    """
+    if isinstance(module, PartedModule):
+        if module.terapipe_layout.placement != layout.placement:
+            raise TeraPipeConfigError(
+                f"the module is laid out for {_described(module.terapipe_layout)}, and the terapipe section asks for "
+                f"{_described(layout)}: build a new PipelineModule, or give the same schedule and chunks_per_stage"
+            )
+        return parameters
+    if layout.is_plain:
+        return parameters
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TeraPipeConfigError(
+            "the optimizer was made before the layers move to the stages that hold them from now on. "
+            f"{_LAY_OUT_FIRST} make it then; or give a function that makes one of parameters"
+        )
+    ids_before, bounds_before, method = _parameter_ids(module), list(module.parts), _method_of(module)
+    setattr(module, STOCK_BOUNDS, bounds_before)
+    built = layers_by_name(module, [(module._local_start, module.forward_funcs)])
+    with random_states_kept():
+        module_class = _parted_class(type(module))  # type: ignore[arg-type]  # a class can be a key
+        _cut(module, layout, method)
+        module.__class__ = module_class
+        module.terapipe_layout = layout
+        _build(module, built)
+    _move_layers(module, bounds_before, built)
+    module.to(get_accelerator().device_name(module.local_rank))
+    module.tied_comms = module._index_tied_modules()
+    module._synchronize_tied_weights()
+    laid_out = getattr(module, "laid_out", None)
+    if laid_out is not None:
+        laid_out()
+    return _parameters_of(module, parameters, ids_before)
+
+
+def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
+    """Return whether `lay_out` could move layers of this rank; `parameters` must not be an iterator.
+
+    Write down the method that cuts `module`, if it had to be guessed.
+    """
+    listed = None if parameters is None else list(parameters)
+    if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
+        return False
+    try:
+        setattr(module, PARTITION_METHOD, _method_of(module))
+    except TeraPipeConfigError:
+        return False
+    return True
+
+
+def _described(layout: Layout) -> str:
+    return f"parts {[layout.placement[place] for place in sorted(layout.placement)]} (stage by stage, chunk by chunk)"
+
+
+@functools.cache
+def _parted_class(stock: type) -> type:
+    """Make a class in front of the module's own, with its name: DeepSpeed goes by the names of some classes."""
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
+    if issubclass(stock, DualPipeVModule):
+        raise TeraPipeConfigError("a DualPipeVModule has a layout of its own: build the model as a PipelineModule")
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (PartedModule, stock), names)
+
+
+# -- which parameters are trained ----------------------------------------------------------------------------------
+
+
+def _parameter_ids(module: Any) -> tuple[set[int], set[int]]:
+    """Return the ids of all parameters, and of those that are trained."""
+    parameters = list(module.parameters())
+    return {id(p) for p in parameters}, {id(p) for p in parameters if p.requires_grad}
+
+
+def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int]]) -> Any:
+    """Return what the optimizer gets for a `model_parameters` that was made before the layers moved.
+
+    Args:
+        parameters: None, all parameters, or the trainable ones. A list was made before the layers moved; an unread
+            iterator yields the new ones.
+        before: the `_parameter_ids` that the module had.
+
+    Raises:
+        TeraPipeConfigError: on every rank: groups, or a choice among the parameters, on some rank. Nothing tells what
+            they mean for layers that were elsewhere.
+    """
+    listed = None if parameters is None else list(parameters)
+    kinds = gather(_kind_of(listed, module, before))
+    if "choice" in kinds or {"all", "trained"} <= set(kinds):
+        raise TeraPipeConfigError(
+            "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
+            f"parameters, or all that are trained. {_LAY_OUT_FIRST} make the groups then"
+        )
+    if kinds[torch_dist.get_rank()] == "current":
+        return listed
+    with_frozen = "all" in kinds  # a stage without frozen layers gives the same list in both cases
+    return [parameter for parameter in module.parameters() if with_frozen or parameter.requires_grad]
+
+
+def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[int]]) -> str:
+    """Say what `model_parameters` are on this rank: current | all | trained | either | choice."""
+    if listed is None:
+        return "current"
+    ids = {id(each) for each in listed if isinstance(each, Tensor)}
+    if len(ids) < len(listed):
+        return "choice"
+    if ids in _parameter_ids(module):
+        return "current"
+    if ids not in before:
+        return "choice"
+    every, trained = before
+    return "either" if every == trained else "all" if ids == every else "trained"
+
+
+# -- cutting -------------------------------------------------------------------------------------------------------
+
+
+def _method_of(module: Any) -> str:
+    method = getattr(module, PARTITION_METHOD, None) or guessed_method(module)
+    if method is None:
+        raise TeraPipeConfigError(
+            "stages with several parts need the partition_method of the PipelineModule, and nothing tells it: "
+            f"{list(module.parts)} is neither that of 'parameters' nor of 'uniform'. Call terapipe_ds.register() "
+            "before the module is built"
+        )
+    return str(method)
+
+
+def _cut(module: Any, layout: Layout, method: str) -> None:
+    """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
+    bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
+    layers = len(module._layer_specs)
+    if layers < num_parts:
+        raise TeraPipeConfigError(
+            f"{layers} layers cannot be cut in {num_parts} parts ({num_stages} stages, {layout.chunks_per_stage} "
+            "chunks each): give fewer chunks_per_stage"
+        )
+    module.num_stages = num_parts
+    try:
+        with contextlib.redirect_stdout(shown):
+            module._partition_layers(method=method)
+        module.parts = [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
+    finally:
+        module.num_stages = num_stages
+    print(shown.getvalue().replace("stage=", "part="), end="")
+    empty = [part for part in range(num_parts) if module.parts[part] == module.parts[part + 1]]
+    if empty:
+        module.parts = bounds
+        module._set_bounds(bounds[module.stage_id], bounds[module.stage_id + 1])
+        raise TeraPipeConfigError(
+            f"partition_method {method!r} leaves parts {empty} of {num_parts} without a layer: give fewer "
+            "chunks_per_stage, or another partition_method"
+        )
+
+
+def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
+    """Build the layers of this stage's parts; those that were built already are taken as they are."""
+    specs = module._layer_specs
+    for name in built:
+        module._modules.pop(str(name), None)
+    # a built layer takes the place of its spec while DeepSpeed builds what is new
+    module._layer_specs = [
+        spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
+    ]
+    module._held, here = [], set()
+    for place in module.terapipe_layout.places(module.stage_id):
+        start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
+        module._set_bounds(start, stop)
+        module.forward_funcs, module.fwd_map = [], {}
+        module._build()
+        module._held.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
+        here |= {layer_name(specs, layer_id) for layer_id in range(start, stop)}
+    module._layer_specs = specs
+    for key in set(module.tied_modules) - here:
+        del module.tied_modules[key]
+    module._active_chunk = 0
+    module.activate(0)
+
+
+# -- moving --------------------------------------------------------------------------------------------------------
+
+
+def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any]) -> None:
+    """Send each layer's values from the stage that had built it to those that have now, in one order on all stages."""
+    layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
+    layer_ids: dict[LayerName, list[int]] = {}
+    for layer_id in range(len(module._layer_specs)):
+        layer_ids.setdefault(layer_name(module._layer_specs, layer_id), []).append(layer_id)
+    group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
+    for ranks in grid.topology().get_axis_comm_lists("pipe"):
+        made = torch_dist.new_group(ranks, backend="gloo")
+        group = made if module.global_rank in ranks else group
+    for name, ids in layer_ids.items():
+        sources = {part_of(bounds_before, i) for i in ids}
+        targets = {stage_id for i in ids for stage_id, _ in layout.homes(part_of(module.parts, i))} - sources
+        for target in sorted(targets):
+            if module.stage_id == min(sources):
+                values = [(key, t.detach().cpu().clone(), t.requires_grad) for key, t in _tensors(built[name]).items()]
+                torch_dist.send_object_list([values], dst=grid.pp_group[target], group=group)
+            elif module.stage_id == target:
+                received: list[Any] = [None]
+                torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
+                _set_values(held[name], received[0])
+
+
+def _tensors(layer: Any) -> dict[str, Tensor]:
+    if not isinstance(layer, nn.Module):
+        return {}
+    return {**dict(layer.named_parameters(remove_duplicate=False)), **dict(layer.named_buffers(remove_duplicate=False))}
+
+
+def _set_values(layer: Any, values: Sequence[tuple[str, Tensor, bool]]) -> None:
+    tensors = _tensors(layer)
+    for name, value, requires_grad in values:
+        tensors[name].data = value.to(tensors[name].device)  # in the dtype that the module was converted to meanwhile
+        tensors[name].requires_grad_(requires_grad)

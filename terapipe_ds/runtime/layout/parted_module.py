@@ -1,0 +1,155 @@
+"""Hold several parts of the layers on each stage of a `PipelineModule`, as DeepSpeed's `DualPipeVModule` holds two.
+
+`laying_out` makes a `PartedModule` of a user's module. The functions at the end are what the rest of the runtime asks
+of a module, whether its stages hold one part or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.runtime.layout.layer_names import LayerName, layers_by_name, module_of, part_of
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.tied_and_copied import copies_of, sum_gradients
+
+
+@dataclass
+class HeldPart:
+    """The layers of one part on this stage, as `PipelineModule` keeps those of its only one."""
+
+    start: int
+    stop: int
+    forward_funcs: list[Any]
+    checkpointable: list[bool] = field(default_factory=list)
+    fwd_map: dict[str, int] = field(default_factory=dict)
+
+
+class PartedModule(PipelineModule):
+    """The class of a module that was laid out, in front of its own; `forward` runs one part at a time."""
+
+    terapipe_layout: Layout
+    _held: list[HeldPart]  # by chunk
+    _active_chunk: int
+
+    def activate(self, chunk_id: int) -> None:
+        """Let `forward` run the part at `chunk_id`."""
+        part = self._held[chunk_id]
+        self._active_chunk = chunk_id
+        self.forward_funcs, self.fwd_map = part.forward_funcs, part.fwd_map
+        self.is_checkpointable_results = part.checkpointable
+        self._set_bounds(part.start, part.stop)
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run the layers of the active part, for an engine that says which.
+
+        Raises:
+            RuntimeError: something else calls: it would run some part of the layers.
+        """
+        if active_slice() is None:
+            raise RuntimeError(
+                "the layers of this module are in several parts per stage, and this call does not say which: train and "
+                "evaluate it by the engine that terapipe_ds.initialize() gives, with the same terapipe section"
+            )
+        return super().forward(forward_input)
+
+    def each_part(self) -> Iterator[int]:
+        """Activate one part after the other, and at the end the one that was active."""
+        before = self._active_chunk
+        try:
+            for chunk_id in range(len(self._held)):
+                self.activate(chunk_id)
+                yield chunk_id
+        finally:
+            self.activate(before)
+
+    def replace_layers(self, forward_funcs: list[Any]) -> None:
+        """Let the active part run these functions in place of its layers."""
+        self.forward_funcs = self._held[self._active_chunk].forward_funcs = forward_funcs
+
+    def held_layers(self) -> dict[LayerName, Any]:
+        """Return the layers of all parts on this stage."""
+        return layers_by_name(self, [(part.start, part.forward_funcs) for part in self._held])
+
+    # -- what DeepSpeed calls ----------------------------------------------------------------------------------------
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that owns a layer; for tied layers."""
+        return self.terapipe_layout.owner(part_of(self.parts, layer_idx))
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        if not self.terapipe_layout.has_copies:
+            return super()._index_tied_modules()
+        return copies_of(self, self.terapipe_layout, self.held_layers())
+
+    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
+        """Return the weights that other stages hold as well, each with the group of these."""
+        return [
+            (self._recursive_getattr(comm["module"], name), comm["group"])
+            for comm in self.tied_comms.values()
+            for name in comm["weight_attr"]
+        ]
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        sum_gradients(self, optimizer=None)
+
+    def _precompute_checkpointable_values(self) -> None:
+        for chunk_id in self.each_part():
+            self.is_checkpointable_results_interval = None  # kept per interval, and not per part
+            super()._precompute_checkpointable_values()
+            self._held[chunk_id].checkpointable = self.is_checkpointable_results
+
+    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Write DeepSpeed's file per layer; a part with several places is written at its home."""
+        for chunk_id in self.each_part():
+            part_id = self.terapipe_layout.placement[self.stage_id, chunk_id]
+            if self.terapipe_layout.homes(part_id)[0] == (self.stage_id, chunk_id):
+                super().save_state_dict(*args, **kwargs)
+
+    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+        for _ in self.each_part():
+            super().load_state_dir(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        for _ in self.each_part():
+            super().compile(*args, **kwargs)
+
+
+def activate(module: Any, chunk_id: int) -> None:
+    """Let `module` run the part of this stage at `chunk_id`."""
+    if isinstance(module, PartedModule):
+        module.activate(chunk_id)
+
+
+def each_part(module: Any) -> Iterator[int]:
+    """Let `module` run one part of this stage after the other."""
+    return module.each_part() if isinstance(module, PartedModule) else iter((0,))
+
+
+def parameters_of_part(module: Any) -> list[nn.Parameter]:
+    """Return the parameters of the part that `module` runs."""
+    if not isinstance(module, PartedModule):
+        return list(module.parameters())
+    layers = [module_of(layer) for layer in module.forward_funcs]
+    return list(nn.ModuleList(layer for layer in layers if layer is not None).parameters())
+
+
+def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
+    """Return the parameters that only those parts of this stage use which `module` does not run now."""
+    if not isinstance(module, PartedModule):
+        return []
+    active = {id(parameter) for parameter in parameters_of_part(module)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in active]
+
+
+def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
+    """Let the active part run these functions in place of its layers."""
+    if isinstance(module, PartedModule):
+        module.replace_layers(forward_funcs)
+    else:
+        module.forward_funcs = forward_funcs

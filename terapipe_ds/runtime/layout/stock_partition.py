@@ -1,0 +1,71 @@
+"""Ask DeepSpeed's partition methods where they cut the layers of a `PipelineModule`, without touching the module."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed.utils import logger as deepspeed_logger
+
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS
+
+PARTITION_METHOD = "_terapipe_partition_method"
+"""Attribute of a module: how it was cut."""
+
+
+def guessed_method(module: Any, parameters: Sequence[int] | None = None) -> str | None:
+    """Return a method that gives the stages which a module was built with before `terapipe_ds.register()`.
+
+    The arguments are those of `bounds_by`.
+    """
+    stock = list(getattr(module, STOCK_BOUNDS, module.parts))
+    methods = ("parameters", "uniform")
+    return next((m for m in methods if bounds_by(module, m, len(stock) - 1, parameters) == stock), None)
+
+
+def bounds_by(module: Any, method: str, num_parts: int, parameters: Sequence[int] | None = None) -> list[int]:
+    """Return the first layer of every part, and the number of layers.
+
+    Args:
+        parameters: how many trained parameters each layer has; None: DeepSpeed builds every layer once more to count.
+    """
+    with _restored(module), random_states_kept() if parameters is None else contextlib.nullcontext():
+        module.num_stages = num_parts
+        if parameters is not None:
+            module._count_layer_params = lambda: list(parameters)
+        module._partition_layers(method=method)
+        return list(module.parts)
+
+
+@contextlib.contextmanager
+def _restored(module: Any) -> Iterator[None]:
+    """Restore the module's own cut at the end, and silence DeepSpeed meanwhile."""
+    names = ("parts", "num_stages", "_local_start", "_local_stop", PARTITION_METHOD)
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        deepspeed_logger.disabled = disabled
+        for name in ("_count_layer_params", *names):
+            vars(module).pop(name, None)
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Draw none of the user's random numbers for layers that are built only to be counted or overwritten."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

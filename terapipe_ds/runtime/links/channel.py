@@ -1,0 +1,288 @@
+"""Links: the wires from one part to the next, one per direction.
+
+A link is two channels, a :class:`SendChannel` on one stage and a :class:`ReceiveChannel` on the other, on a process
+group that carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
+:meth:`ReceiveChannel.wait`. Messages travel in the order of the schedule, which is proved to be the same on both sides,
+and each is asked for by its unit ``(micro_batch_id, slice_id)``.
+
+Shapes are not sent with each slice: the first message of a signature (mode, rows, sequence length, slice length) is
+announced once, from then on both sides know what a slice of that signature looks like. (In DeepSpeed's own order with
+``dynamic_shape`` each message has a signature of its own.) The gradient of a unit has the shape of the activation that
+was sent for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.runtime.batch.sliceable import Tensors
+from terapipe_ds.runtime.links.staging import host_buffer, to_host
+from terapipe_ds.schedule.action import SliceKey
+
+Signature = Hashable
+
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.complex64, torch.complex128,
+)  # fmt: skip
+_ANNOUNCEMENT_INTS = 256
+_TAGS_BY_HOST = 1 << 16
+"""In the control group the announcements of a link have its tag, and messages that go there this many more."""
+
+
+class LinkError(RuntimeError):
+    """A message between two stages that cannot be sent or received."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the receiver must know of a tensor before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """The tensors of one message; ``is_tuple``: the layers hand a tuple on, not a bare tensor."""
+
+    tensors: tuple[TensorSpec, ...]
+    is_tuple: bool
+
+    def gradient(self) -> MessageSpec:
+        """What flows back for this message: one gradient for each tensor that requires one."""
+        return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
+
+    def encode(self) -> torch.Tensor:
+        """As a fixed-size tensor of int64, for the one announcement of a signature."""
+        ints = [int(self.is_tuple), len(self.tensors)]
+        for spec in self.tensors:
+            ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
+        if len(ints) > _ANNOUNCEMENT_INTS:
+            raise LinkError(
+                f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them"
+            )
+        return torch.tensor(ints + [0] * (_ANNOUNCEMENT_INTS - len(ints)), dtype=torch.int64)
+
+    @staticmethod
+    def blank() -> torch.Tensor:
+        """A tensor to receive an announcement in."""
+        return torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
+
+    @classmethod
+    def decode(cls, announcement: torch.Tensor) -> MessageSpec:
+        ints = iter(announcement.tolist())
+        is_tuple, count = bool(next(ints)), next(ints)
+        specs = []
+        for _ in range(count):
+            dtype, requires_grad, num_dims = _DTYPES[next(ints)], bool(next(ints)), next(ints)
+            specs.append(TensorSpec(tuple(next(ints) for _ in range(num_dims)), dtype, requires_grad))
+        return cls(tuple(specs), is_tuple)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Where the messages of one channel go: a peer rank, the group of this direction and the control group (gloo,
+    CPU). ``staged``: by way of the host's memory, see ``staging``. An engine has its wires from
+    ``PipelineGroups.connect``."""
+
+    peer: int
+    group: Any
+    control: Any
+    device: torch.device
+    name: str  # "activations to stage 1", for messages
+    staged: bool = False
+    peer_stage_id: int = -1
+    tag: int = 0  # of this link among those of the same two ranks; backends without tags have a group for each
+
+    def isend(self, tensor: torch.Tensor) -> Any:
+        """Begin to send what ``outgoing`` gave; returns what to wait for."""
+        return torch_dist.isend(tensor, self.peer, group=self.group, tag=self._message_tag)
+
+    def irecv(self, buffer: torch.Tensor) -> Any:
+        """Begin to receive into a ``buffer``; returns what to wait for."""
+        return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
+
+    def by_host(self) -> Wire:
+        """Return the same way over the control group, where no message waits for its other end on the device."""
+        return replace(self, group=self.control, staged=True)
+
+    @property
+    def _message_tag(self) -> int:
+        return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
+
+    def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
+        tensor = tensor.detach().contiguous()
+        tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return to_host(tensor) if self.staged else tensor
+
+    def buffer(self, spec: TensorSpec) -> torch.Tensor:
+        """Memory that the backend can receive such a tensor in."""
+        dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
+        if self.staged:
+            return host_buffer(spec.shape, dtype, self.device)
+        return torch.empty(spec.shape, dtype=dtype, device=self.device)
+
+    def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        """The tensor that came in ``buffer``, on the device."""
+        buffer = buffer.to(self.device) if self.staged else buffer
+        return buffer.view(torch.bool) if spec.dtype == torch.bool else buffer
+
+
+class _Channel:
+    """One end of one direction of a link. Between batches nothing is on its way."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.wire = self._connected = wire
+
+    def go_by_host(self, by_host: bool) -> None:
+        """Say which way the messages of the batch that begins take; both ends must do the same."""
+        self.wire = self._connected.by_host() if by_host else self._connected
+
+
+class SendChannel(_Channel):
+    """The sending end of one direction of a link."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(wire)
+        self.announced: dict[Signature, MessageSpec] = {}
+        self._in_flight: deque[tuple[int, list[Any], list[torch.Tensor]]] = deque()
+
+    def announce(self, signature: Signature, spec: MessageSpec, consumed_at: int) -> None:
+        """Tell the receiver, once per signature, what its messages look like; later ones must look the same."""
+        known = self.announced.get(signature)
+        if known is None:
+            self.announced[signature] = spec
+            announcement = spec.encode()
+            work = torch_dist.isend(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
+            self._in_flight.append((consumed_at, [work], [announcement]))
+        elif known != spec:
+            raise LinkError(
+                f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {known} before; what a "
+                "stage hands on may depend on the batch size, the sequence length and the slice length only. Other "
+                'shapes take PipelineModule(dynamic_shape=True), terapipe.slices 1 and terapipe.schedule "1f1b"'
+            )
+
+    def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
+        """Send without blocking. ``consumed_at``: the place in the peer's order of the unit that waits for it."""
+        ready = [self.wire.outgoing(t) for t in tensors]
+        works = [self.wire.isend(t) for t in ready]
+        self._in_flight.append((consumed_at, works, ready))
+
+    def release(self, before: int) -> None:
+        """The peer is known to have run all before this place of its order: what these waited for has arrived."""
+        while self._in_flight and self._in_flight[0][0] < before:
+            self._wait_oldest()  # done already; waiting is how gloo gives the memory back
+
+    def keep_at_most(self, count: int) -> None:
+        """Wait for the oldest sends until no more than ``count`` are on their way. Only where the peer never waits for
+        us."""
+        while len(self._in_flight) > count:
+            self._wait_oldest()
+
+    def flush(self) -> None:
+        """Wait until everything has been received. At the end of a batch."""
+        self.keep_at_most(0)
+
+    def _wait_oldest(self) -> None:
+        _, works, _ = self._in_flight.popleft()
+        for work in works:
+            work.wait()
+
+
+@dataclass
+class _Posted:
+    unit: SliceKey
+    spec: MessageSpec | None = None
+    works: tuple[Any, ...] = ()
+    buffers: Tensors = ()
+
+
+class ReceiveChannel(_Channel):
+    """The receiving end of one direction of a link.
+
+    Args:
+        spec_of: the spec of a unit's message, or None while it is not known yet.
+        learn: called at the latest moment for a unit whose spec is not known; must make it known (may block).
+    """
+
+    def __init__(
+        self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None], learn: Callable[[SliceKey], None]
+    ) -> None:
+        super().__init__(wire)
+        self._spec_of = spec_of
+        self._learn = learn
+        self._posted: deque[_Posted] = deque()
+
+    def post(self, unit: SliceKey) -> None:
+        """Ask for the message of ``unit`` as soon as its shape is known. Units are posted in the order of the
+        schedule."""
+        self._posted.append(_Posted(unit))
+        self._start_posted()
+
+    def _start_posted(self) -> None:
+        """Start the receives whose shape is known, in order: one behind an unknown shape has to wait for it."""
+        for posted in self._posted:
+            if posted.spec is not None:
+                continue
+            posted.spec = self._spec_of(posted.unit)
+            if posted.spec is None:
+                return
+            posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
+            posted.works = tuple(self.wire.irecv(buffer) for buffer in posted.buffers)
+
+    def wait(self, unit: SliceKey) -> tuple[MessageSpec, Tensors]:
+        """The message of ``unit``, which must be the next one of the schedule. Blocks until it is here."""
+        if not self._posted or self._posted[0].unit != unit:
+            expected = self._posted[0].unit if self._posted else "nothing"
+            raise LinkError(f"{self.wire.name}: asked for the message of {unit}, but the next one posted is {expected}")
+        self._start_posted()  # what was sent since the post may have made the shape known
+        if self._posted[0].spec is None:
+            self._learn(unit)
+            self._start_posted()
+        posted = self._posted.popleft()
+        assert posted.spec is not None
+        for work in posted.works:
+            work.wait()
+        buffers = zip(posted.buffers, posted.spec.tensors, strict=True)
+        return posted.spec, tuple(self.wire.incoming(buffer, spec) for buffer, spec in buffers)
+
+    def assert_empty(self) -> None:
+        """At the end of a batch: every receive that was posted was used."""
+        if self._posted:
+            raise LinkError(f"{self.wire.name}: never used the message of {[p.unit for p in self._posted]}")
+
+
+class AnnouncedSpecs:
+    """Specs that the sender announces: the receiving side of :meth:`SendChannel.announce`."""
+
+    def __init__(self, wire: Wire, signature_of: Callable[[SliceKey], Signature]) -> None:
+        self._wire = wire
+        self._signature_of = signature_of
+        self.known: dict[Signature, MessageSpec] = {}
+
+    def spec_of(self, unit: SliceKey) -> MessageSpec | None:
+        return self.known.get(self._signature_of(unit))
+
+    def learn(self, unit: SliceKey) -> None:
+        """Receive the announcement of the unit's signature: the next one that the sender has made."""
+        announcement = MessageSpec.blank()
+        torch_dist.recv(announcement, self._wire.peer, group=self._wire.control, tag=self._wire.tag)
+        self.known[self._signature_of(unit)] = MessageSpec.decode(announcement)

@@ -1,0 +1,182 @@
+"""Process groups of a pipeline: for each direction of traffic, and one on the CPU for headers and announcements.
+
+gloo matches messages by tags, whatever the order in which they were posted, and needs one group per direction. NCCL
+knows no tags, and what a rank posts in one group it runs in the order in which it was posted (always so where a device
+is bound to the process group, as DeepSpeed binds it). A send to the next stage would wait for receives that were posted
+ahead from the stage before, and from four stages on some wait for one another in a circle. So there all wires of a
+stage are in groups of their own; wires that have no stage in common share one, which makes two per direction on a line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
+from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
+from terapipe_ds.runtime.links.channel import LinkError, Wire
+from terapipe_ds.runtime.links.staging import needs_staging
+
+logger = logging.getLogger("terapipe_ds")
+
+
+class Wires:
+    """The wires of one stage, by their ends in the layout.
+
+    ``PipelineGroups.connect`` makes them: each has carried a number the way that its messages go. There is no other way
+    to a wire, and so none to one that would connect its ends in the middle of something else.
+    """
+
+    def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]]) -> None:
+        self._by_ends = by_ends
+
+    def activations(self, ends: WireEnds) -> Wire:
+        """Return the wire from the first of the ends to the other."""
+        return self._both(ends)[0]
+
+    def gradients(self, ends: WireEnds) -> Wire:
+        """Return the wire back from the second of the ends."""
+        return self._both(ends)[1]
+
+    @property
+    def post_on_device(self) -> bool:
+        """Whether a receive that is posted ahead is at work on the device, where it waits for its message."""
+        return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
+
+    def _both(self, ends: WireEnds) -> tuple[Wire, Wire]:
+        if ends not in self._by_ends:
+            raise LinkError(
+                f"there is no wire (source stage, chunk, stage, chunk) = {ends} here; connected are "
+                f"{sorted(self._by_ends)}. Take one of Layout.wires() that begins or ends on this stage."
+            )
+        return self._by_ends[ends]
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The groups of the pipeline this rank is in.
+
+    ``by_wire``: for each wire those of activations and of gradients, which are never the same, so that an activation
+    never waits behind a gradient; empty with one stage.
+    """
+
+    ranks: tuple[int, ...]
+    by_wire: Mapping[WireEnds, tuple[Any, Any]] = field(default_factory=dict)
+    control: Any = None  # on the CPU; None with one stage
+    everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
+    peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
+    index: int = 0  # of this pipeline among all
+    count: int = 1  # of pipelines
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines with data of their own; tensor-parallel peers have the same and are one."""
+        if self.peers is not None:
+            return self.peers.num_replicas
+        return 1 if self.everyone is None else torch_dist.get_world_size() // len(self.ranks)
+
+    @property
+    def world(self) -> Any:
+        """A group of all ranks on the CPU; None for a single rank."""
+        return self.everyone if self.everyone is not None else self.control
+
+    def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
+        """Return where this rank is among those that agree on a batch."""
+        return PlaceInJob(
+            stage_id,
+            len(self.ranks),
+            layout.drawing_stages,
+            layout.loss_stage,
+            self.control,
+            self.world,
+            self.index,
+            self.count,
+            self.peers,
+        )
+
+    def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
+        """Send one number over each wire, all stages in one order, which cannot deadlock; returns those of this stage.
+
+        NCCL connects two ranks when the first message goes from one to the other in a group, and blocks until both are
+        there; in the middle of a batch one could wait on the activations and the other on the gradients.
+        """
+        if stage_id == 0:
+            self._warn_of_one_queue(device)
+        connected: dict[WireEnds, tuple[Wire, Wire]] = {}
+        for ends in sorted(layout.wires(), key=lambda ends: (ends[0] % 2, ends)):
+            source, _, target, _ = ends
+            if stage_id not in (source, target):
+                continue
+            both = self._wires(ends, stage_id, layout.tag(ends), device)
+            for wire, sender in zip(both, (source, target), strict=True):
+                number = torch.zeros(1, device="cpu" if wire.staged else device)
+                exchange = torch_dist.send if stage_id == sender else torch_dist.recv
+                exchange(number, wire.peer, group=wire.group, tag=wire.tag)
+            connected[ends] = both
+        return Wires(connected)
+
+    def _wires(self, ends: WireEnds, stage_id: int, tag: int, device: torch.device) -> tuple[Wire, Wire]:
+        source, _, target, _ = ends
+        peer_id = target if stage_id == source else source
+        peer, kinds = self.ranks[peer_id], (("activations", stage_id == source), ("gradients", stage_id == target))
+        activations, gradients = (
+            Wire(
+                peer, group, self.control, device, f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})",
+                needs_staging(group, device), peer_id, tag,
+            )
+            for group, (what, sends) in zip(self.by_wire[ends], kinds, strict=True)
+        )  # fmt: skip
+        return activations, gradients
+
+    def _warn_of_one_queue(self, device: torch.device) -> None:
+        groups = [group for group, _ in self.by_wire.values()]  # none with one stage, which posts no receives
+        if device.type != "cuda" or not groups or any(needs_staging(group, device) for group in groups):
+            return
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            logger.warning(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue of the device, so computations may wait "
+                "behind receives that are posted ahead; unset it unless tensor parallelism needs it"
+            )
+
+
+def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
+    """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one
+    order."""
+    world, rank = list(range(torch_dist.get_world_size())), torch_dist.get_rank()
+    everyone = torch_dist.new_group(world, backend="gloo") if len(world) > grid.pipe_parallel_size else None
+    peers = _tensor_peers(grid)
+    mine = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=len(world))
+    if grid.pipe_parallel_size == 1:
+        return mine
+    rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
+    pipelines = grid.topology().get_axis_comm_lists("pipe")
+    for index, ranks in enumerate(pipelines):
+        groups = [(torch_dist.new_group(ranks), torch_dist.new_group(ranks)) for _ in rounds]
+        control = torch_dist.new_group(ranks, backend="gloo")
+        by_wire = {ends: pair for wires, pair in zip(rounds, groups, strict=True) for ends in wires}
+        if rank in ranks:
+            mine = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers, index, len(pipelines))
+    return mine
+
+
+def _keeps_order() -> bool:
+    """Whether the backend runs what is posted in a group in that order, since it knows no tags."""
+    return torch_dist.get_backend() != "gloo"
+
+
+def wires_apart(layout: Layout) -> list[list[WireEnds]]:
+    """The wires of a layout by groups that keep the order of all that a rank posts: none holds two of one stage."""
+    return rounds_of(layout.wires(), ends=lambda wire: (wire[0], wire[2]))
+
+
+def _tensor_peers(grid: Any) -> TensorPeers | None:
+    if grid.get_slice_parallel_world_size() == 1:
+        return None
+    replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+    return TensorPeers(tuple(grid.slice_group), grid.get_stage_id(), replica_id, num_replicas)

@@ -1,0 +1,193 @@
+"""Which plan and which schedule a batch runs: set by hand, planned from measured costs, or as configured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from terapipe_ds import __version__
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.planner import ranked_schedules
+from terapipe_ds.planner.result import PREFERENCE
+from terapipe_ds.runtime.agreement import RaisedEverywhere
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.layout.layout import placement_of
+from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, Choice
+from terapipe_ds.runtime.refusals import problem_of_lengths
+from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
+
+logger = logging.getLogger("terapipe_ds")
+
+_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
+
+
+class Plans:
+    """The plans and schedules of one engine, kept per sequence length.
+
+    Args:
+        engine: must know its `terapipe_config`, `global_rank`, `num_stages` and what `AutoPlanner` asks for.
+        watched: told what is going on while slices are measured.
+    """
+
+    def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
+        self._engine, self._groups, self._config = engine, groups, engine.terapipe_config
+        plans_itself = "auto" in (self._config.slices, self._config.schedule)
+        self._planner = AutoPlanner(engine, groups, watched) if plans_itself else None
+        self._by_hand: dict[int, Choice] = {}
+        self._configured: dict[int, SlicePlan] = {}
+        self._ran: dict[int, Choice] = {}
+        self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
+        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+
+    def plan(self, length: int) -> SlicePlan:
+        """Return the slices of a sequence of `length` tokens.
+
+        Raises:
+            ValueError: the config does not fit that length; or it leaves the plan to the planner, and no batch with
+                such sequences has come yet.
+        """
+        if length in self._by_hand:
+            return self._by_hand[length].plan
+        if self._planner is not None:
+            choice = self._planner.known(length)
+            if choice is None:
+                raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
+            return choice.plan
+        if length not in self._configured:
+            self._configured[length] = self._config.plan_for(length)
+            if self._engine.global_rank == 0:
+                logger.info("slice plan for %d tokens: %s", length, list(self._configured[length].lengths))
+        return self._configured[length]
+
+    def cuts(self, length: int) -> bool:
+        """Return whether sequences of `length` tokens are to be cut, as far as that is known before they have come."""
+        by_hand = self._by_hand.get(length)
+        return not self._config.is_one_slice if by_hand is None else by_hand.plan.num_slices > 1
+
+    @property
+    def cut_by_hand(self) -> bool:
+        """Whether sequences of any length are cut in slices that were set by hand."""
+        return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
+
+    def use(self, plan: SlicePlan, schedule: str | None) -> str:
+        """Take `plan` for its sequence length from now on. Return what the ranks must have alike."""
+        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)
+        if problem is not None:
+            raise PlanError(problem)
+        layout, schedule = self._engine._layout, schedule or self._config.schedule
+        if schedule == "auto":  # the first choice among the schedules that run on this layout
+            shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
+            schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
+        self._check_placement(schedule)
+        self._by_hand[plan.sequence_length] = Choice(plan, schedule)
+        return repr(sorted((length, one.plan.lengths, one.schedule) for length, one in self._by_hand.items()))
+
+    def _check_placement(self, schedule: str) -> None:
+        """Refuse a schedule that wants its parts at other places: layers stay where they are."""
+        layout = self._engine._layout
+        try:
+            wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
+        except ScheduleError as error:
+            raise PlanError(f"use_slice_plan: schedule {schedule!r}: {error.reason}") from None
+        if wanted != layout.placement:
+            raise PlanError(
+                f"use_slice_plan: schedule {schedule!r} wants the layers at other places than they are; set "
+                "terapipe.schedule and chunks_per_stage before the engine is built"
+            )
+
+    def for_batch(
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> tuple[str, list[SlicePlan]]:
+        """Return the name of the schedule, that of the longest micro-batch, and a plan for each micro-batch.
+
+        A collective over all ranks where slices are planned.
+        """
+        name, plans = self._choose(drawn, shapes)
+        for plan in plans:
+            self._run(Choice(plan, name))
+        return name, plans
+
+    def _choose(
+        self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
+    ) -> tuple[str, list[SlicePlan]]:
+        longest = max(shape.length for shape in shapes)
+        if self._planner is not None:
+            choices = self._planner.choose_all(drawn, shapes, besides=self._by_hand) | self._by_hand
+            return choices[longest].schedule, [choices[shape.length].plan for shape in shapes]
+        name = self._by_hand[longest].schedule if longest in self._by_hand else self._config.schedule
+        try:
+            return name, [self.plan(shape.length) for shape in shapes]
+        except ValueError as error:
+            raise self._of_shapes(error) from None
+
+    def _of_shapes(self, error: BaseException) -> BaseException:
+        """Mark an error in what the shapes of a batch ask for: all stages, though not all replicas, raise it."""
+        return RaisedEverywhere(error) if self._groups.num_replicas == 1 else error
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def described(self) -> dict[str, Any]:
+        """Return, for a checkpoint, what ran last for each length, the config, and what the plans came from."""
+        slices = self._config.slices
+        return {
+            "terapipe_ds": __version__,
+            "config": {
+                "schedule": self._config.schedule,
+                "schedule_options": self._config.schedule_options,
+                "slices": slices if isinstance(slices, (str, int)) else list(slices),
+            },
+            "plans": {str(length): choice.described() for length, choice in sorted(self._ran.items())},
+            "profile": None if self._planner is None else self._planner.profile_fingerprint,
+        }
+
+    def resume(self, tag: str, described: Mapping[str, Any]) -> None:
+        """Log, after a checkpoint was loaded, at the first batch of each length whether it runs in another way."""
+        plans = described.get("plans")
+        self._resumed = (tag, dict(plans) if isinstance(plans, Mapping) else {}, described.get("profile"))
+
+    def _run(self, choice: Choice) -> None:
+        length = choice.plan.sequence_length
+        self._ran[length] = choice
+        tag, plans, profile = self._resumed
+        before = plans.pop(str(length), None)
+        now = choice.described()
+        if not isinstance(before, dict) or before == now or self._engine.global_rank != 0:
+            return
+        mine = None if self._planner is None else self._planner.profile_fingerprint
+        of = "" if mine == profile else f" (profile {profile or 'none'}, now {mine or 'none'})"
+        logger.info(
+            "resumed from %s under another plan for %d tokens: slices %s by %s before, %s by %s now%s; results are the "
+            "same up to rounding",
+            tag, length, before.get("slices"), before.get("schedule"), now["slices"], choice.schedule, of,
+        )  # fmt: skip
+
+    def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
+        key = (name, training, num_slices)
+        if key not in self._schedules:
+            schedule = self._built(name, training, num_slices)
+            if len(self._schedules) >= _SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+    def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+        stages, chunks = self._engine.num_stages, self._engine._layout.chunks_per_stage
+        if not name.endswith(".csv"):
+            options = self._config.options_of(name)
+            schedule = build(
+                name, stages, len(num_slices), num_slices, forward_only=not training, chunks_per_stage=chunks, **options
+            )
+        elif training:
+            schedule = load(name)
+            problem = fits(schedule, stages, num_slices) or self._engine._layout.problem_of(schedule)
+            if problem is not None:
+                raise self._of_shapes(TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}"))
+        else:
+            schedule = build_forwards(name, self._engine._layout.placement, num_slices)
+        validate(schedule)
+        return schedule

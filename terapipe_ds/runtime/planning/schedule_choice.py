@@ -1,0 +1,196 @@
+"""``"schedule": "auto"``: all schedules ranked, and the best of those that run where the layers stand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.planner import (
+    MemoryLimitError,
+    PlanResult,
+    Ranking,
+    best_schedule,
+    choose,
+    describe_ranking,
+    plan_slices,
+    rank_given,
+    rank_schedules,
+)
+from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts, balanced_bounds
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method
+from terapipe_ds.runtime.layout.tied_and_copied import can_have
+from terapipe_ds.runtime.log import first_line
+from terapipe_ds.schedule import placement_for
+
+logger = logging.getLogger("terapipe_ds")
+
+WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody can measure
+
+
+def best_where_layers_stand(
+    engine: Any, cuts: Cuts, length: int, limit_bytes: float | None
+) -> tuple[PlanResult, list[str]]:
+    """The plan and schedule to run, and lines for the log: the ranking of all schedules, and what to write in the
+    config where one that wants the layers elsewhere is faster by more than 1 %.
+
+    Args:
+        cuts: of ``engine.module``.
+
+    Raises:
+        MemoryLimitError: no schedule fits that runs where the layers stand; says which one fits elsewhere.
+    """
+    layout = engine._layout
+    ranking = cuts.ranking(engine.terapipe_config, length, engine.micro_batches, limit_bytes)
+    possible = [one for one in ranking.results if can_have(one.schedule, getattr(engine, "optimizer", None))]
+    try:
+        result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
+    except MemoryLimitError as error:
+        raise _with_other_layout(error, possible, layout) from None
+    notes = [NOT_TIMED] if cuts.parts.shares is None else []
+    return result, ["", *describe_ranking(ranking), *notes, *_advice(possible, result, layout)]
+
+
+def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], layout: Layout) -> MemoryLimitError:
+    """The error with the best schedule that fits where the layers do not stand, if there is one."""
+    elsewhere = [one for one in possible if not _stands(one, layout)]
+    if not elsewhere:
+        return error
+    best = choose(elsewhere)
+    text = f"{error}. Schedule {best.schedule!r} fits, but wants the layers at other places: {_to_write(best)}"
+    return MemoryLimitError(text, error.need_bytes, error.stage_id)
+
+
+def _stands(result: PlanResult, layout: Layout) -> bool:
+    return placement_for(result.schedule, layout.num_stages, result.chunks_per_stage) == layout.placement
+
+
+def _to_write(result: PlanResult) -> str:
+    return f'set "schedule": "{result.schedule}", "chunks_per_stage": {result.chunks_per_stage}'
+
+
+def _plain(ranking: Ranking) -> PlanResult:
+    """The best of those with one part per stage."""
+    results = [result for result in ranking.results if result.chunks_per_stage == 1]
+    refused = [refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1]
+    if not results:
+        raise min(refused, key=lambda refusal: refusal.need_bytes).error
+    return choose(results)
+
+
+def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
+    """The best of those on a layout of several parts per stage, searched with the whole budget."""
+    layout, config = engine._layout, engine.terapipe_config
+    options: dict[str, Any] = {
+        "memory": cuts.measured_memory, "memory_limit_bytes": limit_bytes,
+        "chunks_per_stage": layout.chunks_per_stage, "placement": layout.placement,
+    }  # fmt: skip
+    costs, shape = cuts.costs(layout.num_parts), (engine.num_stages, engine.micro_batches)
+    if config.slices == "auto":
+        result = plan_slices(costs, length, *shape, config.granularity_for(length), "auto", **options)
+    else:
+        result = best_schedule(costs, config.plan_for(length), *shape, **options)
+    extra_s = cuts.both_ways_s(layout.num_parts) if layout.has_copies else 0.0
+    return dataclasses.replace(result, extra_s=extra_s)
+
+
+def _advice(possible: Sequence[PlanResult], standing: PlanResult, layout: Layout) -> list[str]:
+    """What to write in the config to train faster, where that is worth it."""
+    best = choose(list(possible)) if possible else standing
+    gain = 1 - best.total_s / standing.total_s if standing.total_s > 0 else 0.0
+    if _stands(best, layout) or gain <= WORTH_MOVING:
+        return []
+    besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
+    return [
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}{besides}, but wants "
+        f"the layers at other places: {_to_write(best)} to try it"
+    ]
+
+
+class Cuts:
+    """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``.
+
+    Args:
+        layout: where the layers of ``module`` stand.
+        parts: as measured, by the cut that ``module`` has, or by any where the shares of layers are known.
+        memory: the same of memory, or None.
+    """
+
+    def __init__(self, module: Any, layout: Layout, parts: MeasuredParts, memory: Any) -> None:
+        self.parts, self.measured_memory = parts, memory
+        self._module, self._layout = module, layout
+        self._dry_runs: dict[int, list[int] | None] = {}
+
+    def ranking(
+        self, config: TeraPipeConfig, length: int, num_micro_batches: int, limit_bytes: float | None = None
+    ) -> Ranking:
+        """All schedules for sequences of ``length`` tokens, with the slices that ``config`` gives, or the planner's.
+
+        Raises:
+            TeraPipeConfigError: the slices that ``config`` gives are not those of ``length`` tokens.
+        """
+        shape = self._layout.num_stages, num_micro_batches
+        options: dict[str, Any] = {
+            "both_ways_s_of": self.both_ways_s, "memory_limit_bytes": limit_bytes,
+            "memory_of": None if self.measured_memory is None else self.memory,
+        }  # fmt: skip
+        if config.slices == "auto":
+            return rank_schedules(self.costs, length, *shape, config.granularity_for(length), **options)
+        return rank_given(self.costs, config.plan_for(length), *shape, **options)
+
+    def costs(self, num_parts: int) -> list[Any] | None:
+        """None where the layers cannot be cut in so many parts."""
+        if num_parts == self._layout.num_parts and self.parts.shares is None:
+            return list(self.parts.costs)
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.cut(num_parts, bounds)
+
+    def memory(self, num_parts: int) -> Any:
+        """The same of memory."""
+        if num_parts == self._layout.num_parts:
+            return self.measured_memory
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
+
+    def both_ways_s(self, num_parts: int) -> float | None:
+        """What a pipeline of these parts that goes both ways takes besides its makespan; None where it is not known."""
+        bounds = self._bounds(num_parts)
+        return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
+
+    def _bounds(self, num_parts: int) -> list[int] | None:
+        if num_parts == self._layout.num_parts:
+            return list(self._module.parts)
+        if self.parts.shares is None:  # halves of what was measured, wherever a layer ends
+            return None if len(self._module._layer_specs) < num_parts else list(range(num_parts + 1))
+        if num_parts not in self._dry_runs:  # it may take long, and what fails is logged
+            counts = [layer.trained for part in self.parts.shares for layer in part]
+            self._dry_runs[num_parts] = bounds_of(self._module, num_parts, counts)
+        return self._dry_runs[num_parts]
+
+
+def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[int] | None:
+    """Where DeepSpeed's partition method would cut ``module`` in so many parts; None where some would be empty, or
+    where the method fails (a program may have its own), which is logged.
+
+    The module stays as it is: nothing is built, drawn, or printed.
+
+    Args:
+        parameters: of each layer, those that are trained; DeepSpeed builds every layer once more to count them.
+    """
+    if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
+        return None
+    try:
+        method = getattr(module, PARTITION_METHOD, None) or guessed_method(module, parameters)
+        if method is None:  # what DeepSpeed's own default aims at
+            return balanced_bounds(parameters, num_parts)
+        bounds = bounds_by(module, method, num_parts, parameters)
+        whole = (len(bounds), bounds[0], bounds[-1]) == (num_parts + 1, 0, len(parameters))
+        return bounds if whole and all(a < b for a, b in itertools.pairwise(bounds)) else None
+    except Exception as error:  # of the program's own code, so of any kind
+        logger.warning("the layers cannot be cut in %d parts (%s); schedules that want so many are left out",
+                       num_parts, first_line(error))  # fmt: skip
+        return None

@@ -1,0 +1,242 @@
+"""The parts of a running pipeline, measured in place: what their slices, their links and their memory cost.
+
+A collective over all ranks. Parts hear from the part before what they will receive; stages measure together, one part
+after the other where they hold several, and try their links, pair by pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from terapipe_ds.attention import guard_plain_attention
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layout.layout import Layout, Place
+from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
+from terapipe_ds.runtime.links.channel import MessageSpec
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.profiling.link_times import LinkTimes, Specs, measure_links
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
+from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+from terapipe_ds.schedule.lower import RECEIVE_AHEAD
+
+_STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """What one rank has measured of one of its parts."""
+
+    part_id: int
+    replica_id: int
+    times: PartTimes
+    memory: PartMemory | None  # None: a profiler ran on one of the ranks
+    links: LinkTimes
+
+
+def measure_parts(
+    engine: PipelineEngine,
+    layout: Layout,
+    groups: PipelineGroups,
+    wires: Wires,
+    micro_batch: DrawnMicroBatch,
+    shape: MicroBatchShape,
+    sequence_length: int,
+    progress: Callable[[float], None],
+) -> list[PartCosts]:
+    """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
+
+    A part that is at several places is measured at its own one.
+
+    Args:
+        micro_batch, shape: the longest of this pipeline; it is stretched if it is too short.
+    """
+    config, stage_id, peers = engine.terapipe_config, engine.stage_id, Peers(groups.world)
+    places = [p for p in layout.places(stage_id) if layout.homes(p.part_id)[0] == (stage_id, p.chunk_id)]
+    with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
+        timers = {place: _timer(engine, place, micro_batch, shape.length, sequence_length) for place in places}
+    granularity = config.granularity_for(sequence_length)
+    lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
+    accumulates_in_fp32 = bool(getattr(engine.optimizer, "immediate_grad_update", False))  # BF16_Optimizer
+    try:
+        with untouched(engine.module, accumulates_in_fp32), guard_plain_attention():
+            specs = _exchange_specs(engine, layout, groups, timers, lengths)
+            measured = []
+            for index, (place, timer) in enumerate(timers.items()):
+                share = partial(_tell_share, progress, index, len(timers))
+                measured.append(_measure_part(engine, place, timer, specs[place.part_id], granularity, peers, share))
+    finally:
+        engine.slice_store.reset()
+    links = measure_links([place.part_id for place in places], specs, layout, wires, stage_id, peers)
+    replica_id = engine.grid.get_data_parallel_rank()
+    return [
+        PartCosts(place.part_id, replica_id, times, memory, links[place.part_id])
+        for place, (times, memory) in zip(places, measured, strict=True)
+    ]
+
+
+def _tell_share(progress: Callable[[float], None], index: int, count: int, share: float) -> None:
+    progress((index + share) / count)
+
+
+def _timer(
+    engine: PipelineEngine, place: Place, micro_batch: DrawnMicroBatch, own_length: int, length: int
+) -> SliceTimer:
+    device, config = torch.device(engine.device), engine.terapipe_config
+    inputs = labels = None
+    if place.is_first:
+        own = SliceableTensors.of_inputs(micro_batch.inputs, own_length, config.sequence_dim, config.sliced_inputs)
+        inputs = own.stretched(length).to(device)
+    if place.is_last and micro_batch.labels is not None:
+        labels = micro_batch.labels.stretched(length).to(device)
+    return SliceTimer(
+        engine.module,
+        length,
+        device,
+        engine.slice_store,
+        part_id=place.part_id,
+        inputs=inputs,
+        labels=labels,
+        is_last=place.is_last,
+        loss_fn=engine.module.loss_fn,
+        autocast=partial(autocast_if_enabled, engine),
+        weights=engine.weight_gradients,
+        clock=engine.slice_clock,
+    )
+
+
+def _exchange_specs(
+    engine: PipelineEngine,
+    layout: Layout,
+    groups: PipelineGroups,
+    timers: Mapping[Place, SliceTimer],
+    lengths: Sequence[int],
+) -> dict[int, Specs]:
+    """Return what this stage's parts, and the parts before them, send. Part by part, which warms the slices up."""
+    specs: dict[int, Specs] = {part_id: {} for part_id in range(layout.num_parts)}
+    for tokens in lengths:
+        for place, timer in sorted(timers.items(), key=lambda item: item[0].part_id):
+            part_id = place.part_id
+            if not place.is_first:
+                source = layout.owner(part_id - 1)
+                if source != engine.stage_id:
+                    announcement = MessageSpec.blank()
+                    torch_dist.recv(announcement, groups.ranks[source], group=groups.control)
+                    specs[part_id - 1][tokens] = MessageSpec.decode(announcement)
+                timer.receive(tokens, specs[part_id - 1][tokens])
+            activate(engine.module, place.chunk_id)
+            spec = specs[part_id][tokens] = timer.output_spec(tokens)
+            if not place.is_last and layout.owner(part_id + 1) != engine.stage_id:
+                target = groups.ranks[layout.owner(part_id + 1)]
+                torch_dist.send(spec.encode(), target, group=groups.control)
+    return specs
+
+
+def _measure_part(
+    engine: PipelineEngine,
+    place: Place,
+    timer: SliceTimer,
+    specs: Specs,
+    granularity: int,
+    peers: Peers,
+    progress: Callable[[float], None],
+) -> tuple[PartTimes, PartMemory | None]:
+    """Measure one part, without its links; the other stages measure one of theirs."""
+    activate(engine.module, place.chunk_id)
+    smallest = min(specs)
+    timer.own_s = engine.own_seconds(
+        place.is_last,
+        lambda: timer.issue_backward(timer.issue_forward(smallest, 0)),
+        smallest / timer.sequence_length,
+    )
+    config = engine.terapipe_config
+    times = time_part(
+        timer,
+        granularity,
+        num_stages=engine.num_stages,
+        num_micro_batches=engine.micro_batches,
+        # for costs of another cut: the ranking of all schedules, and readers of the profile's file
+        with_layers=config.schedule == "auto" or config.planner.cache_dir is not None,
+        peers=peers,
+        trials=Trials.of(engine),
+        progress=progress,
+    )
+    everyone_counts = peers.largest(0.0 if MemoryPeak.is_available() else 1.0) == 0.0  # or peers would run more slices
+    return times, _part_memory(engine, timer, specs) if everyone_counts else None
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> PartMemory:
+    """Measure the bytes of a part: with a slice of a middle length, the smallest one and the whole sequence."""
+    lengths, length = sorted(specs), timer.sequence_length
+    smallest, tokens = lengths[0], lengths[len(lengths) // 2]
+    points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
+    middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
+    keys_bytes, grads_bytes = timer.store_bytes()
+    rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
+    fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
+    # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B
+    links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
+    links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
+    parameters = parameters_of_part(engine.module)
+    states, gradients = _state_bytes(engine, parameters), _gradient_bytes(parameters)
+    drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
+    return PartMemory(
+        static_bytes=states + (0 if drops else gradients),
+        slice_bytes_per_token=rate,
+        store_bytes_per_token=keys_bytes / length,
+        # and what is sent back of a micro-batch: the stage before may be behind by as much
+        store_grad_bytes_per_token=(grads_bytes + timer.received_bytes(length)) / length,
+        # in the first backward the gradients of a layer come before all that it kept is gone
+        working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
+        working_bytes_per_token=per_token + links / tokens,
+        working_bytes_per_prefix_token=per_prefix,
+        gradient_bytes=gradients if drops else 0,
+        whole_bytes_per_token=max(0.0, whole.kept / length - rate),
+        weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,
+    )
+
+
+def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tuple[int, float, float]:
+    """Return fixed bytes, bytes per token and per token of prefix that reach three measured numbers of bytes.
+
+    These are of the smallest slice at the sequence's begin and at its end, where it has little to hide the prefix's
+    gradients behind, and of the whole sequence. Peaks are maxima of such lines, so those between lie below.
+    """
+    per_token = max(0.0, (whole - small) / (length - smallest)) if length > smallest else 0.0
+    fixed = max(0.0, small - per_token * smallest)
+    over = late - fixed - per_token * smallest
+    return math.ceil(fixed), per_token, max(0.0, over / (length - smallest)) if length > smallest else 0.0
+
+
+def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Count parameters, and the optimizer's states, which need not exist yet."""
+    here = sum(p.numel() * p.element_size() for p in parameters)
+    if engine.optimizer is None:
+        return here
+    name = str(engine.optimizer_name() or "adam").lower()
+    states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
+    ranks = engine.dp_world_size if engine.zero_optimization() else 1
+    trained = [p for p in parameters if p.requires_grad]
+    master = 4 * sum(p.numel() for p in trained if p.element_size() < 4)
+    return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks
+
+
+def _gradient_bytes(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Count gradients; half precision is taken to accumulate in fp32."""
+    return sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)

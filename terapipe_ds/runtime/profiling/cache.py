@@ -1,0 +1,134 @@
+"""One profile of what all ranks measured, and profiles kept on disk, so that a second start measures nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from terapipe_ds.costs.profile import CostSample, LinkSample, PartProfile, Profile, ProfileKey
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.planner import MemoryModel
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.profiling.all_parts import PartCosts
+
+logger = logging.getLogger("terapipe_ds")
+
+_Sample = TypeVar("_Sample", CostSample, LinkSample)
+
+
+def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None = None) -> Profile:
+    """Return one profile: of tensor-parallel peers the slowest, of replicas the median.
+
+    Peers run the same slice together and meet inside its layers, so it takes what the slowest of them takes; a median
+    would hide one that all others wait for. Replicas meet once per step: there the median is what is usual, and one
+    that a busy machine disturbs does not count.
+
+    Args:
+        num_stages: held the parts.
+    """
+    by_part: dict[int, dict[int, list[PartCosts]]] = {}
+    for cost in sorted(costs, key=lambda cost: (cost.part_id, cost.replica_id)):
+        by_part.setdefault(cost.part_id, {}).setdefault(cost.replica_id, []).append(cost)
+    parts, links = [], []
+    for part_id, replicas in by_part.items():
+        ranks = [rank for peers in replicas.values() for rank in peers]
+        shares = None if None in [rank.times.layer_shares for rank in ranks] else ranks[0].times.layer_shares
+        memories = [rank.memory for rank in ranks if rank.memory is not None]
+        fullest = max(memories, key=lambda memory: memory.static_bytes) if len(memories) == len(ranks) else None
+        memory = None if fullest is None else dataclasses.asdict(fullest)
+        samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
+        parts.append(PartProfile(part_id, tuple(samples), None, shares, memory))
+        links += _merged([[rank.links.samples for rank in peers] for peers in replicas.values()])
+    return Profile(key, tuple(parts), _for_every_part(links, len(parts)), num_stages)
+
+
+def memory_of(profile: Profile) -> MemoryModel | None:
+    """Return the memory figures that were measured with the times; None where they are not known of every part."""
+    figures: list[dict[str, Any]] = [part.memory for part in profile.parts if part.memory is not None]
+    known = len(figures) == len(profile.parts)
+    return MemoryModel.measured(PartMemory(**numbers) for numbers in figures) if known else None
+
+
+def _with_messages(costs: PartCosts) -> list[CostSample]:
+    """Add what its messages take of the stage's own time to each sample: an F and a B have as many."""
+    tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
+    samples = []
+    for sample in costs.times.samples:
+        own_s = float(np.interp(sample.tokens, tokens, seconds))
+        forward_s, backward_s = sample.forward_s + own_s, sample.backward_s + own_s
+        samples.append(dataclasses.replace(sample, forward_s=forward_s, backward_s=backward_s))
+    return samples
+
+
+def _merged(replicas: Iterable[Sequence[Sequence[_Sample]]]) -> list[_Sample]:
+    """Return, point by point, the median over replicas of the slowest of their tensor-parallel peers."""
+    slowest = [[_one(same, max) for same in zip(*peers, strict=True)] for peers in replicas]
+    return [_one(same, statistics.median) for same in zip(*slowest, strict=True)]
+
+
+def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _Sample:
+    slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
+    names = ("send_s",) if isinstance(same[0], LinkSample) else slices
+    numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
+    weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
+    if len(weights) == len(same):
+        numbers["weight_s"] = min(how(weights), numbers["backward_s"])
+    return dataclasses.replace(same[0], **numbers)
+
+
+def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSample, ...]:
+    """Fill in missing links: a part without one gets that of the nearest earlier part, or else the first one.
+
+    The last part has none, because it sends gradients only, nor has one whose next part is on the same stage.
+    """
+    measured = sorted({link.part_id or 0 for link in links})
+    found = []
+    for part_id in range(num_parts) if measured else ():
+        source = max((part for part in measured if part <= part_id), default=measured[0])
+        found += [dataclasses.replace(link, part_id=part_id) for link in links if link.part_id == source]
+    return tuple(found)
+
+
+def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:
+    """Return where the profile of `key` is kept.
+
+    Args:
+        run: what else times, points and memory figures depend on.
+    """
+    text = json.dumps([dataclasses.asdict(key), dict(run)], sort_keys=True)
+    return Path(folder) / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
+    """Return the profile that is kept, or None. A file that cannot be used is measured again, with a warning."""
+    if path is None or not path.exists():
+        return None
+    try:
+        profile = Profile.load(path)
+        profile.require(key)
+        if memory_of(profile) is None:
+            raise ValueError(f"{path} has no memory figures")
+    except (ValueError, TypeError) as error:
+        logger.warning("the cached profile cannot be used and is measured again: %s", error)
+        return None
+    logger.info("slices are planned from the profile in %s; delete it to measure again", path)
+    return profile
+
+
+def write_cache(path: Path, profile: Profile) -> None:
+    """Keep a profile.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, profile.to_json())
+    logger.info("the measured profile is kept in %s", path)

@@ -1,0 +1,131 @@
+"""What a profile was measured on, read off the layers and the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.pipe import PipelineModule
+
+from terapipe_ds.attention.backends import backend_name
+from terapipe_ds.compat import installed_versions
+from terapipe_ds.costs.profile import ProfileKey
+from terapipe_ds.runtime.layout.layer_names import module_of
+from terapipe_ds.runtime.layout.parted_module import parameters_of_part
+
+
+class LayersOfPart(NamedTuple):
+    """The layers of one part, as values that two parts share exactly when they are the same.
+
+    `together` has [[kind, arguments, keywords] of each layer], parameters, checkpoint interval. `one_by_one` has each
+    layer with its parameters; joined over the parts these do not tell how layers are cut.
+    """
+
+    together: list[Any]
+    one_by_one: list[Any]
+
+
+def describe_part(module: PipelineModule) -> LayersOfPart:
+    """Return the layers that `module` has on this rank."""
+    specs = [_describe(spec) for spec in module._layer_specs[module._local_start : module._local_stop]]
+    layers = [module_of(function) for function in module.forward_funcs]
+    each = [[] if layer is None else _shapes(layer.parameters()) for layer in layers]
+    together = [specs, _shapes(parameters_of_part(module)), module.activation_checkpoint_interval]
+    return LayersOfPart(together, [[*spec, shapes] for spec, shapes in zip(specs, each, strict=True)])
+
+
+def kinds_of_layers(module: PipelineModule, slice_length_multiple: int) -> str:
+    """Return `ProfileKey.model` of a module, which every stage knows before anything is built of it."""
+    return ", ".join(_counted([_describe(spec)[0] for spec in module._layer_specs], slice_length_multiple))
+
+
+def profile_key(
+    parts: Sequence[LayersOfPart],
+    *,
+    module: PipelineModule,
+    device: torch.device,
+    rows: int,
+    length: int,
+    tensor_parallel: int = 1,
+    autocast: torch.dtype | None = None,
+    slice_length_multiple: int = 1,
+) -> ProfileKey:
+    """Return the key of a profile of sequences of `length` tokens, `rows` of them in a micro-batch.
+
+    Args:
+        module: of any part, for the dtype.
+        autocast: the dtype of `torch.autocast` if the layers run under it: other arithmetic, so another key.
+        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, and their arguments need not
+            say so: with and without it the same layers move other bytes and repeat other work.
+    """
+    parameter = next(module.parameters(), torch.empty(0))
+    made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
+    together: list[Any] = [part.together for part in parts]
+    one_by_one = [*(layer for part in parts for layer in part.one_by_one), module.activation_checkpoint_interval]
+    if slice_length_multiple > 1:
+        together.append(made_of[-1])
+        one_by_one.append(made_of[-1])
+    return ProfileKey(
+        model_fingerprint=_hash(together),
+        model=", ".join(made_of),
+        device=device_name(device),
+        dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
+        micro_batch=rows,
+        tensor_parallel=tensor_parallel,
+        num_stages=len(parts),
+        activation_checkpointing=module.activation_checkpoint_interval > 0,
+        sequence_length=length,
+        attention_backend=backend_name(parameter.new_empty(1, 1, 1, 8)),
+        versions=installed_versions(),
+        layers_fingerprint=_hash(one_by_one),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device as its maker calls it: "NVIDIA H200", "AMD EPYC 9654 96-Core Processor"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name() if device.type == "cpu" else device.type
+
+
+def cpu_name() -> str:
+    """Return the processor as Linux knows it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
+
+
+def _counted(names: Sequence[str], slice_length_multiple: int) -> list[str]:
+    made_of = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
+    return made_of + [f"slices in multiples of {slice_length_multiple} tokens"] * (slice_length_multiple > 1)
+
+
+def _describe(layer: Any) -> list[Any]:
+    if not hasattr(layer, "typename"):  # a module or a function instead of a LayerSpec
+        return [type(layer).__qualname__, [_text(layer)], ""]
+    arguments = [_text(argument) for argument in layer.module_args]
+    return [layer.typename.__qualname__, arguments, _text(sorted(layer.module_kwargs.items()))]
+
+
+def _shapes(parameters: Any) -> list[Any]:
+    return [[list(p.shape), str(p.dtype), p.requires_grad] for p in parameters]
+
+
+def _text(value: Any) -> str:
+    """Return `repr` without addresses, which differ from run to run."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _hash(described: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

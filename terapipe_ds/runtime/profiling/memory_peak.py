@@ -1,0 +1,70 @@
+"""The peak of tensor bytes inside a block, exactly.
+
+An accelerator's allocator counts. A CPU has no such account, and the resident set of a process has the heap's own
+habits in it; but torch's recorder of events is told of each allocation, temporaries inside of kernels included. This
+is the older of torch's two recorders: it keeps the order of events, costs little, and writes nothing to the terminal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import TracebackType
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.autograd import ProfilerConfig, ProfilerState
+
+
+class MemoryPeak:
+    """Record `grown_bytes`, the largest total inside the block, and `left_bytes`, the total at its end.
+
+    Both count from what was there at the start; a tensor that is older than the block and goes inside of it counts
+    as negative. Backwards run in the thread of the block, as they do without an accelerator.
+
+    Raises:
+        RuntimeError: a profiler runs already, or torch has no such recorder; see `is_available`.
+    """
+
+    def __init__(self) -> None:
+        self.grown_bytes = self.left_bytes = 0
+        self._before = 0
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return whether bytes can be counted now; a CPU's cannot while another profiler runs."""
+        has_recorder = hasattr(torch.autograd, "_enable_profiler_legacy")
+        return _allocator() is not None or (has_recorder and not torch.autograd._profiler_enabled())
+
+    def __enter__(self) -> MemoryPeak:
+        if not self.is_available():
+            raise RuntimeError("tensor bytes cannot be recorded: end the profiler that runs, or use a tested torch")
+        allocator = _allocator()
+        if allocator is not None:
+            allocator.reset_peak_memory_stats()
+            self._before = int(allocator.memory_allocated())
+            return self
+        report_input_shapes, profile_memory, with_stack, with_flops, with_modules = False, True, False, False, False
+        options = report_input_shapes, profile_memory, with_stack, with_flops, with_modules
+        experimental = torch._C._profiler._ExperimentalConfig()
+        torch.autograd._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, *options, experimental))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        allocator = _allocator()
+        if allocator is not None:
+            self.grown_bytes = int(allocator.max_memory_allocated()) - self._before
+            self.left_bytes = int(allocator.memory_allocated()) - self._before
+            return
+        threads = torch.autograd._disable_profiler_legacy()
+        changes = (e.cpu_memory_usage() for events in threads for e in events if str(e.kind()) == "memory_alloc")
+        totals = [0, *itertools.accumulate(changes)]
+        self.grown_bytes, self.left_bytes = max(totals), totals[-1]
+
+
+def _allocator() -> Any:
+    """Return the accelerator where it counts what it allocates; None on a CPU."""
+    accelerator = get_accelerator()
+    return None if accelerator.is_synchronized_device() else accelerator

@@ -1,0 +1,139 @@
+"""The parts of a model measured one after the other, on one device, without a pipeline.
+
+Parts with the same layers are measured once. There are no links on one device, so the profile has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime import utils as ds_utils
+
+from terapipe_ds.attention import SliceStore, guard_plain_attention
+from terapipe_ds.costs.profile import PartProfile, Profile
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.links.channel import MessageSpec
+from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
+from terapipe_ds.runtime.profiling.rounds import PartTimes, grid, time_part
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+
+
+@dataclass(frozen=True)
+class OfflineJob:
+    """What to profile: the whole model as `PipelineModule` takes it, and a batch for it."""
+
+    layers: Sequence[LayerSpec]
+    loss_fn: Callable[[Any, Any], Any]
+    inputs: torch.Tensor  # of a micro-batch, [B, L]
+    labels: torch.Tensor
+    num_stages: int
+    num_micro_batches: int = 1
+    granularity_tokens: int = 64
+    activation_checkpoint_interval: int = 0
+    partition_method: str = "parameters"
+
+    def build_part(self, start: int, stop: int) -> Any:
+        """Return the layers from `start` to `stop` as a `PipelineModule` of one stage."""
+        interval = self.activation_checkpoint_interval
+        return PipelineModule(
+            list(self.layers[start:stop]), num_stages=1, loss_fn=self.loss_fn, activation_checkpoint_interval=interval
+        )
+
+
+def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn: Callable[[str], None]) -> Profile:
+    """Return the profile of all parts of `job`. A process group is made where there is none.
+
+    Args:
+        progress: told the part that is measured, and the share of it that is done.
+        warn: told where the numbers vary too much.
+    """
+    init_single_process()
+    bounds = partition(job.layers, job.num_stages, job.partition_method)
+    length = int(job.inputs.shape[1])
+    lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
+    specs: dict[int, MessageSpec] = {}
+    known: dict[str, PartTimes] = {}
+    parts, described = [], []
+    for part_id in range(job.num_stages):
+        module = job.build_part(bounds[part_id], bounds[part_id + 1])
+        described.append(describe_part(module))
+        timer = _timer(job, module, part_id)
+        with untouched(module), guard_plain_attention():
+            for tokens in lengths:
+                if part_id:
+                    timer.receive(tokens, specs[tokens])
+                specs[tokens] = timer.output_spec(tokens)
+            same = _alike(described[-1], part_id, job.num_stages)
+            if same not in known:
+                steps, told = (job.num_stages, job.num_micro_batches), partial(progress, part_id)
+                times = time_part(timer, job.granularity_tokens, *steps, progress=told)
+                known[same] = times
+                if times.warning is not None:
+                    warn(f"part {part_id}: {times.warning}")
+        parts.append(PartProfile(part_id, known[same].samples, layer_shares=known[same].layer_shares))
+    device = torch.device(get_accelerator().device_name())
+    key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
+    return Profile(key, tuple(parts), (), job.num_stages)
+
+
+def init_single_process() -> None:
+    """Make a process group of one rank, which `PipelineModule` asks for."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
+    if not torch_dist.is_initialized():
+        torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and never used
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def partition(layers: Sequence[LayerSpec], num_stages: int, method: str) -> list[int]:
+    """Return where the layers are cut, as `PipelineModule` cuts them (deepspeed/runtime/pipe/module.py).
+
+    Raises:
+        ValueError: more stages than layers, or a method other than "parameters" and "uniform".
+    """
+    if not 1 <= num_stages <= len(layers):
+        raise ValueError(f"{num_stages} stages for a model of {len(layers)} layers: give between 1 and {len(layers)}")
+    if method == "uniform":
+        return list(ds_utils.partition_uniform(num_items=len(layers), num_parts=num_stages))
+    if method != "parameters":
+        raise ValueError(f"partition method {method!r}: give 'parameters' or 'uniform'")
+    with torch.device("meta"):
+        counts = [sum(p.numel() for p in spec.build().parameters() if p.requires_grad) for spec in layers]
+    return list(ds_utils.partition_balanced(weights=counts, num_parts=num_stages))
+
+
+def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
+    device = torch.device(get_accelerator().device_name())
+    is_last = part_id == job.num_stages - 1
+    labels = SliceableTensors.of_labels(job.labels.to(device), 1)
+    return SliceTimer(
+        module,
+        labels.length,
+        device,
+        SliceStore(),
+        part_id,
+        inputs=SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1) if part_id == 0 else None,
+        labels=labels if is_last else None,
+        is_last=is_last,
+        loss_fn=job.loss_fn,
+        weights=accumulate_in_products(module, None),
+    )
+
+
+def _alike(described: LayersOfPart, part_id: int, num_stages: int) -> str:
+    """Return the same text for parts that cost the same: their layers without the number that each of them has."""
+    made_of, parameters, interval = described.together
+    unnumbered = [[kind, [a for a in arguments if not a.isdigit()], kwargs] for kind, arguments, kwargs in made_of]
+    return json.dumps([unnumbered, parameters, interval, part_id == 0, part_id == num_stages - 1])

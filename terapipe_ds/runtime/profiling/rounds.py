@@ -1,0 +1,278 @@
+"""What slices of a part take, measured on all stages at once, before or between batches.
+
+All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
+tensor-parallel peers meet inside the layers. Points come in groups of about a whole sequence, all forwards and then all
+backwards in reverse: slices that are live together use memory that is not warm any more, as in training. Groups come
+round after round, so that a machine that drifts meets all of them alike. The median over the rounds counts, of the runs
+in which no other program had the processor. A few short commands of another user would otherwise be in the costs of a
+slice or two, and the plan would avoid these slices.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as torch_dist
+
+from terapipe_ds.costs.profile import CostSample, LayerShare
+from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.profiling.layer_times import layer_shares
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
+
+Point = tuple[int, int]
+"""(tokens, prefix)."""
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 8
+WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
+LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as the least number of rounds allows
+WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
+_DISTURBED = 0.02  # a run that was without a processor for so much more of its time than the least disturbed one
+_SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
+_PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
+
+
+class Peers:
+    """The ranks that measure at the same time: those of `group`, which is on the CPU, or this one alone."""
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self._group is not None:
+            torch_dist.barrier(group=self._group)
+
+    def largest(self, value: float) -> float:
+        """Return the largest value that any rank has."""
+        if self._group is None:
+            return value
+        number = torch.tensor([value], dtype=torch.float64)
+        torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=self._group)
+        return float(number)
+
+
+ALONE = Peers()
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """The seconds of one part on one rank.
+
+    `layer_shares` is None where layers were not timed one by one, `warning` where the numbers vary little.
+    """
+
+    samples: tuple[CostSample, ...]
+    layer_shares: tuple[LayerShare, ...] | None = None
+    warning: str | None = None
+
+
+def time_part(
+    timer: SliceTimer,
+    granularity_tokens: int,
+    num_stages: int,
+    num_micro_batches: int,
+    *,
+    with_layers: bool = True,
+    peers: Peers = ALONE,
+    trials: Trials | None = None,
+    progress: Callable[[float], Any] = lambda share: None,
+) -> PartTimes:
+    """Measure everything about one part that takes seconds; a collective over `peers`.
+
+    Args:
+        num_stages, num_micro_batches: of a training step; its unsliced time is what measuring is limited by.
+        with_layers: time each layer as well.
+        trials: of the tensor-parallel peers, see `layer_shares`.
+        progress: told the share that is done, between 0 and 1.
+    """
+    length = timer.sequence_length
+    points = grid(length, granularity_tokens)
+    limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
+    rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
+    lengths = sorted({tokens for tokens, _ in points})
+    samples = rounds.samples(weights(timer, lengths, peers))
+    shares = layer_shares(timer, lengths, trials) if with_layers else None
+    # a clock other than the wall's is for machines that are busy with the other stages
+    return PartTimes(samples, shares, noise_warning(samples) if timer.clock is None else None)
+
+
+def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
+    """Return the points to measure; they are few, because the cost model fills in the rest.
+
+    They are slices without a prefix from one granule, doubling, to the whole sequence, and some of these lengths with
+    prefixes up to all that fits.
+    """
+    smallest = min(granularity_tokens, sequence_length)
+    lengths = [smallest]
+    while 2 * lengths[-1] < sequence_length:
+        lengths.append(2 * lengths[-1])
+    bases = [(tokens, 0) for tokens in (*lengths, sequence_length)]
+    candidates = [tokens for tokens in lengths if 2 * tokens <= sequence_length]
+    stride = max(1, -(-len(candidates) // _PREFIX_SIZES))
+    contexts = []
+    for tokens in candidates[::-stride]:
+        contexts.append((tokens, sequence_length - tokens))
+        if (sequence_length - tokens) // 2 >= tokens:
+            contexts.append((tokens, (sequence_length - tokens) // 2))
+    if not contexts and smallest < sequence_length:  # two slices, of which the second is less than a granule
+        contexts.append((sequence_length - smallest, smallest))
+    return tuple(dict.fromkeys(bases + contexts))
+
+
+def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Point, ...], ...]:
+    """Group points that are live together, each group of about a whole sequence; short slices are in one repeatedly."""
+    groups: list[list[Point]] = []
+    room = 0
+    for point in sorted(points, reverse=True):
+        repeats = max(1, min(_SMALL_TOKENS, sequence_length) // point[0])
+        needed = repeats * point[0]
+        if needed > room:
+            groups.append([])
+            room = sequence_length
+        groups[-1] += [point] * repeats
+        room -= needed
+    return tuple(map(tuple, groups))
+
+
+class Taken(NamedTuple):
+    """The seconds of one run, and those of them in which this process had no processor.
+
+    Another program had it, or a peer was waited for inside the layers.
+    """
+
+    seconds: float
+    lost_s: float = 0.0
+
+
+@dataclass
+class Rounds:
+    """What the runs of one rank took, by point.
+
+    Args:
+        processor_s: the processor time of this process so far; None where that says nothing of the work (a device
+            computes beside the host).
+    """
+
+    processor_s: Callable[[], float] | None = None
+    forwards: dict[Point, list[Taken]] = field(default_factory=dict)
+    backwards: dict[Point, list[Taken]] = field(default_factory=dict)
+    count: int = 0
+
+    def run(self, timer: SliceTimer, group: Sequence[Point], peers: Peers) -> None:
+        """Run the forwards of a group, and its backwards in reverse."""
+        live = []
+        for point in group:
+            peers.barrier()
+            begin_s = self._processor_s()
+            seconds, kept = timer.forward(*point)
+            self._note(self.forwards, point, seconds, begin_s)
+            live.append((point, kept))
+        while live:
+            point, kept = live.pop()
+            peers.barrier()
+            begin_s = self._processor_s()
+            self._note(self.backwards, point, timer.backward(kept), begin_s)
+
+    def _processor_s(self) -> float:
+        return 0.0 if self.processor_s is None else self.processor_s()
+
+    def _note(self, runs: dict[Point, list[Taken]], point: Point, seconds: float, begin_s: float) -> None:
+        lost_s = 0.0 if self.processor_s is None else max(0.0, seconds - (self.processor_s() - begin_s))
+        runs.setdefault(point, []).append(Taken(seconds, lost_s))
+
+    def samples(self, weight_s: Mapping[int, float] | None = None) -> tuple[CostSample, ...]:
+        """Return medians of the runs without disturbance, and spreads of all.
+
+        Args:
+            weight_s: tokens -> seconds of W.
+        """
+        samples = []
+        for point, forwards in self.forwards.items():
+            backwards = self.backwards[point]
+            forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in (forwards, backwards))
+            forward_spread, backward_spread = (spread([run.seconds for run in runs]) for runs in (forwards, backwards))
+            w_s = None if weight_s is None else min(weight_s[point[0]], backward_s)
+            spreads = forward_spread, backward_spread
+            samples.append(CostSample(*point, forward_s, backward_s, *spreads, len(forwards), w_s))
+        return tuple(samples)
+
+
+def measure(
+    timer: SliceTimer,
+    points: Sequence[Point],
+    sequence_length: int,
+    limit_steps: int,
+    peers: Peers = ALONE,
+    processor_s: Callable[[], float] | None = None,
+    progress: Callable[[float], Any] = lambda share: None,
+) -> Rounds:
+    """Run all `points` round after round; a collective over `peers`.
+
+    Args:
+        limit_steps: how often an unsliced forward and backward may take the time of all rounds.
+        processor_s: see `Rounds`.
+    """
+    begin_s = time.perf_counter()
+    groups = groups_of(points, sequence_length)
+    warm, whole = Rounds(), (sequence_length, 0)
+    for _ in range(2):  # once to warm up, and once to know what a step takes
+        warm.run(timer, [whole], peers)
+    limit_s = limit_steps * peers.largest(warm.forwards[whole][-1].seconds + warm.backwards[whole][-1].seconds)
+    rounds, planned = Rounds(processor_s), MAX_ROUNDS
+    while rounds.count < planned:
+        round_s = time.perf_counter()
+        for index, group in enumerate(groups):
+            rounds.run(timer, group, peers)
+            progress((rounds.count + (index + 1) / len(groups)) / planned)
+        rounds.count += 1
+        now_s = time.perf_counter()
+        if peers.largest(now_s - begin_s) + peers.largest(now_s - round_s) > limit_s:
+            planned = max(MIN_ROUNDS, rounds.count)
+    progress(1.0)
+    return rounds
+
+
+def weights(timer: SliceTimer, lengths: Sequence[int], peers: Peers = ALONE) -> dict[int, float]:
+    """Return tokens -> seconds of W, which no prefix changes; largest slices first, a collective over `peers`."""
+    found: dict[int, list[float]] = {tokens: [] for tokens in sorted(lengths, reverse=True)}
+    for _ in range(1 + WEIGHT_ROUNDS):  # once to warm up
+        for tokens, seconds in found.items():
+            peers.barrier()
+            seconds.append(timer.weight(tokens))
+    return {tokens: statistics.median(seconds[1:]) for tokens, seconds in found.items()}
+
+
+def undisturbed(runs: Sequence[Taken]) -> list[float]:
+    """Return the seconds of the runs that lost no more than the least disturbed one, but for `_DISTURBED` of them.
+
+    Relative to the least, since peers that meet inside the layers wait for one another in every run.
+    """
+    least_s = min(run.lost_s for run in runs)
+    return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the interquartile range over the median; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return (upper - lower) / statistics.median(values)
+
+
+def noise_warning(samples: Sequence[CostSample]) -> str | None:
+    """Return a sentence where the spread is too wide for a plan that could be trusted; None where it is not."""
+    by_spread = sorted((max(s.forward_spread, s.backward_spread), s.tokens, s.prefix) for s in samples)
+    wide = [entry for entry in by_spread if entry[0] > WIDE_SPREAD]
+    if len(wide) * 2 <= len(samples):
+        return None
+    share, tokens, prefix = wide[-1]
+    return (
+        f"{len(wide)} of {len(samples)} measured slices vary by more than {WIDE_SPREAD:.0%} (the worst, {tokens} "
+        f"tokens after {prefix}, by {share:.0%}): the machine is busy with something else, and the plan may not "
+        "be the best; measure again when it is quiet"
+    )

@@ -1,0 +1,254 @@
+"""One slice of a part, run and timed as training runs it.
+
+The prefix of a timed slice never ran: its keys and values are made up, because only their number costs time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.runtime.batch.in_flight import Key
+from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tuple
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.profiling.layer_times import LayerByLayer
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
+
+_HALF = 0.5  # any weight that is not 1: the weights of slices are not
+
+
+@dataclass
+class LiveSlice:
+    """A slice between its F and its B."""
+
+    active: ActiveSlice
+    outputs: Any
+    loss: Any
+
+
+@dataclass(frozen=True)
+class SliceBytes:
+    """What a slice keeps from its F to its B, and what it needs besides at the peak of either."""
+
+    kept: int
+    working: int
+
+
+@dataclass
+class SliceTimer:
+    """Times slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`.
+
+    Args:
+        module: runs the part: inputs, a tensor or a tuple, to outputs.
+        inputs: of one micro-batch, on the first part; None elsewhere, where `receive` says what comes.
+        labels: of one micro-batch, on the last part; None elsewhere.
+        loss_fn: of the last part; None if the model computes the loss itself.
+        autocast: returns the context in which the engine runs the layers.
+        weights: the weight gradients of the layers, if W is measured.
+        clock: replaces the wall clock; processor time of this process where several of them share a core.
+        own_s: what the engine itself takes of an F and a B (see `own_time`). A processor does that in addition; a
+            device runs meanwhile, unless it waits for the calls.
+    """
+
+    module: nn.Module
+    sequence_length: int
+    device: torch.device
+    store: SliceStore
+    part_id: int = 0
+    inputs: SliceableTensors | None = None
+    labels: SliceableTensors | None = None
+    is_last: bool = False
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    weights: WeightGradients = field(default_factory=WeightGradients)
+    clock: Callable[[], float] | None = None
+    own_s: tuple[float, float] = (0.0, 0.0)
+    _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
+    _gradients: dict[int, Tensors] = field(default_factory=dict)
+
+    def now_s(self) -> float:
+        """Return the time once the device has done what it was told, or the time of `clock`, if there is one."""
+        return _now_s() if self.clock is None else self.clock()
+
+    def receive(self, tokens: int, spec: MessageSpec) -> None:
+        """Take `spec` for what the part before sends for slices of `tokens` tokens; the values are made up."""
+        self._received[tokens] = spec, tuple(_made_up(t, self.device) for t in spec.tensors)
+
+    # -- seconds -----------------------------------------------------------------------------------------------------
+
+    def forward(self, tokens: int, prefix: int) -> tuple[float, LiveSlice]:
+        """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and what its B needs."""
+        begin_s = self.now_s()
+        live = self.issue_forward(tokens, prefix)
+        return self._seconds(begin_s, self.own_s[0]), live
+
+    def backward(self, live: LiveSlice) -> float:
+        """Return the seconds of B of a slice whose F has run."""
+        begin_s = self.now_s()
+        self.issue_backward(live)
+        return self._seconds(begin_s, self.own_s[1])
+
+    def weight(self, tokens: int) -> float:
+        """Return the seconds of W of a slice of `tokens` tokens, after its F and B."""
+        with self._split_backward(tokens) as key:
+            begin_s = self.now_s()
+            self.weights.compute(key, nullcontext)
+            return self.now_s() - begin_s
+
+    def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
+        """Return the seconds of F and B of every layer of a slice of `tokens` tokens without a prefix.
+
+        Each layer runs on its own: its inputs have no graph behind them. The loss counts with the last layer. With
+        activation checkpointing a layer's B has its F in it, but not that of the loss.
+        """
+        active = self._active(tokens, 0)
+        functions: Any = self.module.forward_funcs
+        layers = LayerByLayer(functions, self.now_s)
+        live = LiveSlice(active, *self._forward(active, layers))
+        begin_s = self.now_s()
+        self.issue_backward(live)
+        loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
+        with push_slice(active):
+            seconds = layers.backward()
+        again = getattr(self.module, "activation_checkpoint_interval", 0) > 0
+        found = [(f, b + f if again else b) for f, b in seconds]
+        return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
+
+    def _seconds(self, begin_s: float, own_s: float) -> float:
+        """Return the seconds since `begin_s`, when the F or B was called that has returned, with the engine's own."""
+        if self.clock is not None:
+            return self.clock() - begin_s + own_s
+        called_s = time.perf_counter() - begin_s
+        return max(_now_s() - begin_s, called_s + own_s)
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def weight_bytes(self, tokens: int) -> int:
+        """Return the bytes that a slice of `tokens` tokens keeps from its B to its W."""
+        with self._split_backward(tokens) as key:
+            kept = self.weights.kept_bytes(key)
+            self.weights.compute(key, nullcontext)
+            return kept
+
+    def store_bytes(self) -> tuple[int, int]:
+        """Return the bytes of keys and values of the whole sequence on this part, and of their gradients."""
+        return self.store.bytes_of(self.part_id, 0)
+
+    def slice_bytes(self, tokens: int, prefix: int) -> SliceBytes:
+        """Return the bytes of the slice of `tokens` tokens after `prefix` tokens; needs `MemoryPeak.is_available`.
+
+        Keys, values and messages do not count, but the input that stays until B does.
+        """
+        self.backward(self.forward(tokens, prefix)[1])  # buffers of the store are taken
+        with MemoryPeak() as forward:
+            _, live = self.forward(tokens, prefix)
+        with MemoryPeak() as backward:
+            self.backward(live)
+        kept = max(0, forward.left_bytes)
+        return SliceBytes(kept + self.received_bytes(tokens), max(0, forward.grown_bytes - kept, backward.grown_bytes))
+
+    def received_bytes(self, tokens: int) -> int:
+        """Return the bytes of the message that the part before sends for such a slice; 0 on the first part."""
+        return sum(t.num_bytes for t in self._received[tokens][0].tensors) if tokens in self._received else 0
+
+    # -- runs --------------------------------------------------------------------------------------------------------
+
+    def issue_forward(self, tokens: int, prefix: int) -> LiveSlice:
+        """Run F without a clock; a device may still be at work afterwards."""
+        active = self._active(tokens, prefix)
+        return LiveSlice(active, *self._forward(active))
+
+    def issue_backward(self, live: LiveSlice) -> None:
+        """Run what the engine's B does, bookkeeping apart, without a clock."""
+        with push_slice(live.active):
+            if live.loss is not None:
+                live.loss.backward()
+            else:
+                tensors = [t for t in self._outputs(live) if t.requires_grad]
+                if tensors:
+                    torch.autograd.backward(tensors, list(self._gradients[live.active.num_tokens]))
+        live.outputs = live.loss = None
+
+    def output_spec(self, tokens: int) -> MessageSpec:
+        """Return what this part sends for a slice of `tokens` tokens. Runs it once, which warms it up as well."""
+        live = self.issue_forward(tokens, self.sequence_length - tokens)
+        tensors = self._outputs(live)
+        spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))
+        self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)
+        self.issue_backward(live)
+        return spec
+
+    @contextmanager
+    def _split_backward(self, tokens: int) -> Iterator[Key]:
+        """Run F, and a B that leaves weight gradients to W, as where the schedule splits backwards."""
+        active = self._active(tokens, 0)
+        key = active.part_id, active.micro_batch_id, active.slice_id
+        self.weights.open_batch([key])
+        try:
+            live = LiveSlice(active, *self._forward(active))
+            with self.weights.deferred(key):
+                self.issue_backward(live)
+            yield key
+        finally:
+            self.weights.open_batch(())
+
+    def _active(self, tokens: int, prefix: int) -> ActiveSlice:
+        span, length = (prefix, prefix + tokens), self.sequence_length
+        return ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
+
+    def _outputs(self, live: LiveSlice) -> Tensors:
+        return () if self.is_last else as_tuple(live.outputs, "the outputs of a stage")
+
+    def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> tuple[Any, Any]:
+        """Run what the engine's F does, bookkeeping apart, on the module or on `layers` in its place."""
+        leaves, is_tuple = self._leaves(active)
+        copies = tuple(leaf.clone() for leaf in leaves)
+        with push_slice(active), checkpointing_with_gradients(self.module):
+            with self.autocast():
+                outputs = (layers or self.module)(copies if is_tuple else copies[0])
+            if not self.is_last:
+                return outputs, None
+            labels = None if self.labels is None else self.labels.part(active.start, active.stop)
+            loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
+            return None, loss if torch.is_tensor(loss) else sum(loss)
+
+    def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
+        if self.inputs is not None:
+            return self.inputs.span(active.start, active.stop), self.inputs.is_tuple
+        spec, tensors = self._received[active.num_tokens]
+        both = zip(tensors, spec.tensors, strict=True)
+        return tuple(tensor.detach().requires_grad_(s.requires_grad) for tensor, s in both), spec.is_tuple
+
+
+def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """Return ordinary numbers, so that no arithmetic on them is slower or faster than on real ones."""
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return torch.randn(spec.shape, dtype=spec.dtype, device=device)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _now_s() -> float:
+    synchronize()
+    return time.perf_counter()
+
+
+def processor_clock() -> Callable[[], float] | None:
+    """Return the clock of this process's processor time; None where a device computes beside the host."""
+    return time.process_time if get_accelerator().is_synchronized_device() else None
+
+
+def synchronize() -> None:
+    """Wait for the device, where it runs behind the host."""
+    if not get_accelerator().is_synchronized_device():
+        get_accelerator().synchronize()

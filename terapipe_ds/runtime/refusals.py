@@ -1,0 +1,231 @@
+"""Refuse what cannot be trained in slices and shows only once the model is built."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.comm import comm as ds_comm
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from terapipe_ds.compat.insertions import problem_of_insertions
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+
+logger = logging.getLogger("terapipe_ds")
+
+
+def check_checkpointing(in_stock_order: bool = False) -> None:
+    """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that order is another."""
+    if in_stock_order:
+        return
+    if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
+        raise TeraPipeConfigError(
+            "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
+            "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
+            'false, or take DeepSpeed\'s own order: terapipe.slices 1 with terapipe.schedule "1f1b".'
+        )
+
+
+def check_train_call() -> None:
+    """Refuse to train without gradients as DeepSpeed does, but before the batch begins: a caller may go on."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+
+
+def check_eval_call(*args: Any, **kwargs: Any) -> None:
+    """Refuse a `reduce_output` on every rank, before the batch; takes the arguments of `eval_batch`.
+
+    DeepSpeed refuses it on the last stage, after the batch, while the others wait for a loss.
+    """
+    arguments = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
+    reduction = arguments.get("reduce_output")
+    if reduction is not None and reduction.lower() != "avg":
+        raise NotImplementedError(f"reduction type {reduction} not supported.")
+
+
+def problem_of_layers(engine: Any) -> str | None:
+    """Return what of this stage's layers cannot run slice by slice; None where all can. Stages differ in it."""
+    if engine.has_moe_layers:
+        return (
+            "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
+            "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
+            "your own."
+        )
+    unpatched = problem_of_insertions(engine.module)
+    if unpatched is not None:
+        return unpatched
+    if engine.terapipe_config.is_one_slice:
+        return None
+    compiled = _compiled(engine.module)
+    if compiled:
+        return f"layers of this stage ({', '.join(compiled[:4])}{' and more' * (len(compiled) > 4)}) {_COMPILED}"
+    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(engine.module, "")]
+    if not names:
+        return None
+    return (
+        f"layers that mix the tokens of a sequence, and would see only those of a slice: {', '.join(names[:4])}"
+        f"{' and more' if len(names) > 4 else ''}. Only sliced_attention may do so; set terapipe.slices to 1 to train "
+        "this model. A layer that is right on slices all the same (it hands its state on itself, or mixes features and "
+        "no tokens) says so by the attribute slice_safe = True of its class, which goes for what it is made of as well."
+    )
+
+
+def check_compile_call(config: TeraPipeConfig) -> None:
+    """Refuse `engine.compile()` for the same reason as layers that are compiled already."""
+    if not config.is_one_slice:
+        raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
+
+
+_COMPILED = (
+    "are compiled by torch.compile, which knows nothing of slices: it compiles them again for every place of a slice "
+    "in the sequence, and gives up after eight. Remove torch.compile, or set terapipe.slices to 1"
+)
+
+
+def _compiled(module: nn.Module) -> list[str]:
+    """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
+    parts = getattr(module, "_held", (module,))  # of all chunks, where a stage holds several
+    layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
+    functions = [each for each in layers if not isinstance(each, nn.Module)]
+    modules = [
+        name or type(each).__name__ for name, each in module.named_modules()
+        if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
+        or _is_compiled_function(each.forward)
+    ]  # fmt: skip
+    return modules + [getattr(each, "__name__", repr(each)) for each in functions if _is_compiled_function(each)]
+
+
+def _is_compiled_function(function: Any) -> bool:
+    """Return whether a function is compiled; `torch.compiler.disable` leaves the same mark, and one more."""
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return hasattr(function, "_torchdynamo_orig_callable") and not is_disabled
+
+
+def slice_length_multiple(module: Any) -> int:
+    """Return of how many tokens every slice must be a multiple: the module's attribute of that name, by default 1.
+
+    A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
+
+    Raises:
+        TeraPipeConfigError: it is not an integer >= 1.
+    """
+    multiple = getattr(module, "slice_length_multiple", 1)
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise TeraPipeConfigError(
+            f"slice_length_multiple = {multiple!r} of {type(module).__name__}: give an integer >= 1, the number of "
+            "ranks that the tokens of a slice are divided over"
+        )
+    return multiple
+
+
+def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str | None:
+    """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
+    bad = [length for length in lengths if length % multiple]
+    if not bad:
+        return None
+    return (
+        f"{what} = {list(lengths)}: slices of {', '.join(map(str, dict.fromkeys(bad[:4])))} tokens are no multiples of "
+        f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
+        "many ranks). Give multiples of it, or switch sequence parallelism off."
+    )
+
+
+def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None:
+    """Return the same for the slices that the config lists."""
+    if not isinstance(config.slices, tuple):
+        return None
+    return problem_of_lengths("terapipe.slices", config.slices, multiple)
+
+
+def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
+    """Return the config with a granularity that every slice can be cut by; listed slices are taken as they are."""
+    raised = math.lcm(config.granularity_tokens, multiple)
+    is_cut = config.slices != 1 and not isinstance(config.slices, tuple)
+    if raised != config.granularity_tokens and is_cut and rank == 0:
+        shorter = "" if "granularity_tokens" in config.model_fields_set else ", of fewer where sequences are short"
+        logger.info(
+            "terapipe.granularity_tokens is raised from %d to %d%s: slices must be multiples of %d tokens, the model's "
+            "slice_length_multiple", config.granularity_tokens, raised, shorter, multiple,
+        )  # fmt: skip
+    return config.with_multiple(multiple)
+
+
+def problem_of_device_waits(receives_on_device: bool) -> str | None:
+    """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
+
+    Such a wait ends when every receive that is posted ahead has its message, which may be a gradient that follows from
+    the very slice that is running. It may be switched on late.
+
+    Args:
+        receives_on_device: whether receives that are posted ahead are at work on the device (`Wires.post_on_device`).
+    """
+    reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
+    if not reasons:
+        return None
+    return (
+        f"{'; '.join(reasons)}. With several stages receives are posted ahead, and a wait for the whole device waits "
+        "for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
+        "wall_clock_breakdown, which wait for the current stream alone."
+    )
+
+
+def check_batch_options(in_stock_order: bool, receives_on_device: bool) -> None:
+    """Refuse before a batch what may have been switched on after the engine was built. Ranks may differ in it."""
+    check_checkpointing(in_stock_order)
+    problem = problem_of_device_waits(receives_on_device)
+    if problem is not None:
+        raise TeraPipeConfigError(problem)
+
+
+_DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
+    (lambda: ds_checkpointing.SYNCHRONIZE,
+     "activation_checkpointing.synchronize_checkpoint_boundary waits for the device at each checkpoint: set it to "
+     "false"),
+    (lambda: ds_comm.comms_logger.enabled,
+     "comms_logger waits for the device after each operation of deepspeed.comm, those of layers among them: set "
+     "comms_logger.enabled to false"),
+    (lambda: os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
+     "CUDA_LAUNCH_BLOCKING=1 waits for each kernel, and so for each receive where it is posted: unset it, or look for "
+     "the error with one stage"),
+)  # fmt: skip
+
+
+def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what in `module` mixes tokens by its type, with names; nothing of a class that says it is `slice_safe`."""
+    if getattr(module, "slice_safe", False) is True:
+        return
+    if _mixes_tokens(module):
+        yield name, module
+        return
+    for child, part in module.named_children():
+        yield from _mixing_layers(part, f"{name}.{child}" if name else child)
+
+
+def _classes_of(module: ModuleType) -> tuple[type, ...]:
+    return tuple(c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__)
+
+
+_PADDING = _classes_of(nn.modules.padding)
+_MIXING = (
+    nn.RNNBase, nn.RNNCellBase, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm,
+    nn.Upsample, *_classes_of(nn.modules.pooling),
+)  # fmt: skip
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    """Return whether a layer of torch mixes tokens. A convolution of width 1 is a linear layer."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return any(each != 1 for each in (*module.kernel_size, *module.stride))
+    if isinstance(module, (nn.Unfold, nn.Fold)):
+        return module.kernel_size not in (1, (1, 1)) or module.stride not in (1, (1, 1))
+    if isinstance(module, _PADDING):
+        return any(vars(module)["padding"][2:])  # not of the last dimension: nn.ZeroPad2d((0, 0, 1, -1)) shifts tokens
+    return isinstance(module, _MIXING)

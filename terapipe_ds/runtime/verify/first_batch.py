@@ -1,0 +1,316 @@
+"""Before the first step every stage checks its own layers on a cut of the first batch, and the last one the loss.
+
+This is a collective over all ranks. Parts go one after the other, because a part begins with what the one before gives
+for the whole sequence. Then all ranks hear of all findings, and all raise or none does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
+from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
+from terapipe_ds.runtime.batch.loss import slice_counts
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.parted_module import activate, each_part
+from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
+from terapipe_ds.runtime.verify.layer import Activations
+from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
+from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
+from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
+from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
+
+logger = logging.getLogger("terapipe_ds")
+
+_UNWEIGHTED = (
+    "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
+    "a mask or weights beside them, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
+    "returns what loss_fn divides its sum by (for (labels, loss_mask) the sum of the mask), or say in "
+    'terapipe.loss_reduction that it is "mean_valid" (over labels of the first tensor other than ignore_index), "mean" '
+    'or "sum"'
+)
+
+
+@dataclass(frozen=True)
+class StageToCheck:
+    """What the check needs to know of this rank's stage."""
+
+    module: Any  # DeepSpeed's PipelineModule
+    config: TeraPipeConfig
+    layout: Layout
+    groups: PipelineGroups
+    stage_id: int
+    device: torch.device
+    token_multiple: int  # of the lengths of slices, for the layers
+    tensor_ranks: TensorRanks
+    autocast: Callable[[], AbstractContextManager[Any]]  # in which the engine runs layers
+    weights_of_slices: Callable[[SliceableTensors, SlicePlan], tuple[float, ...]]  # of their losses, in training
+    cast_input: Callable[[Tensor], Tensor]  # brings inputs to the precision of training
+    note: Callable[[str], None]  # tells the watch-dog what this rank is busy with
+
+
+class FirstBatchCheck:
+    """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced.
+
+    It compares layers where the config says so, and the loss in any case; where the loss has no value there, on a later
+    batch. Parameters, gradients, buffers, random numbers and the data stay as they are.
+    """
+
+    def __init__(self, stage: StageToCheck) -> None:
+        self._stage, self._groups, self._config = stage, stage.groups, stage.config
+        self._slice_weight = getattr(stage.module.loss_fn, "slice_weight", None)
+        self._is_done = False
+        self._loss_waits = False  # layers agree, and the loss is compared with the next batch on which it has a value
+        self._labels_agreed = False  # it is known how labels weigh the losses of slices
+        self._later_labels: LaterLabels | None = None
+
+    def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
+        """Check the first batch, where this is the first; with `ends` a whole micro-batch, and then end the process.
+
+        Raises:
+            TeraPipeConfigError: on every rank, where it is unknown how tuples of labels weigh the losses of slices.
+            VerifyError: on every rank, where slices give another result than whole sequences on any of them.
+            SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
+        """
+        if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
+            return
+        sliced = [one for one in micro_batches if one.plan.num_slices > 1]
+        self._labels_agreed, has_foreign_layers = self._agree(sliced)
+        if not training or not (self._labels_agreed or ends):
+            return
+        wanted, again = self._config.verify, self._loss_waits
+        with_layers = (ends or wanted == "first_batch" or (wanted is None and has_foreign_layers)) and not again
+        begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
+        found = self._check(sliced, micro_batches, with_layers, ends)
+        text = found.text(time.monotonic() - begin_s, only_loss=again)
+        if ends:
+            if is_first_rank:
+                print(text, flush=True)
+            raise RaisedEverywhere(SystemExit(1 if found.findings else 0))
+        if found.findings:  # a caller who goes on is told again
+            raise RaisedEverywhere(VerifyError(text))
+        self._is_done, self._loss_waits = not found.loss_waits, found.loss_waits
+        if is_first_rank and not (again and found.loss_waits):
+            logger.log(logging.WARNING if found.notes else logging.INFO, "%s", text)
+
+    def look_at_labels(self, labels: SliceableTensors) -> None:
+        """Compare the loss once more where these labels tell how it reduces, and earlier ones did not.
+
+        Raises:
+            VerifyError: the loss or its gradients differ.
+        """
+        if self._later_labels is not None:
+            is_told, difference = self._later_labels.compare(labels)
+            if difference is not None:
+                raise VerifyError(difference)
+            self._later_labels = None if is_told else self._later_labels
+
+    def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool]:
+        """Return whether any pipeline has slices, and whether any stage has layers of others."""
+        if not sliced and self._groups.everyone is None:  # all stages of the only pipeline have the same plans
+            return False, True
+        labels = sliced[0].labels if sliced else None
+        is_weighted = "loss_reduction" in self._config.model_fields_set or self._slice_weight is not None
+        is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
+        flags = torch.tensor([bool(sliced), not all_own(self._stage.module), is_unweighted], dtype=torch.int64)
+        if self._groups.world is not None:
+            torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
+        if flags[2]:
+            raise RaisedEverywhere(TeraPipeConfigError(_UNWEIGHTED))
+        return bool(flags[0]), bool(flags[1])
+
+    def _check(
+        self,
+        sliced: Sequence[MicroBatchInFlight],
+        everything: Sequence[MicroBatchInFlight],
+        with_layers: bool,
+        ends: bool,
+    ) -> Findings:
+        """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
+        for is_whole in (True,) if ends else (False, True):
+            found = Findings(with_layers)
+            if sliced:
+                which, found.cut, found.findings = self._choose_cut(sliced, len(everything), is_whole)
+                if not found.findings:
+                    self._check_parts(sliced[which], found, found.cut)
+                    self._look_at_all_labels(everything, found)
+            copies = self._groups.num_replicas * self._stage.tensor_ranks.size
+            found = Findings.of_all(gather(found, self._groups.world), copies)
+            if not found.findings or not all(finding.is_of_the_cut for finding in found.findings):
+                break
+        if not get_accelerator().is_synchronized_device():
+            get_accelerator().empty_cache()  # training begins with the memory that it would have
+        return found
+
+    def _look_at_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], found: Findings) -> None:
+        """Find what the labels of other micro-batches tell of the loss, where those of the cut do not."""
+        try:
+            for labels in (one.labels for one in micro_batches if one.labels is not None):
+                self.look_at_labels(labels)
+        except VerifyError as error:
+            found.findings.append(Finding(self._stage.module._local_stop, "loss_fn", str(error)))
+
+    # -- what is looked at -------------------------------------------------------------------------------------------
+
+    def _choose_cut(
+        self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
+    ) -> tuple[int, Cut, list[Finding]]:
+        """Return which micro-batch is looked at, and what of it: the first one in which labels count, if any.
+
+        All stages say what may be cut of the tensors that they have. The stage of the loss, which has the labels,
+        decides. What `slice_weight` raises there is found on all stages.
+        """
+        tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
+        everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
+        chosen: list[tuple[int, Cut, list[Finding]]] = []
+        for which, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
+            rows, tokens = zip(*itertools.chain(*(stage[which] for stage in everyone)), strict=True)
+            may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
+            cut = Cut(one.plan, one.plan.sequence_length)
+            try:
+                cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, *may_cut))
+                chosen.append((which, cut, []))
+            except Exception as error:
+                text = f"raised {type(error).__name__}: {error}"
+                who = self._stage.module._local_stop, "slice_weight of loss_fn"
+                chosen.append((which, cut, [Finding(*who, text, type(error).__name__)]))
+            if cut.has_labels:
+                break
+        best: list[Any] = [next((each for each in chosen if each[1].has_labels), chosen[0] if chosen else None)]
+        if self._groups.control is not None:
+            source = self._groups.ranks[self._stage.layout.loss_stage]
+            torch_dist.broadcast_object_list(best, src=source, group=self._groups.control)
+        decided: tuple[int, Cut, list[Finding]] = best[0]
+        return decided
+
+    def _window(
+        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
+    ) -> Cut:
+        """Return the window of a micro-batch that shows most."""
+        plan, labels, unit = micro_batch.plan, micro_batch.labels, self._stage.token_multiple
+        assert labels is not None
+        rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
+        if may_cut_tokens:
+            granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
+            stages = self._stage.layout.num_stages
+            plan, unit = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
+        cut = Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
+        return choose_window(cut, labels, unit, self._config.ignore_index, self._slice_weight)
+
+    def _weighted(self, micro_batch: MicroBatchInFlight, cut: Cut) -> Cut:
+        """Return the cut with the weights of its slices' losses; those of the tokens where no label counts."""
+        assert micro_batch.labels is not None
+        labels = cut.of(micro_batch.labels)
+        if sum(slice_counts(labels, cut.plan, self._config.ignore_index, self._slice_weight)) <= 0:
+            shares = tuple(length / cut.plan.sequence_length for length in cut.plan.lengths)
+            return replace(cut, weights=shares, has_labels=False)
+        return replace(cut, weights=self._stage.weights_of_slices(labels, cut.plan))
+
+    # -- the check ---------------------------------------------------------------------------------------------------
+
+    def _check_parts(self, micro_batch: MicroBatchInFlight, found: Findings, cut: Cut) -> None:
+        """Check this rank's parts, each in its turn."""
+        stage, inputs = self._stage, None
+        if micro_batch.inputs is not None:
+            batch = cut.of(micro_batch.inputs).to(stage.device)
+            inputs = inputs_of(replace(batch, tensors=tuple(map(stage.cast_input, batch.tensors))))
+        with untouched(stage.module, with_gradients=False):
+            for part_id in range(stage.layout.num_parts):
+                owner, chunk_id = stage.layout.homes(part_id)[0]
+                outputs = None
+                if owner == stage.stage_id and inputs is not None:
+                    activate(stage.module, chunk_id)
+                    slicing = Slicing(cut.plan, cut.weights, stage.tensor_ranks, part_id)
+                    check = StageCheck(stage.module, slicing, found, stage.autocast, stage.note)
+                    outputs = check.check_layers(layers_of(stage.module), inputs)
+                    if part_id + 1 == stage.layout.num_parts and outputs is not None:
+                        self._check_loss(check, outputs, micro_batch.labels, cut)
+                if part_id + 1 < stage.layout.num_parts:
+                    inputs = self._hand_on(part_id, outputs)
+
+    def _check_loss(self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, cut: Cut) -> None:
+        loss_fn, found = self._stage.module.loss_fn, check.found
+        if loss_fn is None:
+            found.notes += [] if found.with_layers else ["the loss was not compared: the model computes it itself"]
+        elif not cut.has_labels:
+            found.notes.append("the loss was not compared: no label counts in this batch")
+            found.loss_waits = True
+        elif labels is not None:
+            loss = LossCheck(loss_fn, cut.of(labels).to(self._stage.device), outputs, check.slicing, self._config)
+            if check.check_loss(loss, self._stage.module._local_stop):
+                self._later_labels = LaterLabels.of(loss)
+
+    def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
+        """Give the next part's stage what the whole sequence gives, through the host; None on all other stages.
+
+        All stages hear when the part is done, so that their watch-dogs see no stall in a long check.
+        """
+        stage, ranks, group = self._stage, self._groups.ranks, self._groups.control
+        owner, follower = stage.layout.owner(part_id), stage.layout.owner(part_id + 1)
+        if group is not None:
+            stage.note(f"waiting for the check of part {part_id}")
+            torch_dist.broadcast(torch.zeros(1), src=ranks[owner], group=group)
+        if owner == follower or stage.stage_id not in (owner, follower):
+            return outputs
+        message = [None if outputs is None else outputs.to(torch.device("cpu"))]
+        if stage.stage_id == owner:
+            torch_dist.send_object_list(message, dst=ranks[follower], group=group)
+            return None
+        torch_dist.recv_object_list(message, src=ranks[owner], group=group)
+        return None if message[0] is None else message[0].to(stage.device)
+
+
+# -- whose layers they are ---------------------------------------------------------------------------------------------
+
+_PACKAGE = "terapipe_ds"
+_BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # what the package's layers are made of
+_WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def all_own(module: Any) -> bool:
+    """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
+    functions = [function for _ in each_part(module) for function in module.forward_funcs]
+    return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
+
+
+def _is_own(layer: Any) -> bool:
+    """Return whether a layer and all that it holds are the package's; a derived class belongs to its author."""
+    if isinstance(layer, functools.partial):  # DeepSpeed makes one of a tied layer's own forward
+        return all(_is_own(each) for each in (layer.func, *layer.args) if callable(each))
+    inner = layer.modules() if isinstance(layer, nn.Module) else ()
+    return _root(layer) == _PACKAGE and all(map(_is_as_built, inner))
+
+
+def _is_as_built(module: nn.Module) -> bool:
+    """Return whether no forward, hook, parametrization or function in an attribute (an activation) is of others."""
+    own = vars(module)
+    functions = [value for value in own.values() if callable(value)]
+    hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
+    is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
+    return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)
+
+
+def _root(thing: Any) -> str:
+    """Return the package of a function, or of an object's class."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    return str(getattr(thing, "__module__", "")).split(".")[0]

@@ -1,0 +1,192 @@
+"""Compare the loss of the whole sequence, and its gradients, with the weighted sum of the slices' losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.attention import guard_plain_attention, push_slice
+from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.verify.compare import Difference, compare_tokens, compare_values, tolerance_of
+from terapipe_ds.runtime.verify.cut import Cut, choose_window, num_rows
+from terapipe_ds.runtime.verify.layer import Activations
+from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
+
+REDUCTIONS = ("mean_valid", "mean", "sum")
+_CANNOT = (
+    "if a token's loss depends on other tokens in any other way (labels shifted in loss_fn, the root of a mean, a "
+    "contrastive loss, a statistic of the batch), shift labels in the data, or set terapipe.slices to 1"
+)
+_CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # of its terms' size: a loss below has rounding of its terms and little else
+_TOKENS = 64  # of the outputs that are kept for later labels
+_EVEN = 0.01  # with smaller differences between the slices' shares, rounding hides which mean it is
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The weighted losses of slices, the gradients of the outputs, and the size of what the losses add up."""
+
+    values: Tensor
+    gradients: list[Tensor]
+    size: float
+
+
+@dataclass
+class LossCheck:
+    """Check the loss on what the last layer gives; `slicing` has the weights that training gives the slices' losses."""
+
+    loss_fn: Callable[[Any, Any], Any]
+    labels: SliceableTensors
+    outputs: Activations
+    slicing: Slicing
+    config: TeraPipeConfig
+    is_finite: bool = True  # else there is nothing to compare
+
+    def run(self) -> str | None:
+        """Return what differs and which weights fit; None where the loss and its gradients agree."""
+        whole = self._losses(self.slicing.whole())
+        self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
+        if not self.is_finite:
+            return None
+        difference = self._compare(whole, self.slicing.weights)
+        return None if difference is None else f"{difference}: {self._fitting_weights(whole)}"
+
+    def _fitting_weights(self, whole: Losses) -> str:
+        if hasattr(self.loss_fn, "slice_weight"):
+            return (
+                "loss_fn.slice_weight(labels), by which slices are weighted in place of terapipe.loss_reduction, must "
+                f"give what loss_fn divides a sum over tokens by; {_CANNOT}"
+            )
+        told = self.config.loss_reduction
+        for name in REDUCTIONS:
+            weights = weights_of(self.labels, self.slicing.plan, self.config, None, name)
+            if name != told and self._compare(whole, weights) is None:
+                return (
+                    f"loss_fn is no {told!r} but a {name!r}, which the loss and its gradients agree with: set "
+                    f'terapipe.loss_reduction to "{name}"; or give loss_fn a method slice_weight(labels)'
+                )
+        return (
+            f"no terapipe.loss_reduction ({', '.join(REDUCTIONS)}) agrees with loss_fn. If it is a sum over tokens "
+            f"divided by something, give it a method slice_weight(labels) that returns this; {_CANNOT}"
+        )
+
+    def _compare(self, whole: Losses, weights: tuple[float, ...]) -> Difference | None:
+        """Return what differs with such weights of the slices' losses."""
+        sliced = self._losses(replace(self.slicing, weights=weights))
+        dtypes = {tensor.dtype for tensor in self.outputs.tensors}
+        tolerance = tolerance_of(dtypes, of_loss=True)
+        cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
+        size = max(whole.size, float(sliced.values.abs().sum()))
+        least = size if float(whole.values.abs()) < cancels * size else 0.0
+        differences = [compare_values("the loss", sliced.values.sum()[None], whole.values, tolerance, least)]
+        for layout, a, b in zip(self.outputs.layouts, sliced.gradients, whole.gradients, strict=True):
+            if isinstance(layout, TokenDim):
+                differences.append(compare_tokens("the gradient of the loss", a, b, tolerance))
+        return self.slicing.ranks.first(next(filter(None, differences), None))
+
+    def _losses(self, slicing: Slicing) -> Losses:
+        """Run forwards and then backwards in reverse, each while its slice is active, as in training."""
+        layouts, runs, size = self.outputs.layouts, [], 1e-6
+        for slice_id, weight in enumerate(slicing.weights):
+            cut = (slicing.cut(*pair, slice_id) for pair in zip(layouts, self.outputs.tensors, strict=True))
+            leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in cut]
+            copies, active = tuple(leaf.clone() for leaf in leaves), slicing.active(slice_id)
+            with push_slice(active), guard_plain_attention(), GuardCapturedNames():
+                labels = self.labels.part(active.start, active.stop)
+                loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
+            runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
+        gradients: list[list[Tensor]] = []
+        for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):
+            if loss.requires_grad:
+                with push_slice(slicing.active(slice_id, "recompute")):
+                    loss.backward()
+            gradients.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
+            for leaf, gradient in zip(leaves, gradients[0], strict=True):
+                terms = (gradient.float() * leaf.detach().float()).nan_to_num(0.0, 0.0, 0.0)
+                size = max(size, float(terms.abs().sum()))
+        slicing.store.reset()
+        joined = map(slicing.joined_gradients, layouts, zip(*gradients, strict=True))
+        return Losses(torch.stack([loss.detach().double().reshape(()) for _, loss in runs]), list(joined), size)
+
+
+def weights_of(
+    labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
+) -> tuple[float, ...]:
+    """Return the weights of the slices' losses; `reduction`: in place of that of the config."""
+    weight = getattr(loss_fn, "slice_weight", None)
+    reduction = reduction or config.loss_reduction
+    return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
+
+
+def _are_even(weights: tuple[float, ...], plan: SlicePlan) -> bool:
+    """Return whether the slices' losses weigh as their tokens do, in which case all reductions to a mean agree."""
+    shares = (length / plan.sequence_length for length in plan.lengths)
+    return all(abs(weight - share) <= _EVEN for weight, share in zip(weights, shares, strict=True))
+
+
+@dataclass(frozen=True)
+class LaterLabels:
+    """Compare the loss once more when a batch has ignored labels for the first time, before it is trained on.
+
+    While every label counts, a mean over the valid labels and a mean over all tokens are the same number, so that the
+    first batch cannot tell which one `loss_fn` is. `check` has the first tokens of the outputs of the first batch.
+    """
+
+    check: LossCheck
+
+    @classmethod
+    def of(cls, check: LossCheck) -> LaterLabels | None:
+        """Return what waits for labels that tell the reductions apart; None where that is known or cannot be compared.
+
+        Under tensor parallelism it cannot: ranks would have to compare together while each draws its data.
+        """
+        outputs, slicing = check.outputs, check.slicing
+        is_known = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction == "sum"
+        dims = [layout for layout in outputs.layouts if isinstance(layout, TokenDim)]
+        if is_known or not _are_even(slicing.weights, slicing.plan) or slicing.ranks.size > 1:
+            return None
+        if not dims or any(layout.rows > 1 or layout.dim > 1 for layout in dims):
+            return None
+        tokens = min(_TOKENS, slicing.plan.sequence_length)
+        tensors = tuple(
+            (tensor.narrow(layout.dim, 0, tokens) if isinstance(layout, TokenDim) else tensor).detach().clone()
+            for layout, tensor in zip(outputs.layouts, outputs.tensors, strict=True)
+        )
+        return cls(replace(check, outputs=replace(outputs, tensors=tensors)))
+
+    def compare(self, labels: SliceableTensors) -> tuple[bool, str | None]:
+        """Return whether the labels of a micro-batch told the reductions apart, and what differs."""
+        config = self.check.config
+        cut = self._window(labels) if bool((labels.deciding == config.ignore_index).any()) else None
+        if cut is None:
+            return False, None
+        labels = cut.of(labels)
+        if _are_even(weights_of(labels, cut.plan, config, None, "mean_valid"), cut.plan):
+            return False, None
+        slicing = replace(self.check.slicing, plan=cut.plan, weights=weights_of(labels, cut.plan, config, None))
+        check = replace(self.check, labels=labels.to(self.check.outputs.tensors[0].device), slicing=slicing)
+        with torch.enable_grad():
+            difference = check.run()
+        told = (
+            f"labels are ignored for the first time (ignore_index {config.ignore_index}), and the slices' losses do not"
+        )
+        return check.is_finite, difference and f"{told} give what loss_fn gives on the whole sequence: {difference}"
+
+    def _window(self, labels: SliceableTensors) -> Cut | None:
+        """Return the window that shows most; None where the labels do not fit the outputs."""
+        pairs = zip(self.check.outputs.layouts, self.check.outputs.tensors, strict=True)
+        dim, tensor = next((layout.dim, tensor) for layout, tensor in pairs if isinstance(layout, TokenDim))
+        tokens, rows, of_rows = tensor.size(dim), tensor.size(1 - dim), num_rows(labels)
+        if labels.length < tokens or tokens < 2 or of_rows < rows or not all(labels.sliced):
+            return None
+        plan = SlicePlan((max(1, tokens // 3), tokens - max(1, tokens // 3)))
+        cut = Cut(plan, labels.length, rows=rows if rows < of_rows else None, of_rows=of_rows)
+        return choose_window(cut, labels, 1, self.check.config.ignore_index)

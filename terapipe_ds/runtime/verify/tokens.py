@@ -1,0 +1,172 @@
+"""Tell how a tensor of a whole sequence and the same tensor of its slices belong together.
+
+Layers do not say which dimension of their outputs holds the tokens: hidden states may be [B, T, H], Megatron's
+[T, B, H], flattened [B * T, H], or divided over tensor-parallel ranks. It is the dimension whose size goes with the
+length of the slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from terapipe_ds.attention import ActiveSlice, SliceStore
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.failures.trials import Trials
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """The tensor-parallel ranks of this one. Their layers communicate, so every decision is the same on all."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+    trials: Trials = field(default_factory=Trials)  # what fails on one of them
+
+    @classmethod
+    def of(cls, grid: Any, trials: Trials) -> TensorRanks:
+        """Return those of DeepSpeed's `grid`."""
+        size, rank = int(grid.get_slice_parallel_world_size()), int(grid.get_slice_parallel_rank())
+        return cls(size, rank, grid.get_slice_parallel_group() if size > 1 else None, trials)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate dimension 0 over the ranks."""
+        everyone = [torch.empty_like(tensor) for _ in range(self.size)]
+        torch_dist.all_gather(everyone, tensor.contiguous(), group=self.group)
+        return torch.cat(everyone)
+
+    def exchange(self, value: _T) -> list[_T]:
+        """Return the values of all ranks."""
+        return [value] if self.group is None else gather(value, self.group)
+
+    def first(self, value: _T | None) -> _T | None:
+        """Return the value of the first rank that has one."""
+        return next((one for one in self.exchange(value) if one is not None), None)
+
+
+@dataclass(frozen=True)
+class TokenDim:
+    """The tokens are in dimension `dim`, together with `rows` rows where both were flattened into it.
+
+    Under sequence parallelism each of `shared_by` ranks has a share of them.
+    """
+
+    dim: int
+    rows: int = 1
+    rows_first: bool = True
+    shared_by: int = 1
+
+    def tokens_first(self, tensor: Tensor) -> Tensor:
+        """Return [tokens, ...]."""
+        if self.rows == 1:
+            return tensor.movedim(self.dim, 0)
+        sizes = (self.rows, -1) if self.rows_first else (-1, self.rows)
+        return tensor.unflatten(self.dim, sizes).movedim(self.dim + int(self.rows_first), 0)
+
+    def tokens_back(self, tensor: Tensor) -> Tensor:
+        """Return what `tokens_first` was made of."""
+        if self.rows == 1:
+            return tensor.movedim(0, self.dim).contiguous()
+        return tensor.movedim(0, self.dim + int(self.rows_first)).flatten(self.dim, self.dim + 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Same:
+    """There are no tokens: each slice has all of it (a mask, a scale)."""
+
+
+@dataclass(frozen=True)
+class PerSlice:
+    """There are no tokens, but a value for each slice (an auxiliary loss), which add up as the slices' losses do."""
+
+    values: tuple[Tensor, ...]
+
+
+Layout = TokenDim | Same | PerSlice
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How sequences are sliced, on which ranks, and the weights of the slices' losses."""
+
+    plan: SlicePlan
+    weights: tuple[float, ...]
+    ranks: TensorRanks = field(default_factory=TensorRanks)
+    part_id: int = 0
+    store: SliceStore = field(default_factory=SliceStore)
+
+    def whole(self) -> Slicing:
+        """Return the sequence in one slice."""
+        return replace(self, plan=SlicePlan((self.plan.sequence_length,)), weights=(1.0,))
+
+    def active(self, slice_id: int, mode: str = "train") -> ActiveSlice:
+        """Return what layers may ask about a slice."""
+        start, stop = self.plan.span(slice_id)
+        length, store = self.plan.sequence_length, self.store
+        return ActiveSlice(start, stop, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
+
+    def layouts_of(self, whole: Tensor, parts: Sequence[Tensor]) -> list[TokenDim]:
+        """Return all layouts by which the shapes of `parts` are those of the slices of `whole`."""
+        for shared_by in sorted({1, self.ranks.size}):
+            layouts = []
+            for dim in range(whole.dim()):
+                rows, rest = divmod(whole.size(dim) * shared_by, self.plan.sequence_length)
+                shapes = [[*whole.shape[:dim], rows * n, *whole.shape[dim + 1 :]] for n in self.plan.lengths]
+                alike = [
+                    [*p.shape[:dim], p.shape[dim] * shared_by, *p.shape[dim + 1 :]] for p in parts if p.dim() > dim
+                ]
+                if rows and not rest and alike == shapes:
+                    orders = (True, False) if rows > 1 else (True,)
+                    layouts += [TokenDim(dim, rows, rows_first, shared_by) for rows_first in orders]
+            if layouts:
+                return layouts
+        return []
+
+    def cut(self, layout: Layout, whole: Tensor, slice_id: int) -> Tensor:
+        """Return what a slice has of `whole`, a copy that requires a gradient where `whole` does."""
+        part = whole.detach()
+        if isinstance(layout, TokenDim):
+            part = self._tokens(layout, part, slice_id)
+        elif isinstance(layout, PerSlice) and self.plan.num_slices > 1:
+            part = layout.values[slice_id]
+        return part.clone().requires_grad_(whole.requires_grad)
+
+    def share_of_gradient(self, layout: Layout, whole: Tensor, slice_id: int) -> Tensor:
+        """Return what a slice gets of `whole`, the gradient of an output of the whole sequence."""
+        if isinstance(layout, TokenDim):
+            return self._tokens(layout, whole, slice_id)
+        if isinstance(layout, PerSlice):
+            return whole * self.weights[slice_id]
+        return whole * (self.plan.lengths[slice_id] / self.plan.sequence_length)
+
+    def joined(self, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+        """Return what the slices' values are together, with tokens first."""
+        if isinstance(layout, TokenDim):
+            return torch.cat([self._all_tokens(layout, part) for part in parts])
+        if isinstance(layout, Same):
+            return parts[-1]
+        return torch.stack([part.double() * weight for part, weight in zip(parts, self.weights, strict=True)]).sum(0)
+
+    def joined_gradients(self, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+        """Return what the slices' gradients are together, with tokens first; without tokens they add up."""
+        if isinstance(layout, TokenDim):
+            return self.joined(layout, parts)
+        return torch.stack([part.double() for part in parts]).sum(0)
+
+    def _all_tokens(self, layout: TokenDim, tensor: Tensor) -> Tensor:
+        tokens = layout.tokens_first(tensor)
+        return tokens if layout.shared_by == 1 else self.ranks.gather(tokens)
+
+    def _tokens(self, layout: TokenDim, whole: Tensor, slice_id: int) -> Tensor:
+        start, stop = self.plan.span(slice_id)
+        tokens = self._all_tokens(layout, whole)[start:stop]
+        return layout.tokens_back(tokens if layout.shared_by == 1 else tokens.chunk(layout.shared_by)[self.ranks.rank])

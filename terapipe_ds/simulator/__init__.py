@@ -1,0 +1,8 @@
+"""How long a schedule takes: a replay of the schedule that the engine runs, with costs instead of work."""
+
+from __future__ import annotations
+
+from terapipe_ds.simulator.replay import Replay as Replay
+from terapipe_ds.simulator.replay import SimulationError as SimulationError
+from terapipe_ds.simulator.replay import UnitCosts as UnitCosts
+from terapipe_ds.simulator.replay import simulate as simulate

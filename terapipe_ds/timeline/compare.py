@@ -1,0 +1,210 @@
+"""Two timelines of one schedule side by side: where does the measured step differ from the predicted one?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from terapipe_ds.timeline.timeline import COMPUTE_KINDS, Timeline, TimelineEvent
+
+WORST = 10
+"""So many actions of a kind of difference are shown."""
+
+
+class CompareError(ValueError):
+    """Timelines that are not of the same schedule."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity as predicted and as measured.
+
+    `what`: makespan_s and bubble_fraction of the step; busy_s, wait_s and bubble_fraction of a stage; duration_s,
+    start_s and wait_s of an action. A wait of an action is the gap before it; starts count from the first one.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    stage_id: int | None = None
+    action: str | None = None
+    kind: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing is predicted."""
+        return self.measured / self.predicted if self.predicted > 0 else None
+
+    @property
+    def difference(self) -> float:
+        """Measured minus predicted."""
+        return self.measured - self.predicted
+
+    @property
+    def name(self) -> str:
+        """The words by which the table calls the row."""
+        place = "" if self.stage_id is None else f"stage {self.stage_id} "
+        quantity, unit = self.what.rpartition("_")[::2]
+        what = self.action or f"{self.kind or quantity} {'%' if unit == 'fraction' else unit}"
+        return place + what
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The table. `summary` has the step and its stages, `actions` three rows per computation in predicted order."""
+
+    summary: tuple[Row, ...]
+    actions: tuple[Row, ...]
+
+    def of_actions(self, what: str, kind: str | None = None) -> list[Row]:
+        """Return the rows of one quantity of all computations, or of those of one kind."""
+        return [row for row in self.actions if row.what == what and kind in (None, row.kind)]
+
+    def median_ratio(self, kind: str | None = None) -> float | None:
+        """Return the median over the computations (of one kind) of measured over predicted duration."""
+        ratios = [row.ratio for row in self.of_actions("duration_s", kind) if row.ratio is not None]
+        return statistics.median(ratios) if ratios else None
+
+    def median_drift_s(self) -> float:
+        """Return the median of measured minus predicted start."""
+        return statistics.median(row.difference for row in self.of_actions("start_s"))
+
+    def sections(self) -> dict[str, list[Row]]:
+        """Return the rows worth reading: the summary, and the actions that differ most in length, wait and start."""
+        longer = [row for row in self.of_actions("wait_s") if row.difference > 0]
+        return {
+            "": list(self.summary),
+            "durations that differ most": sorted(self.of_actions("duration_s"), key=_factor, reverse=True)[:WORST],
+            "waits longer than predicted": sorted(longer, key=lambda row: -row.difference)[:WORST],
+            "start that differs most": [max(self.of_actions("start_s"), key=lambda row: abs(row.difference))],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table for `json.dumps`, with the actions that `sections` names instead of all of them."""
+        rows = [row for section in self.sections().values() for row in section]
+        return {
+            "rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows],
+            "median_ratio": {kind or "all": self.median_ratio(kind) for kind in (None, *self._kinds())},
+            "median_start_drift_s": self.median_drift_s(),
+        }
+
+    def render(self) -> str:
+        """Return the table for people."""
+        lines = [f"{'':<22}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
+        for title, rows in self.sections().items():
+            if rows:
+                lines += ["", title] if title else []
+                lines += [_line(row, "  " * bool(title)) for row in rows]
+        ratios = ", ".join(f"{kind} {_ratio(self.median_ratio(kind))}" for kind in self._kinds())
+        lines += ["", f"median ratio of durations: {_ratio(self.median_ratio())} ({ratios})"]
+        return "\n".join([*lines, f"median difference of starts: {self.median_drift_s():+.4g} s"])
+
+    def _kinds(self) -> list[str]:
+        return [kind for kind in COMPUTE_KINDS if any(row.kind == kind for row in self.actions)]
+
+
+def compare(predicted: Timeline, measured: Timeline) -> Comparison:
+    """Put two timelines of one schedule side by side. Only F, B and W count; their clocks need not agree.
+
+    Raises:
+        CompareError: other numbers of stages, other computations, or another order on a stage.
+    """
+    if predicted.num_stages != measured.num_stages:
+        raise CompareError(
+            f"not the same schedule: {predicted.num_stages} stages predicted, {measured.num_stages} measured;"
+            " simulate the schedule that ran"
+        )
+    both = _by_stage(predicted, "predicted"), _by_stage(measured, "measured")
+    _check_same(*both)
+    summary = [
+        Row("makespan_s", predicted.makespan_s, measured.makespan_s),
+        Row("bubble_fraction", predicted.bubble_fraction, measured.bubble_fraction),
+    ]
+    actions: list[Row] = []
+    zeros_s = [min(event.start_s for stage in stages for event in stage.values()) for stages in both]
+    for stage_id, bubbles in enumerate(zip(predicted.bubbles(), measured.bubbles(), strict=True)):
+        rows = _rows_of(stage_id, both[0][stage_id], both[1][stage_id], zeros_s)
+        for kind in COMPUTE_KINDS:
+            if durations := [row for row in rows if (row.what, row.kind) == ("duration_s", kind)]:
+                summary.append(Row("busy_s", *_sums(durations), stage_id, kind=kind))
+        summary.append(Row("wait_s", *_sums(row for row in rows if row.what == "wait_s"), stage_id))
+        summary.append(Row("bubble_fraction", *bubbles, stage_id))
+        actions += rows
+    starts = {(row.stage_id, row.action): row.predicted for row in actions if row.what == "start_s"}
+    actions.sort(key=lambda row: starts[row.stage_id, row.action])
+    return Comparison(tuple(summary), tuple(actions))
+
+
+def _by_stage(timeline: Timeline, which: str) -> list[dict[str, TimelineEvent]]:
+    """Return per stage its computations by name, in the order in which they run."""
+    stages: list[dict[str, TimelineEvent]] = [{} for _ in range(timeline.num_stages)]
+    for event in sorted(timeline.computations(), key=lambda event: (event.start_s, event.end_s)):
+        if event.action in stages[event.stage_id]:
+            raise CompareError(
+                f"the {which} timeline has {event.action} on stage {event.stage_id} twice: give that of one step"
+            )
+        stages[event.stage_id][event.action] = event
+    if not any(stages):
+        raise CompareError(f"the {which} timeline holds no F, B or W: there is nothing to compare; give another")
+    return stages
+
+
+def _check_same(predicted: list[dict[str, TimelineEvent]], measured: list[dict[str, TimelineEvent]]) -> None:
+    only = []
+    for which, these, others in (("predicted", predicted, measured), ("measured", measured, predicted)):
+        names = [f"stage {k} {name}" for k, stage in enumerate(these) for name in stage if name not in others[k]]
+        if names:
+            more = ", ..." if len(names) > 3 else ""
+            only.append(f"{len(names)} computations are only {which} ({', '.join(names[:3])}{more})")
+    if only:
+        raise CompareError(f"not the same schedule: {'; '.join(only)}; simulate the schedule and the plan that ran")
+    for stage_id, stages in enumerate(zip(predicted, measured, strict=True)):
+        for index, (one, other) in enumerate(zip(*stages, strict=True)):
+            if one != other:
+                raise CompareError(
+                    f"not the same schedule: computation {index} of stage {stage_id} is {one} as predicted, {other} as"
+                    " measured; simulate the schedule that ran"
+                )
+
+
+def _rows_of(
+    stage_id: int, predicted: dict[str, TimelineEvent], measured: dict[str, TimelineEvent], zeros_s: list[float]
+) -> list[Row]:
+    """Return duration, start and wait of every computation of a stage."""
+    ends_s = list(zeros_s)
+    rows = []
+    for name, event in predicted.items():
+        values: dict[str, list[float]] = {"duration_s": [], "start_s": [], "wait_s": []}
+        for which, ran in enumerate((event, measured[name])):
+            values["duration_s"].append(ran.end_s - ran.start_s)
+            values["start_s"].append(ran.start_s - zeros_s[which])
+            values["wait_s"].append(max(ran.start_s - ends_s[which], 0.0))
+            ends_s[which] = max(ends_s[which], ran.end_s)
+        rows += [Row(what, one, other, stage_id, name, event.kind) for what, (one, other) in values.items()]
+    return rows
+
+
+def _sums(rows: Iterable[Row]) -> tuple[float, float]:
+    rows = list(rows)
+    return math.fsum(row.predicted for row in rows), math.fsum(row.measured for row in rows)
+
+
+def _factor(row: Row) -> float:
+    """Return how far a ratio is from 1, on a scale on which twice and half are as far."""
+    if row.predicted == row.measured:
+        return 0.0
+    return abs(math.log(row.measured / row.predicted)) if min(row.predicted, row.measured) > 0 else math.inf
+
+
+def _line(row: Row, indent: str) -> str:
+    if row.what == "bubble_fraction":
+        return f"{indent + row.name:<22}{100 * row.predicted:>12.1f}{100 * row.measured:>12.1f}"
+    return f"{indent + row.name:<22}{row.predicted:>12.6g}{row.measured:>12.6g}{_ratio(row.ratio):>8}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"

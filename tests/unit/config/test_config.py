@@ -1,0 +1,563 @@
+"""The `terapipe` section: what is taken, what is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.schedule import SCHEDULE_NAMES, build
+
+DEFAULTS = {
+    "enabled": False,
+    "schedule": "seq1f1b",
+    "chunks_per_stage": 1,
+    "schedule_options": {},
+    "slices": "auto",
+    "sequence_dim": 1,
+    "sliced_inputs": None,
+    "granularity_tokens": 64,
+    "loss_reduction": "mean_valid",
+    "ignore_index": -100,
+    "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
+    "verify": None,
+    "check_finite": "off",
+    "stall_timeout_s": 300,
+    "trace_dir": None,
+}
+
+
+def read(section: Any, **ds_config: Any) -> TeraPipeConfig:
+    return TeraPipeConfig.from_deepspeed({"terapipe": section, **ds_config})
+
+
+def problems(section: Any, **ds_config: Any) -> tuple[str, ...]:
+    with pytest.raises(TeraPipeConfigError) as caught:
+        read(section, **ds_config)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def problem(section: Any, **ds_config: Any) -> str:
+    (only,) = problems(section, **ds_config)
+    return only
+
+
+# --- what is taken
+
+
+def test_defaults_are_those_of_the_documentation() -> None:
+    config = TeraPipeConfig.from_deepspeed({"train_batch_size": 8})
+    assert config.model_dump() == DEFAULTS
+    assert config == read({}) == read(copy.deepcopy(DEFAULTS))
+
+
+def test_every_key() -> None:
+    section = {
+        "enabled": True,
+        "schedule": "zbv",
+        "chunks_per_stage": 2,
+        "schedule_options": {"slots": [4, 5, 3]},
+        "slices": [512, 384, 128],
+        "sequence_dim": 0,
+        "sliced_inputs": [0, 2],
+        "granularity_tokens": 128,
+        "loss_reduction": "sum",
+        "ignore_index": 0,
+        "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
+        "verify": "off",
+        "check_finite": "every_step",
+        "stall_timeout_s": 12.5,
+        "trace_dir": "traces",
+    }
+    config = read(copy.deepcopy(section))
+    dumped = json.loads(config.model_dump_json())
+    assert dumped == section
+    assert (config.slices, config.sliced_inputs) == ((512, 384, 128), (0, 2))
+    assert config.planner.memory_limit_gb == 80.0
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_known_schedules(name: str) -> None:
+    assert read({"enabled": True, "slices": 4, "schedule": name}).schedule == name
+    assert build(name, 2, 2, 2).name == name
+
+
+def test_what_comes_later_is_accepted_while_switched_off() -> None:
+    config = read({"schedule": "best.csv", "slices": "auto", "verify": "first_batch"})
+    assert (config.schedule, config.verify, config.enabled) == ("best.csv", "first_batch", False)
+    assert read({"schedule": "auto"}).schedule == "auto"
+
+
+def test_an_ordered_dict_is_a_dict() -> None:  # what hjson reads
+    assert read(OrderedDict(enabled=True, slices=2, planner=OrderedDict(cache_dir="x"))).slices == 2
+
+
+def test_the_config_cannot_be_changed() -> None:
+    config = read({})
+    with pytest.raises(ValidationError):
+        config.enabled = True  # type: ignore[misc]
+
+
+def test_the_given_dict_stays_as_it_is() -> None:
+    ds_config = {"terapipe": {"enabled": True, "slices": [2, 2]}, "zero_optimization": {"stage": 1}}
+    before = copy.deepcopy(ds_config)
+    TeraPipeConfig.from_deepspeed(ds_config)
+    assert ds_config == before
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("enabled", value) for value in (1, "true", None)),
+        *(("schedule", value) for value in ("gpip", "SEQ1F1B", ".csv", 1, None)),
+        *(("chunks_per_stage", value) for value in (0, True, 2.0, "2")),
+        *(("slices", value) for value in (0, -1, True, 8.0, "8", None, [], [512, 0], [512, True], [512, 1.0], [[512]])),
+        *(("slices", value) for value in ({"a": 1}, 10**30)),
+        pytest.param("slices", 10**5000, id="slices-huge"),
+        *(("sequence_dim", value) for value in (-1, True, 1.0)),
+        *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], 0, "all")),
+        *(("granularity_tokens", value) for value in (0, True, 64.0, None)),
+        *(("loss_reduction", value) for value in ("average", None)),
+        *(("ignore_index", value) for value in ("none", True, 2**70)),
+        *(("planner", value) for value in (None, "measure", [])),
+        *(("verify", value) for value in (True, "on")),
+        *(("check_finite", value) for value in (True, "on")),
+        *(("stall_timeout_s", value) for value in (0, -3, True, float("nan"), float("inf"), 1e300, "300", None)),
+        *(("trace_dir", value) for value in ("", 3, True)),
+        pytest.param("trace_dir", "\ud800", id="trace_dir-surrogate"),
+        pytest.param("schedule", "\ud800.csv", id="schedule-surrogate"),
+    ],
+)
+def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: str, value: Any) -> None:
+    message = problem({key: value})
+    assert message.startswith(f"terapipe.{key} = ")
+    assert message.split(": must be ")[1] == TeraPipeConfig.model_fields[key].description
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("profile", value) for value in ("mesure", None, ".json")),
+        *(("cache_dir", value) for value in ("", 1)),
+        *(("memory_limit_gb", value) for value in (0, -1.0, True, float("nan"), float("inf"), "80")),
+        pytest.param("memory_limit_gb", 10**400, id="memory_limit_gb-huge"),
+    ],
+)
+def test_a_wrong_value_of_the_planner(key: str, value: Any) -> None:
+    message = problem({"planner": {key: value}})
+    assert message.startswith(f"terapipe.planner.{key} = ") and ": must be " in message
+
+
+def test_the_value_stands_in_the_message() -> None:
+    assert problem({"granularity_tokens": True}) == "terapipe.granularity_tokens = True: must be an integer >= 1"
+    assert '= [512, 0]: must be "auto", a number of equal slices' in problem({"slices": [512, 0]})
+    assert "loss_reduction = 'average': must be one of mean_valid, mean, sum" in problem({"loss_reduction": "average"})
+    assert "a value of type int" in problem({"slices": 10**5000})  # Python refuses to print it
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "nearest"),
+    [
+        ({"slcies": 8}, "terapipe.slcies = 8", "terapipe.slices"),
+        ({"Enabled": True}, "terapipe.Enabled = True", "terapipe.enabled"),
+        ({"chunk_per_stage": 2}, "terapipe.chunk_per_stage = 2", "terapipe.chunks_per_stage"),
+        ({"granularity": 64}, "terapipe.granularity = 64", "terapipe.granularity_tokens"),
+        ({"memory_limit_gb": 80}, "terapipe.memory_limit_gb = 80", "terapipe.planner.memory_limit_gb"),
+        ({"planner": {"profil": 1}}, "terapipe.planner.profil = 1", "terapipe.planner.profile"),
+        ({"planner": {"trace_dir": "x"}}, "terapipe.planner.trace_dir = 'x'", "terapipe.trace_dir"),
+    ],
+)
+def test_a_typo_gets_the_nearest_known_key(section: dict[str, Any], name: str, nearest: str) -> None:
+    assert problem(section) == f"{name}: unknown key; did you mean {nearest}?"
+
+
+def test_a_key_like_no_other_gets_all_of_them() -> None:
+    assert problem({"zzz": 1}).endswith(f"unknown key; known keys: {', '.join(DEFAULTS)}")
+    assert problem({"planner": {"zzz": 1}}).endswith("unknown key; known keys: profile, cache_dir, memory_limit_gb")
+
+
+@pytest.mark.parametrize("key", [1, None, (1, 2), 2.5, True, b"slices"])
+def test_a_key_that_is_no_string(key: Any) -> None:
+    assert "unknown key" in problem({key: 1})
+    assert "unknown key" in problem({"planner": {key: 1}})
+
+
+@pytest.mark.parametrize(
+    "key", ["self", "section", "cls", "model_config", "__init__", "", "\ud800", "a" * 5000, "a\nb"], ids=ascii
+)
+def test_strange_keys(key: str) -> None:
+    assert problem({key: 1}).count("\n") == 0
+    assert "unknown key" in problem({"planner": {key: 1}})
+
+
+def test_everything_wrong_is_reported_at_once() -> None:
+    section = {
+        "enabled": True,
+        "slices": 0,
+        "schdule": "gpipe",
+        "planner": {"profile": 3, "x": 1},
+        "verify": "always",
+        7: 7,
+    }
+    found = problems(section, zero_optimization={"stage": 3})
+    names = sorted(line.split(" = ")[0] for line in found)
+    assert names == [
+        "terapipe.7", "terapipe.planner.profile", "terapipe.planner.x", "terapipe.schdule", "terapipe.slices",
+        "terapipe.verify", "zero_optimization.stage",
+    ]  # fmt: skip
+    with pytest.raises(TeraPipeConfigError, match="^7 problems with the DeepSpeed config:\n  - terapipe"):
+        read(section, zero_optimization={"stage": 3})
+
+
+@pytest.mark.parametrize("section", [None, True, 1, "auto", [], [1]])
+def test_a_section_that_is_no_object(section: Any) -> None:
+    assert problem(section).startswith(f"terapipe = {section!r}: give an object")
+
+
+@pytest.mark.parametrize("name", ["terapip", "TeraPipe", "terapipe_ds", "tera_pipe", " terapipe"])
+def test_a_misspelt_section_is_not_passed_over(name: str) -> None:
+    with pytest.raises(TeraPipeConfigError, match="unknown section; did you mean terapipe?"):
+        TeraPipeConfig.from_deepspeed({name: {"enabled": True, "slices": 8}})
+
+
+def test_other_sections_are_no_misspelling() -> None:
+    others = ("pipeline", "tensorboard", "tensor_parallel", "fp16", "my_own")
+    assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
+
+
+@pytest.mark.parametrize("ds_config", [None, "ds_config.json", 3, []])
+def test_a_config_that_is_no_dict(ds_config: Any) -> None:
+    with pytest.raises(TeraPipeConfigError, match="give it as a dict"):
+        TeraPipeConfig.from_deepspeed(ds_config)
+
+
+def test_keywords_are_checked_alike() -> None:
+    assert TeraPipeConfig(enabled=True, slices=4).slices == 4
+    with pytest.raises(TeraPipeConfigError, match=r"terapipe.slices = 0: must be"):
+        TeraPipeConfig(slices=0)
+    with pytest.raises(TeraPipeConfigError, match=r"terapipe.schedule = 'a.csv'"):
+        TeraPipeConfig(enabled=True, schedule="a.csv")
+
+
+@pytest.mark.parametrize("section", [{}, {"slices": "auto"}, {"schedule": "auto"}, {"slices": 4, "schedule": "auto"}])
+def test_slices_and_schedule_may_be_left_to_the_planner(section: dict[str, Any]) -> None:
+    config = read({"enabled": True, **section})
+    assert config.slices == section.get("slices", "auto") and config.schedule == section.get("schedule", "seq1f1b")
+
+
+# --- schedules from a file, and several chunks per stage
+
+
+def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # messages cut long paths short
+    path = Path("best.csv")
+    section = {"enabled": True, "slices": 2, "schedule": str(path)}
+    missing = problem(section)
+    assert missing.startswith(f"terapipe.schedule = {str(path)!r}: ") and "No such file" in missing
+    path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.0,B0.1\n")
+    assert "B0.0 runs before B0.1: within a micro-batch B runs in reverse" in problem(section)
+    path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.1,B0.0\n")
+    assert read(section).schedule == str(path)
+
+
+def test_chunks_of_a_file_are_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "v.csv"
+    path.write_text("placement,0/1\nF0.0,F0.0c1,B0.0c1,B0.0\n")
+    section = {"enabled": True, "slices": 1, "schedule": str(path)}
+    for chunks in (1, 2):
+        assert read(section | {"chunks_per_stage": chunks}).chunks_per_stage == chunks
+    message = problem(section | {"chunks_per_stage": 3})
+    assert message.startswith("terapipe.chunks_per_stage = 3: ") and "has 2 per stage" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "good"),
+    [
+        ("interleaved", 3, True), ("seq1f1b-interleaved", 1, True), ("zbv", 1, True), ("zbv", 2, True),
+        ("chimera", 2, True), ("zbv", 3, False), ("seq1f1b", 2, False), ("chimera-seq", 4, False), ("auto", 2, True),
+    ],
+)  # fmt: skip
+def test_chunks_that_a_schedule_takes(name: str, chunks: int, good: bool) -> None:
+    section = {"enabled": True, "slices": 4, "schedule": name, "chunks_per_stage": chunks}
+    if good:
+        assert read(section).chunks_per_stage == chunks
+    else:
+        message = problem(section)
+        assert message.startswith(f"terapipe.chunks_per_stage = {chunks}: ") and name in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("dapple", {}), ("zbv", {"slots": [4, 5, 3]}),
+        ("auto", {}), ("seq1f1b", {}),
+    ],
+)  # fmt: skip
+def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> None:
+    config = read({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
+    assert config.schedule_options == options
+    assert config.options_of(name) == options and config.options_of("gpipe") == {}
+    if options:
+        assert config.fingerprint() != read({"enabled": True, "slices": 4, "schedule": name}).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dapple", {"policy": "C"}, "policy is 'C': give 'A' "),
+        ("dapple", {"warm_up": "B"}, "takes no option 'warm_up': leave it out; it takes policy"),
+        ("dapple", {"forward_only": "B"}, "takes no option 'forward_only'"),
+        ("dapple", {"name": "zbv"}, "takes no option 'name'"),
+        ("seq1f1b", {"policy": "B"}, "takes no option 'policy': leave it out"),
+        ("zbv", {"slots": [4, 5]}, "slots is [4, 5]: give what F, B and W take"),
+        ("zbv", {"slots": [4, 5, 0]}, "slots is [4, 5, 0]"),
+        ("zbv", {"slots": "4,5,3"}, "slots is '4,5,3'"),
+        ("auto", {"policy": "B"}, "with the name of one schedule, not with 'auto'"),
+        ("dapple", {"policy": 2}, "must be an object"),
+        ("dapple", "B", "must be an object"),
+        ("dapple", {1: "B"}, "must be an object"),
+    ],
+)
+def test_options_that_it_does_not_take(name: str, options: Any, message: str) -> None:
+    found = problem({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
+    assert found.startswith("terapipe.schedule_options = ") and message in found
+
+
+@pytest.mark.parametrize("value", ["first_batch", "off", None])
+def test_the_check_of_the_first_batch(value: str | None) -> None:
+    assert read({"enabled": True, "slices": 4, "verify": value}).verify == value
+
+
+# --- what DeepSpeed's own config may not have beside an enabled section
+
+CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one that does not
+    ("zero_optimization.stage", 2, 1),
+    ("zero_optimization.stage", 3, 0),
+    ("zero_optimization.offload_param", {"device": "cpu"}, {"device": "none"}),
+    ("zero_optimization.cpu_offload_param", True, False),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
+    ("compile.deepcompile", True, False),
+    ("sequence_parallel_size", 2, 1),
+    ("tensor_parallel.autotp_size", 2, 1),
+    ("expert_parallel.enabled", True, False),
+    ("hybrid_engine.enabled", True, False),
+    ("data_efficiency.data_routing.random_ltd.enabled", True, False),
+    ("progressive_layer_drop.enabled", True, False),
+    ("sparse_attention", {"mode": "fixed"}, None),
+    ("eigenvalue.enabled", True, False),
+    ("autotuning.enabled", True, False),
+    ("managed_gradient_accumulation", False, True),
+]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("key", "bad", "good"), CONFLICTS)
+def test_conflicts(key: str, bad: Any, good: Any) -> None:
+    enabled = {"enabled": True, "slices": 4}
+    message = problem(enabled, **nested(key, bad))
+    assert message.startswith(f"{key} = {bad!r} cannot be combined with terapipe.enabled: ")
+    assert message.count("; ") >= 1  # the reason; what to change
+    assert read(enabled, **nested(key, good)).enabled
+    assert not read({"enabled": False}, **nested(key, bad)).enabled
+    assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
+
+
+def test_every_conflict_is_tested() -> None:
+    from terapipe_ds.config import conflicts
+
+    assert {conflict.key for conflict in conflicts.CONFLICTS} == {key for key, _, _ in CONFLICTS}
+
+
+def test_the_conflicts_name_keys_that_deepspeed_has() -> None:
+    """Spelled as in the installed DeepSpeed; three of them it knows only as removed."""
+    deepspeed_config = pytest.importorskip("deepspeed.runtime.config")
+    removed = {"progressive_layer_drop", "sparse_attention", "eigenvalue"}
+    assert removed <= set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime import constants
+    from deepspeed.runtime.data_pipeline import constants as data_constants
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert {"stage", "offload_param", "cpu_offload_param", "zenflow"} <= set(DeepSpeedZeroConfig.model_fields)
+    assert "deepcompile" in CompileConfig.model_fields
+    assert "autotp_size" in TPTrainingConfig.model_fields
+    assert constants.MANAGED_GRADIENT_ACCUMULATION == "managed_gradient_accumulation"
+    path = (data_constants.DATA_EFFICIENCY, data_constants.DATA_ROUTING, data_constants.RANDOM_LTD, "enabled")
+    assert ".".join(path) == "data_efficiency.data_routing.random_ltd.enabled"
+    assert deepspeed_config.EXPERT_PARALLEL == "expert_parallel"
+
+
+def test_a_usual_deepspeed_config_has_no_conflicts() -> None:
+    config = read(
+        {"enabled": True, "slices": 8},
+        train_micro_batch_size_per_gpu=1,
+        gradient_accumulation_steps=4,
+        optimizer={"type": "Adam", "params": {"lr": 1e-3}},
+        zero_optimization={"stage": 1, "reduce_bucket_size": 5e8, "offload_optimizer": {"device": "none"}},
+        bf16={"enabled": True},
+        fp16={"enabled": False, "auto_cast": True},
+        pipeline={"activation_checkpoint_interval": 1, "use_reentrant": False},
+        gradient_clipping=1.0,
+        wall_clock_breakdown=True,
+        flops_profiler={"enabled": True},
+    )
+    assert config.enabled
+
+
+def test_what_is_no_number_is_left_to_deepspeed() -> None:
+    assert read({"enabled": True, "slices": 8}, zero_optimization={"stage": "two"}).enabled
+
+
+# --- plans, fingerprint, description
+
+
+def test_plan_for_a_number() -> None:
+    config = read({"enabled": True, "slices": 8})
+    assert config.plan_for(2048) == SlicePlan((256,) * 8)
+    assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
+
+
+@pytest.mark.parametrize("changes", [{}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"granularity_tokens": 64}])
+def test_one_slice_is_the_sequence_whatever_the_granularity(changes: dict[str, Any]) -> None:
+    assert read({"slices": 1, **changes}).plan_for(3) == SlicePlan((3,))
+
+
+@pytest.mark.parametrize(
+    ("slices", "length", "lengths"),
+    [
+        (8, 256, (32,) * 8), (2, 63, (32, 31)), (5, 23, (8, 4, 4, 4, 3)), (3, 3, (1, 1, 1)), (4, 256, (64,) * 4),
+        (4, 300, (128, 64, 64, 44)),
+    ],
+)  # fmt: skip
+def test_a_granularity_that_nobody_set_gives_way(slices: int, length: int, lengths: tuple[int, ...]) -> None:
+    assert read({"slices": slices}).plan_for(length) == SlicePlan(lengths)
+    read({"slices": "auto"}).check_granularity(length)
+
+
+@pytest.mark.parametrize(("multiple", "length", "lengths"), [(6, 48, (24, 24)), (6, 36, (24, 12)), (1, 36, (32, 4))])
+def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tuple[int, ...]) -> None:
+    config = read({"slices": 2}).with_multiple(multiple)
+    assert config.plan_for(length) == SlicePlan(lengths)
+    assert config.granularity_for(5 * 192) == math.lcm(64, multiple)
+    given = read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple)
+    assert given.granularity_for(9) == math.lcm(8, multiple)
+
+
+def test_plan_for_a_list() -> None:
+    config = read({"slices": [512, 384, 128], "granularity_tokens": 4096})  # granularity is for numbers
+    assert config.plan_for(1024) == SlicePlan((512, 384, 128))
+    with pytest.raises(
+        TeraPipeConfigError, match=r"terapipe.slices = \[512, 384, 128\] adds up to 1024 tokens, but .* 1000"
+    ):
+        config.plan_for(1000)
+
+
+def test_plan_for_names_the_key_at_fault() -> None:
+    config = read({"slices": 8, "granularity_tokens": 64})
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 4,"):
+        config.plan_for(256)
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.granularity_tokens = 64: .* give at most 63$"):
+        config.plan_for(63)
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 7,"):
+        read({"slices": 8}).plan_for(7)
+    with pytest.raises(TeraPipeConfigError, match=r'terapipe.slices = "auto".* give a number'):
+        read({}).plan_for(64)
+    for bad in (0, -1, True, 2.0, None):
+        with pytest.raises(PlanError, match="sequence_length"):
+            config.plan_for(bad)  # type: ignore[arg-type]
+
+
+def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
+    base = {"enabled": True, "slices": 8}
+    fingerprint = read(base).fingerprint()
+    assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
+    assert len(fingerprint) == 16
+    assert int(fingerprint, 16) >= 0
+    changes: list[dict[str, Any]] = [
+        {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
+        {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
+        {"planner": {"cache_dir": "x"}},
+        {"stall_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"}, {"enabled": False},
+    ]  # fmt: skip
+    others = {read({**base, **change}).fingerprint() for change in changes}
+    assert len(others) == len(changes)
+    assert fingerprint not in others
+
+
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
+    assert read({"enabled": True, "slices": 8}).fingerprint() == "cb0ded4fa67cb70e"
+
+
+# --- anything at all
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.binary(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.integers() | st.none(), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=6,
+)
+values = {key: anything | st.just(default) for key, default in DEFAULTS.items()}
+sections = st.fixed_dictionaries({}, optional=values) | st.dictionaries(
+    st.sampled_from([*DEFAULTS, "slcies", "profile"]) | st.text(max_size=8) | st.integers(),
+    anything,
+    max_size=6,
+)
+planners = st.fixed_dictionaries({}, optional=dict.fromkeys(DEFAULTS["planner"], anything))  # type: ignore[call-overload]
+beside = st.dictionaries(st.sampled_from([key.split(".")[0] for key, _, _ in CONFLICTS]), anything, max_size=4)
+
+
+@settings(max_examples=settings.default.max_examples * 2)
+@given(sections | anything, planners | st.none(), st.booleans() | st.none(), beside)
+def test_anything_gives_a_config_or_our_error(
+    section: Any, planner: Any, enabled: Any, ds_config: dict[str, Any]
+) -> None:
+    if isinstance(section, dict):
+        section = {**section, **({} if planner is None else {"planner": planner})}
+        section = {**section, **({} if enabled is None else {"enabled": enabled})}
+    try:
+        config = TeraPipeConfig.from_deepspeed({**ds_config, "terapipe": section})
+    except TeraPipeConfigError as error:
+        assert error.problems
+        assert all("\n" not in line and len(line) < 1000 for line in error.problems)
+        return
+    assert TeraPipeConfig(**config.model_dump()) == config
+    assert len(config.fingerprint()) == 16
+
+
+@given(
+    st.integers(1, 40) | st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    st.integers(1, 300),
+    st.integers(1, 2000),
+)
+def test_any_plan_covers_the_sequence_or_is_refused(slices: Any, granularity: int, sequence_length: int) -> None:
+    config = read({"slices": slices, "granularity_tokens": granularity})
+    try:
+        plan = config.plan_for(sequence_length)
+    except TeraPipeConfigError as error:
+        assert str(error).startswith(("terapipe.slices = ", "terapipe.granularity_tokens = "))
+        return
+    assert plan.sequence_length == sequence_length

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe_ds.costs.analytic import AnalyticCostError, AnalyticCosts, analytic_costs, attention_pairs
+from terapipe_ds.costs.devices import DeviceCard, DeviceError, LinkCard, device_card
+from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
+
+# One layer of round numbers, on a device that does 1000 FLOP and moves 100 bytes a second.
+TINY = ModelSize("round", 2, hidden_size=4, num_heads=2, num_kv_heads=1, head_dim=2, ffn_size=8, vocab_size=10,
+                 max_sequence_length=64, gated_mlp=True)  # fmt: skip
+SLOW = DeviceCard("slow", "a slow device", {"fp32": 1000.0}, 100.0, 10**6, 1e-9, 1.0, 1.0, 1.0, 4,
+                  LinkCard(50.0, 0.5), LinkCard(5.0, 2.0))  # fmt: skip
+
+# One FLOP a second, and everything but arithmetic for nothing: its seconds are FLOPs.
+COUNTER = DeviceCard("counter", "a counter", {"fp32": 1.0}, 1e40, 10**6, 1e-40, 1.0, 1.0, 1.0, 4,
+                     LinkCard(1e40, 1e-40), LinkCard(1e40, 1e-40))  # fmt: skip
+
+
+def forward_flops(costs: AnalyticCosts, tokens: int, prefix: int) -> Any:
+    return dataclasses.replace(costs, device=COUNTER, peer_link=COUNTER.node_link).forward_s(tokens, prefix)
+
+
+def part(**changes: Any) -> AnalyticCosts:
+    options: dict[str, Any] = {"num_stages": 1, "micro_batch": 1}
+    return analytic_costs(TINY, changes.pop("device", SLOW), **(options | changes))[0]
+
+
+def compositions(total: int) -> st.SearchStrategy[list[int]]:
+    cuts = st.lists(st.integers(1, total - 1), unique=True).map(sorted)
+    return cuts.map(lambda at: [b - a for a, b in zip([0, *at], [*at, total], strict=True)])
+
+
+@given(st.integers(2, 5000).flatmap(compositions))
+def test_pairs_of_the_slices_add_up_to_those_of_the_sequence(lengths: list[int]) -> None:
+    starts = np.cumsum([0, *lengths[:-1]]).tolist()
+    total = sum(attention_pairs(i, j) for i, j in zip(lengths, starts, strict=True))
+    assert total == sum(lengths) * (sum(lengths) + 1) / 2
+
+
+def test_pairs_counted_one_by_one() -> None:
+    for i, j in [(1, 0), (3, 0), (3, 5), (7, 2)]:
+        assert attention_pairs(i, j) == sum(1 for query in range(j, j + i) for key in range(query + 1) if key <= query)
+
+
+@pytest.mark.parametrize("name", MODEL_SIZES)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_flops_of_the_whole_model(name: str, stages: int) -> None:
+    """2 FLOPs per weight and token forward, 6 with the backward, and attention by its own formula."""
+    size, length, rows = MODEL_SIZES[name], 1024, 3
+    parts = analytic_costs(size, COUNTER, num_stages=stages, micro_batch=rows)
+    norms = 2 * size.hidden_size * (2 if size.bias else 1)
+    biases = 0
+    if size.bias:
+        biases = 3 * size.num_heads * size.head_dim + 2 * size.hidden_size + size.ffn_size
+    weights = size.num_layers * (size.layer_parameters() - norms - biases) + size.vocab_size * size.hidden_size
+    pairs = length * (length + 1) // 2
+    attention = size.num_layers * 4 * size.num_heads * size.head_dim * pairs  # Q K^T and P V, 2 FLOPs each
+    forward = sum(p.forward_s(length, 0) for p in parts)
+    backward = sum(p.backward_s(length, 0) for p in parts)
+    assert forward == pytest.approx(rows * (2 * weights * length + attention), rel=1e-12)
+    assert forward + backward == pytest.approx(rows * (6 * weights * length + 3.5 * attention), rel=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@given(lengths=compositions(512))
+def test_flops_do_not_depend_on_the_plan(checkpointing: bool, lengths: list[int]) -> None:
+    costs = analytic_costs("tiny", COUNTER, num_stages=1, activation_checkpointing=checkpointing)[0]
+    starts = np.cumsum([0, *lengths[:-1]])
+    for count in (costs.forward_s, costs.backward_s):
+        assert count(np.array(lengths), starts).sum() == pytest.approx(count(512, 0), rel=1e-12)
+
+
+def test_a_layer_by_hand() -> None:
+    """5 tokens after 3, one row, fp32; the kernel floor is too small to matter.
+
+    Weights 4 x (2 x 4 + 2 x 2 + 3 x 8) = 144. Matrix products: 2 x 5 x 144 = 1440 FLOP, 1.44 s; bytes 4 x (144 + 5 x
+    (in and out: 2 x 4 + 2 x 2 + 3 x 8 + 4 x 4 = 52)) = 1616, 16.16 s. Attention: 15 + 15 pairs x 4 x 4 = 480 FLOP,
+    0.48 s; bytes 4 x 2 x (2 x 2 x 5 + 2 x 8) = 288, 2.88 s. Elementwise: 4 x 5 x (10 x 4 + 3 x 8 + 4 x 2) = 1440
+    bytes, 14.4 s.
+    """
+    costs = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
+    assert forward_flops(costs, 5, 3) == pytest.approx(1440 + 480)
+    assert costs.forward_s(5, 3) == pytest.approx(16.16 + 2.88 + 14.4)
+    # Backward: input gradients 16.16, weight gradients with the weights moved once more 16.16 + 5.76, attention 2.5
+    # times the FLOPs (1.2 s) and 3 times the bytes (8.64 s), elementwise twice.
+    assert costs.weight_s(5, 3) == pytest.approx(16.16 + 5.76)
+    assert costs.backward_s(5, 3) == pytest.approx(16.16 + 21.92 + 8.64 + 28.8)
+    again = dataclasses.replace(costs, activation_checkpointing=True)
+    assert again.backward_s(5, 3) == pytest.approx(75.52 + 33.44)
+    # where arithmetic is the bound: 1 FLOP/s
+    weak = dataclasses.replace(costs, device=dataclasses.replace(SLOW, peak_flops={"fp32": 1.0}))
+    assert weak.forward_s(5, 3) == pytest.approx(1440 + 480 + 14.4)
+    assert weak.backward_s(5, 3) == pytest.approx(2 * 1440 + 2.5 * 480 + 28.8)
+    half = dataclasses.replace(weak, device=dataclasses.replace(weak.device, matmul_efficiency=0.5))
+    assert half.forward_s(5, 3) == pytest.approx(2 * 1440 + 480 + 14.4)
+
+
+def test_the_ends_by_hand() -> None:
+    middle = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
+    first, last = dataclasses.replace(middle, has_embedding=True), dataclasses.replace(middle, has_head=True)
+    assert first.forward_s(5, 3) - middle.forward_s(5, 3) == pytest.approx(2 * 5 * 4 * 4 / 100)
+    assert first.backward_s(5, 3) - middle.backward_s(5, 3) == pytest.approx(3 * 5 * 4 * 4 / 100)
+    # Head: bytes 4 x (40 + 5 x 14) = 440, 4.4 s against 0.4 s of FLOPs; loss: 5 x (2 x 4 x 4 + 12 x 10) = 760, 7.6 s.
+    assert last.forward_s(5, 3) - middle.forward_s(5, 3) == pytest.approx(4.4 + 7.6)
+    assert last.backward_s(5, 3) - middle.backward_s(5, 3) == pytest.approx(4.4 + 7.6 + 4.4 + 1.6)
+    assert forward_flops(last, 5, 3) - forward_flops(middle, 5, 3) == pytest.approx(2 * 5 * 4 * 10)
+
+
+def test_links_and_optimizer_by_hand() -> None:
+    costs = part(num_stages=2, micro_batch=3)
+    assert costs.send_s(5) == pytest.approx(0.5 + 3 * 5 * 4 * 4 / 50)  # two stages fit in a node of four
+    assert part(num_stages=2, tensor_parallel=2).link is SLOW.node_link
+    far = analytic_costs(dataclasses.replace(TINY, num_layers=5), SLOW, num_stages=5)[0]
+    assert far.send_s(5) == pytest.approx(2.0 + 5 * 4 * 4 / 5)
+    # layer 144 + 2 norms of 4; embedding 40; head 4 + 40
+    whole = part()
+    assert whole.num_parameters() == TINY.num_parameters() == 2 * 152 + 40 + 44
+    assert whole.step_s() == pytest.approx(388 * 28 / 100)
+    tied = dataclasses.replace(TINY, tied_embedding=True)
+    parts = analytic_costs(tied, SLOW, num_stages=2)
+    assert [p.num_parameters() for p in parts] == [152 + 40, 152 + 4 + 40]  # the matrix stands on both
+    assert analytic_costs(tied, SLOW, num_stages=1)[0].num_parameters() == tied.num_parameters()
+
+
+def test_tensor_parallel_by_hand() -> None:
+    """Two ranks: half the heads, ffn and vocabulary; the single K/V head stands on both; two all-reduces a layer."""
+    one = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
+    two = dataclasses.replace(one, tensor_parallel=2)
+    # weights 4 x (2 x 2 + 2 x 2 + 3 x 4) = 80; in and out 2 x 2 + 2 x 2 + 12 + 16 = 36
+    matmul_s, attention_s = 4 * (80 + 5 * 36) / 100, 4 * 2 * (2 * 5 + 2 * 8) / 100
+    elementwise_s = 4 * 5 * (40 + 12 + 8) / 100
+    ring_s = 2 * 1 / 2 * (5 * 4 * 4) / 50 + 0.5
+    assert two.forward_s(5, 3) == pytest.approx(matmul_s + attention_s + elementwise_s + 2 * ring_s)
+    assert forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 80 + 480 / 2)
+    backward_s = 2 * matmul_s + 4 * 80 / 100 + 3 * attention_s + 2 * elementwise_s + 2 * ring_s
+    assert two.backward_s(5, 3) == pytest.approx(backward_s)
+    last = dataclasses.replace(two, has_head=True)
+    assert forward_flops(last, 5, 3) - forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 4 * 5)  # half of 10
+    odd = dataclasses.replace(last, model=dataclasses.replace(TINY, vocab_size=11))
+    assert forward_flops(odd, 5, 3) - forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 4 * 6)  # padded
+    wide = analytic_costs(dataclasses.replace(TINY, num_heads=8, num_kv_heads=8), SLOW, num_stages=1, tensor_parallel=8)
+    assert wide[0].peer_link is SLOW.network_link
+
+
+def test_the_floor_of_small_slices() -> None:
+    """gpt3-175b at tensor parallel 4 on a V100: one token takes almost what 64 take, the weights are read anyway."""
+    costs = analytic_costs("gpt3-175b", "v100", num_stages=96, tensor_parallel=4)[1]
+    assert costs.forward_s(64, 0) < 1.2 * costs.forward_s(1, 0)
+    assert costs.forward_s(2048, 0) > 7 * costs.forward_s(128, 0)
+    weights_s = 12 * 12288**2 / 4 * 2 / 900e9
+    assert costs.forward_s(1, 0) > weights_s
+    slow_launch = dataclasses.replace(device_card("v100"), kernel_floor_s=1.0)
+    launches = analytic_costs("gpt3-175b", slow_launch, num_stages=96, tensor_parallel=4)[1]
+    assert launches.forward_s(1, 0) == pytest.approx(15, abs=0.1)
+    assert launches.backward_s(1, 0) == pytest.approx(30, abs=0.1)
+
+
+@pytest.mark.parametrize("device", ["v100", "a100", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("t", [1, 4])
+def test_never_falls_with_tokens_or_prefix(device: str, t: int) -> None:
+    i, j = np.arange(1, 700, 3)[:, None], np.arange(0, 4000, 37)[None, :]
+    for costs in analytic_costs("llama-3-8b", device, num_stages=8, tensor_parallel=t, micro_batch=2):
+        for table in (costs.forward_s(i, j), costs.backward_s(i, j)):
+            assert (np.diff(table, axis=0) >= 0).all() and (np.diff(table, axis=1) >= 0).all()
+            assert (table > 0).all()
+        assert (costs.weight_s(i, j) < costs.backward_s(i, j)).all()
+        assert (costs.backward_s(i, j) > 1.3 * costs.forward_s(i, j)).all()
+
+
+def test_arrays_and_numbers_agree() -> None:
+    costs = analytic_costs("tiny", "h100", num_stages=1, activation_checkpointing=True)[0]
+    assert costs.vectorized is True
+    i, j = np.array([[1], [64], [500]]), np.array([0, 7, 512])
+    for name in ("forward_s", "backward_s", "weight_s"):
+        table = getattr(costs, name)(i, j)
+        assert table.shape == (3, 3)
+        assert table.tolist() == [[getattr(costs, name)(int(a), int(b)) for b in j] for a in i[:, 0]]
+        assert type(getattr(costs, name)(3, 4)) is float
+    assert type(costs.send_s(3)) is float and costs.send_s(np.array([3, 4])).shape == (2,)
+
+
+def test_parts() -> None:
+    parts = analytic_costs("gpt3-13b", "v100", num_stages=12, tensor_parallel=8, dtype="fp16")
+    assert [p.num_layers for p in parts] == [4, 4, 4, 4, 3, 3, 3, 3, 3, 3, 3, 3]
+    assert [p.has_embedding for p in parts] == [True] + [False] * 11
+    assert [p.has_head for p in parts] == [False] * 11 + [True]
+    assert parts[1] is parts[3] and parts[4] is parts[10] and parts[10] is not parts[11]
+    assert sum(p.num_parameters() for p in parts) == MODEL_SIZES["gpt3-13b"].num_parameters() + 50257 * 5120
+    given_layers = analytic_costs("tiny", "cpu", num_stages=3, layers_per_part=(1, 3, 0))
+    assert [p.num_layers for p in given_layers] == [1, 3, 0]
+    assert all(p.dtype == "bf16" for p in analytic_costs("tiny", "h100", num_stages=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tensor_parallel": 3}, AnalyticCostError, "tensor_parallel = 3: num_heads = 40 of gpt3-13b does not divide"),
+        ({"model": "llama-3-70b", "tensor_parallel": 64}, None, ""),  # 8 K/V heads, each repeated on 8 ranks
+        ({"tensor_parallel": 0}, AnalyticCostError, "tensor_parallel = 0: give an integer >= 1"),
+        ({"num_stages": 41}, AnalyticCostError, "num_stages = 41: gpt3-13b has 40 layers; give at most"),
+        ({"num_stages": 1.5}, AnalyticCostError, "num_stages = 1.5"),
+        ({"micro_batch": -1}, AnalyticCostError, "micro_batch = -1"),
+        ({"layers_per_part": [20, 19]}, AnalyticCostError, r"\[20, 19\]: give 2 integers that add up to 40"),
+        ({"layers_per_part": [40]}, AnalyticCostError, "give 2 integers"),
+        ({"layers_per_part": [41, -1]}, AnalyticCostError, "give 2 integers"),
+        ({"dtype": "bf16"}, DeviceError, "dtype = 'bf16': NVIDIA V100.*give one of fp32, fp16, or auto"),
+        ({"device": "v1000"}, DeviceError, "did you mean 'v100'"),
+        ({"model": "gpt3-14b"}, ModelSizeError, "did you mean 'gpt3-1.?b'"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], error: type[Exception] | None, message: str) -> None:
+    options = {"model": "gpt3-13b", "device": "v100", "num_stages": 2} | arguments
+    if error is None:
+        assert analytic_costs(**options)[0].forward_s(1, 0) > 0
+        return
+    with pytest.raises(error, match=message):
+        analytic_costs(**options)
+
+
+def test_more_bad_input() -> None:
+    odd = dataclasses.replace(TINY, num_heads=12, num_kv_heads=6)
+    with pytest.raises(AnalyticCostError, match="num_kv_heads = 6 of round can neither be split nor repeated"):
+        analytic_costs(odd, SLOW, num_stages=1, tensor_parallel=4)
+    with pytest.raises(AnalyticCostError, match="ffn_size = 9"):
+        analytic_costs(dataclasses.replace(TINY, ffn_size=9), SLOW, num_stages=1, tensor_parallel=2)
+    for tokens, prefix in [(0, 0), (1, -1), (np.array([1, 0]), 0), (float("nan"), 0)]:
+        with pytest.raises(AnalyticCostError, match="give tokens >= 1 and prefix >= 0"):
+            part().forward_s(tokens, prefix)
+    with pytest.raises(AnalyticCostError, match="give tokens >= 1"):
+        part().send_s(0)

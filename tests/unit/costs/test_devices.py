@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from terapipe_ds.costs.devices import FILE, DeviceError, device_card, device_cards, read_cards
+
+# Dense FLOP/s in TFLOP/s, GB/s and GB, from the data sheets named in the cards.
+SHEETS = {
+    "v100-16gb": (15.7, None, 125, None, 900, 16),
+    "v100-32gb": (15.7, None, 125, None, 900, 32),
+    "a100-40gb": (19.5, 156, 312, 312, 1555, 40),
+    "a100-80gb": (19.5, 156, 312, 312, 2039, 80),
+    "h100-sxm": (67, 494.7, 989.4, 989.4, 3350, 80),
+    "h200": (67, 494.7, 989.4, 989.4, 4800, 140),  # sold as 141 GB
+}
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_cards_against_data_sheets(name: str) -> None:
+    card = device_card(name)
+    peaks = [card.peak_flops[dtype] for dtype in ("fp32", "tf32", "fp16", "bf16")]
+    assert [peak and round(peak / 1e12, 1) for peak in peaks] == list(SHEETS[name][:4])
+    assert card.memory_bandwidth_bytes_per_s == SHEETS[name][4] * 1e9
+    assert card.memory_bytes / 2**30 == pytest.approx(SHEETS[name][5], rel=1e-3)
+
+
+def test_every_number_has_a_source() -> None:
+    assert set(device_cards()) == {*SHEETS, "cpu-core"}
+    for card in device_cards().values():
+        assert card.source and card.node_link.source and card.network_link.source
+        assert card.node_link.bandwidth_bytes_per_s > card.network_link.bandwidth_bytes_per_s
+        assert "assumption" in card.source  # efficiencies are no vendor's figures, and say so
+    names = [n for c in device_cards().values() for n in (c.name, *c.aliases)]
+    assert len(set(names)) == len(names)
+    assert json.loads(FILE.read_text())["format"] == "terapipe_ds.devices"
+
+
+def test_names() -> None:
+    assert device_card("V100") is device_card("v100-16gb")
+    assert [device_card(n).name for n in ("a100", "h100", "cpu")] == ["a100-80gb", "h100-sxm", "cpu-core"]
+    with pytest.raises(DeviceError, match="unknown device 'h300'; did you mean 'h[12]00'. Known: v100-16gb, v100-32gb"):
+        device_card("h300")
+    with pytest.raises(DeviceError, match="unknown device None"):
+        device_card(None)  # type: ignore[arg-type]
+
+
+def test_dtypes() -> None:
+    v100, h100, core = device_card("v100"), device_card("h100"), device_card("cpu")
+    assert [card.resolve_dtype("auto") for card in (h100, v100, core)] == ["bf16", "fp16", "fp32"]
+    assert [h100.resolve_dtype(name) for name in ("float32", "half", "bfloat16")] == ["fp32", "fp16", "bf16"]
+    for card, dtype, listed in ((v100, "bf16", "fp32, fp16, or auto"), (core, "fp16", "give one of fp32, or auto")):
+        with pytest.raises(DeviceError, match=f"dtype = '{dtype}': .*has no such arithmetic.*{listed}"):
+            card.resolve_dtype(dtype)
+    with pytest.raises(DeviceError, match="dtype = 16"):
+        h100.resolve_dtype(16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("kernel_floor_s", 0.0, "kernel_floor_s = 0.0: expected greater than 0"),
+        ("memory_bandwidth_bytes_per_s", float("nan"), "memory_bandwidth_bytes_per_s = nan: expected a finite number"),
+        ("matmul_efficiency", 1.5, "matmul_efficiency = 1.5: expected less than or equal to 1"),
+        ("devices_per_node", -1, "devices_per_node = -1: expected greater than or equal to 1"),
+        ("memory_bytes", 1.5, "memory_bytes = 1.5: expected a valid integer"),
+        ("node_link", {"bandwidth_bytes_per_s": 1e9, "latency_s": float("inf")}, "node_link.latency_s = inf: expected"),
+        ("network_link", {"latency_s": 1.0}, "network_link lacks bandwidth_bytes_per_s"),
+        ("peak_flops", {"fp64": 1e12}, "peak_flops = {'fp64': 1"),
+        ("peak_flops", {"tf32": 1e12}, "peak_flops = {'tf32': 1"),
+        ("peak_flops", {"fp32": 0}, "peak_flops.fp32 = 0: expected greater than 0"),
+        ("surprise", 1, "has unknown 'surprise'"),
+    ],
+)
+def test_bad_cards(field: str, value: Any, message: str) -> None:
+    document = json.loads(FILE.read_text())
+    document["devices"][1][field] = value
+    with pytest.raises(DeviceError, match=f"device cards: .*{message}.*; give what devices.json has") as caught:
+        read_cards(json.dumps(document))
+    assert "[1]" in str(caught.value)
+
+
+def test_a_card_of_ones_own_is_checked_as_well() -> None:
+    with pytest.raises(ValueError, match="kernel_floor_s"):
+        dataclasses.replace(device_card("h100"), kernel_floor_s=0.0)

@@ -1,0 +1,133 @@
+"""Model sizes against published numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError, model_size
+
+# Published or counted from the released checkpoints.
+LLAMA = {"llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496}
+# TeraPipe's table 1: layers, hidden size, heads; and what the name promises, in billions.
+GPT3 = {
+    "gpt3-1b": (24, 2048, 16, 1.3),
+    "gpt3-13b": (40, 5120, 40, 13.0),
+    "gpt3-44b": (96, 6144, 48, 44.0),
+    "gpt3-175b": (96, 12288, 96, 175.0),
+}
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama_parameters(name: str) -> None:
+    assert model_size(name).num_parameters() == LLAMA[name]
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_gpt3_table(name: str) -> None:
+    layers, hidden, heads, billions = GPT3[name]
+    size = model_size(name)
+    assert (size.num_layers, size.hidden_size, size.num_heads, size.head_dim) == (layers, hidden, heads, 128)
+    assert size.num_parameters() / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_gpt3_closed_form(name: str) -> None:
+    """12 l h^2 (1 + 13/(12 h)) + (V + s) h of Narayanan et al. (2104.04473), plus the final norm."""
+    size = model_size(name)
+    hidden = size.hidden_size
+    layers = size.num_layers * (12 * hidden**2 + 13 * hidden)
+    assert size.num_parameters() == layers + (50257 + 2048) * hidden + 2 * hidden
+
+
+def matrix_shapes(size: ModelSize) -> list[tuple[int, ...]]:
+    """Every parameter's shape, listed as a checkpoint would list them."""
+    hidden, query, key = size.hidden_size, size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+    ups = [(size.ffn_size, hidden)] * (2 if size.gated_mlp else 1)
+    linears = [(query, hidden), (key, hidden), (key, hidden), (hidden, query), *ups, (hidden, size.ffn_size)]
+    layer: list[tuple[int, ...]] = [*linears, (hidden,), (hidden,)]
+    norm: list[tuple[int, ...]] = [(hidden,)]
+    if size.bias:
+        layer += [(linear[0],) for linear in linears] + [(hidden,), (hidden,)]
+        norm += [(hidden,)]
+    shapes: list[tuple[int, ...]] = [(size.vocab_size, hidden), *layer * size.num_layers, *norm]
+    if size.positions == "learned":
+        shapes.append((size.max_sequence_length, hidden))
+    if not size.tied_embedding:
+        shapes.append((size.vocab_size, hidden))
+    return shapes
+
+
+def count(shapes: list[tuple[int, ...]]) -> int:
+    total = 0
+    for shape in shapes:
+        product = 1
+        for length in shape:
+            product *= length
+        total += product
+    return total
+
+
+@pytest.mark.parametrize("name", MODEL_SIZES)
+def test_parameters_equal_the_sum_over_shapes(name: str) -> None:
+    assert model_size(name).num_parameters() == count(matrix_shapes(model_size(name)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bias": True},
+        {"tied_embedding": True},
+        {"positions": "learned"},
+        {"gated_mlp": False},
+        {"num_kv_heads": 1, "bias": True},
+        {"head_dim": 48},
+    ],
+)
+def test_every_option_counts(changes: dict[str, object]) -> None:
+    plain = model_size("tiny")
+    changed = dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+    assert changed.num_parameters() == count(matrix_shapes(changed)) != plain.num_parameters()
+
+
+def test_the_sizes_for_cpu_work() -> None:
+    tiny, mini = model_size("tiny"), model_size("mini")
+    assert (tiny.num_layers, tiny.hidden_size) == (4, 128)
+    assert (mini.num_layers, mini.hidden_size) == (8, 512)
+    assert tiny.num_kv_heads < tiny.num_heads
+
+
+def test_grouped_queries_of_llama_3() -> None:
+    assert [model_size(name).num_kv_heads for name in LLAMA] == [32, 8, 8]
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(
+        ModelSizeError, match=r"unknown model size 'gpt3-157b'; did you mean 'gpt3-175b'\? Known: .*tiny"
+    ):
+        model_size("gpt3-157b")
+    with pytest.raises(ModelSizeError, match="unknown model size 'qqq'; Known: nano, tiny"):
+        model_size("qqq")
+    with pytest.raises(ModelSizeError):
+        model_size(3)  # type: ignore[arg-type]
+
+
+def test_case_makes_no_difference() -> None:
+    assert model_size("GPT3-175B") is model_size("gpt3-175b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers = 0"),
+        ({"ffn_size": -4}, "ffn_size = -4"),
+        ({"vocab_size": 3.5}, "vocab_size = 3.5"),
+        ({"num_kv_heads": True}, "num_kv_heads = True"),
+        ({"num_kv_heads": 3}, "does not divide by num_kv_heads = 3"),
+        ({"positions": "alibi"}, "positions = 'alibi'"),
+    ],
+)
+def test_impossible_sizes(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelSizeError, match=f"model size 'tiny': .*{message}"):
+        dataclasses.replace(model_size("tiny"), **changes)  # type: ignore[arg-type]

@@ -1,0 +1,375 @@
+"""Drawing micro-batches on one stage; the other stages are not there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import ErrorsUnwrapped
+from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
+from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.batch.sliceable import source as data
+from terapipe_ds.runtime.batch.source import BatchSource
+
+TOKENS = torch.arange(24).reshape(2, 12)
+SHAPE, PLAN = MicroBatchShape(2, 12), SlicePlan((5, 7))
+WHOLE = {"slices": 1, "schedule": "1f1b"}  # DeepSpeed's own order
+
+
+def config(**changes: Any) -> TeraPipeConfig:
+    return TeraPipeConfig(enabled=True, **{"slices": 2, **changes})
+
+
+class Source(BatchSource):
+    """Raises what a user gets."""
+
+    def draw(self, *args: Any, **kwargs: Any) -> Any:
+        with ErrorsUnwrapped():
+            return super().draw(*args, **kwargs)
+
+
+def at(stage_id: int, num_stages: int, **more: Any) -> PlaceInJob:
+    return PlaceInJob(stage_id, num_stages, tuple(sorted({0, num_stages - 1})), num_stages - 1, **more)
+
+
+def source(next_batch: Callable[[], Any], stage_id: int = 0, num_stages: int = 1, **changes: Any) -> BatchSource:
+    return Source(config(**changes), next_batch, at(stage_id, num_stages))
+
+
+def of(*batches: Any, **options: Any) -> BatchSource:
+    iterator = iter(batches)
+    return source(lambda: next(iterator), **options)
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
+    """What the stage would tell the others; they are taken to agree on two rows of twelve tokens."""
+    told: list[StageReport] = []
+
+    def agree(report: StageReport, place: PlaceInJob, check: Any) -> tuple[MicroBatchShape, ...]:
+        told.append(report)
+        if report.error is not None:
+            raise report.error
+        return (MicroBatchShape(2, 12),) * report.num_micro_batches
+
+    monkeypatch.setattr(data, "agree_on_batch", agree)
+    return told
+
+
+class TestDrawing:
+    def test_inputs_labels_and_shapes(self) -> None:
+        drawn, shapes = of((TOKENS, TOKENS + 1), [TOKENS[:1, :5], TOKENS[:1, 1:6]]).draw(2, training=True)
+        assert shapes == (MicroBatchShape(2, 12), MicroBatchShape(1, 5))
+        assert torch.equal(drawn[0].inputs, TOKENS)
+        assert drawn[0].labels is not None
+        assert torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
+
+    def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
+        stock_order = {"slices": 1, "schedule": "1f1b"}
+        images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
+        (drawn,), shapes = (one := of((images, classes), **stock_order)).draw(1, training=True)
+        assert shapes == (MicroBatchShape(1, 4),)
+        inputs = one.slice_inputs(drawn.inputs, shapes[0], SlicePlan((4,)))
+        assert torch.equal(inputs.span(0, 4)[0], images)
+        targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
+        _, shapes = of((images, targets), **stock_order).draw(1, training=True)
+        assert shapes == (MicroBatchShape(4, 5),)
+        for other in ({}, {"slices": 1}):
+            with pytest.raises(BatchError, match='no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'):
+                of((images, classes), **other).draw(1, training=True)
+        with pytest.raises(BatchError, match="no input tensor has the sequence"):
+            one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))
+
+    def test_rows_are_all_that_is_not_the_sequence(self) -> None:
+        labels = torch.zeros(2, 12, 3)
+        _, shapes = of((TOKENS, labels)).draw(1, training=True)
+        assert shapes == (MicroBatchShape(6, 12),)
+
+    def test_a_loader_may_reuse_its_memory(self) -> None:
+        memory = torch.zeros(2, 12, dtype=torch.long)
+        drawn, _ = source(lambda: ((memory.add_(1), memory), memory)).draw(3, training=True)
+        assert [int(each.inputs[0][0, 0]) for each in drawn] == [1, 2, 3]
+        assert [int(each.labels.tensors[0][0, 0]) for each in drawn if each.labels is not None] == [1, 2, 3]
+
+    def test_the_first_stage_needs_no_labels(self, reports: list[StageReport]) -> None:
+        drawn, _ = of((TOKENS, None), stage_id=0, num_stages=2).draw(1, training=False)
+        assert torch.equal(drawn[0].inputs, TOKENS)
+        assert drawn[0].labels is None
+        assert reports[0].shapes is None
+        assert reports[0].training is False
+
+    @pytest.mark.parametrize("labels", [None, (), []])
+    def test_without_a_loss_the_inputs_tell_the_length(self, labels: Any) -> None:
+        passenger = torch.zeros(3)
+        _, shapes = of(((passenger, TOKENS), labels)).draw(1, training=False, needs_labels=False)
+        assert shapes == (MicroBatchShape(2, 12),)
+
+    def test_without_a_loss_sliced_inputs_say_which_of_them(self) -> None:
+        inputs = (torch.zeros(2, 5), TOKENS)
+        _, shapes = of((inputs, None), sliced_inputs=[1]).draw(1, training=False, needs_labels=False)
+        assert shapes == (MicroBatchShape(2, 12),)
+
+    @pytest.mark.parametrize("labels", [None, ()])
+    def test_a_loss_needs_labels(self, labels: Any) -> None:
+        with pytest.raises(BatchError, match=r"there are no labels.*compute_loss=False"):
+            of((TOKENS, labels)).draw(1, training=False)
+
+    def test_the_last_stage_needs_no_inputs(self, reports: list[StageReport]) -> None:
+        drawn, _ = of((None, TOKENS), stage_id=1, num_stages=2).draw(1, training=True)
+        assert drawn[0].inputs is None
+        assert reports[0].shapes == (MicroBatchShape(2, 12),)
+
+    def test_a_stage_in_the_middle_draws_nothing(self, reports: list[StageReport]) -> None:
+        drawn, shapes = source(pytest.fail, stage_id=1, num_stages=3).draw(2, training=True)
+        assert [(each.inputs, each.labels) for each in drawn] == [(None, None)] * 2
+        assert len(shapes) == 2
+
+    def test_slice_inputs_follows_the_config(self) -> None:
+        inputs = of(sliced_inputs=[0]).slice_inputs((TOKENS, TOKENS), SHAPE, PLAN)
+        assert inputs.sliced == (True, False)
+        assert of(sequence_dim=0).slice_inputs(TOKENS.T, SHAPE, PLAN).dim == 0
+
+    def test_configs_that_differ_have_different_fingerprints(self, reports: list[StageReport]) -> None:
+        for slices_of in ({"ignore_index": 0}, {"ignore_index": 0}, {"ignore_index": 1}):
+            of((TOKENS, TOKENS), stage_id=1, num_stages=2, **slices_of).draw(1, training=True)
+        one, same, other = (report.agreement for report in reports)
+        assert one == same != other
+
+    def test_what_was_agreed_on_besides_counts_as_well(self, reports: list[StageReport]) -> None:
+        for text in (None, "(9, 14)", "(9, 14)", "(14, 9)"):
+            source = of((TOKENS, TOKENS), stage_id=1, num_stages=2)
+            if text is not None:
+                source.also_agree_on("slices set by hand:", text)
+            source.draw(1, training=True)
+        without, one, same, other = (report.agreement for report in reports)
+        assert one == same and len({without, one, other}) == 3
+        assert "slices set by hand: (14, 9)" in reports[3].agreement
+
+    def test_sequences_are_multiples(self) -> None:
+        def drawn_with(multiple: int) -> Any:
+            iterator = iter([(TOKENS, TOKENS)])
+            source = Source(config(), lambda: next(iterator), at(0, 1), length_multiple=multiple)
+            return source.draw(1, training=True)
+
+        assert drawn_with(4)[1] == (MicroBatchShape(2, 12),)
+        with pytest.raises(BatchError, match=r"of 12 tokens: .*slice_length_multiple is 8, .* such as 16 tokens"):
+            drawn_with(8)
+
+
+class TestWhatSizesDoNotTell:
+    """Inputs that have the labels' length and need not be tokens."""
+
+    FLOATS, MASK = torch.ones(2, 12), torch.ones(2, 1, 12, 12, dtype=torch.bool)
+
+    @pytest.mark.parametrize(("passenger", "told"), [(FLOATS, "features of each row"), (MASK, "two dimensions")])
+    def test_they_are_refused_where_sequences_are_cut(self, passenger: torch.Tensor, told: str) -> None:
+        batch = ((TOKENS, passenger), TOKENS)
+        for cut in ({}, {"slices": [5, 7]}, {"slices": "auto"}):
+            with pytest.raises(BatchError, match=f"input 1 .*{told}.*sliced_inputs = .0. hands it whole"):
+                of(batch, **cut).draw(1, training=True)
+        for whole in ({"slices": 1}, {"slices": [12]}, {"slices": 1, "schedule": "1f1b"}):
+            one = of(batch, **whole)
+            (drawn,), (shape,) = one.draw(1, training=True)
+            assert one.slice_inputs(drawn.inputs, shape, SlicePlan((12,))).tensors[1].shape == passenger.shape
+
+    @pytest.mark.parametrize(("indices", "sliced"), [([0], (True, False)), ([0, 1], (True, True))])
+    def test_not_where_the_config_names_what_is_cut(self, indices: list[int], sliced: tuple[bool, ...]) -> None:
+        one = of(((TOKENS, self.FLOATS), TOKENS), sliced_inputs=indices)
+        (drawn,), (shape,) = one.draw(1, training=True)
+        assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
+
+    def test_the_first_stage_tells_the_others(self, reports: list[StageReport]) -> None:
+        with pytest.raises(BatchError, match="features of each row"):
+            of(((TOKENS, self.FLOATS), TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
+        assert isinstance(reports[0].error, BatchError)
+
+    def test_slices_that_were_set_by_hand_count(self) -> None:
+        batch = ((TOKENS, self.FLOATS), TOKENS)
+
+        def drawn_with(is_cut: bool, **changes: Any) -> Any:
+            iterator = iter([batch])
+            asked: list[int] = []
+            one = Source(
+                config(**changes), lambda: next(iterator), at(0, 1),
+                is_cut=lambda length: asked.append(length) or is_cut,  # type: ignore[func-returns-value]
+            )  # fmt: skip
+            drawn = one.draw(1, training=True)
+            assert asked == [12]
+            return drawn
+
+        assert drawn_with(False)[1] == (SHAPE,)
+        with pytest.raises(BatchError, match="features of each row"):
+            drawn_with(True, slices=1, schedule="1f1b")
+
+    def test_labels_that_came_with_another_stage_alone(self) -> None:
+        """The length is known once all have spoken."""
+        with pytest.raises(BatchError, match="features of each row"):
+            of().slice_inputs((TOKENS, self.FLOATS), SHAPE, PLAN)
+
+    def test_the_log_says_once_what_is_cut(self, caplog: pytest.LogCaptureFixture) -> None:
+        one = of()
+        with caplog.at_level("INFO", logger="terapipe_ds"):
+            one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, SlicePlan((12,)))
+            assert not caplog.records, "nothing is cut"
+            for _ in range(2):
+                one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, PLAN)
+            Source(config(), pytest.fail, at(0, 1), tells=False).slice_inputs(TOKENS, SHAPE, PLAN)
+        (record,) = caplog.records
+        assert record.message == (
+            "cut in slices, in dimension 1: input 0 (int64 [2, 12]); whole with each slice: input 1 (float32 [3])"
+        )
+        assert record.levelname == "INFO"
+
+
+class TestSums:
+    """What goes into the comparison of tensor-parallel ranks."""
+
+    PEERS = TensorPeers((0, 1), 0, 0, 1)
+
+    def sums(
+        self, reports: list[StageReport], batches: list[Any], stage_id: int = 0, num_stages: int = 2,
+        peers: TensorPeers | None = PEERS, **changes: Any,
+    ) -> DataSums:  # fmt: skip
+        iterator = iter(batches)
+        source = Source(config(**changes), lambda: next(iterator), at(stage_id, num_stages, peers=peers))
+        source.draw(len(batches), training=True)
+        return reports[-1].sums
+
+    def test_the_first_stage_sums_inputs_and_the_last_one_labels(self, reports: list[StageReport]) -> None:
+        batch = [(TOKENS, TOKENS + 1)]
+        first, last = self.sums(reports, batch), self.sums(reports, batch, 1)
+        both = self.sums(reports, batch, 0, 1)
+        assert first == DataSums(both.inputs, None) and last == DataSums(None, both.labels)
+        assert None not in both and both.inputs != both.labels
+        assert self.sums(reports, batch, 1, 3) == DataSums()
+
+    def test_nothing_is_summed_without_tensor_parallelism(self, reports: list[StageReport]) -> None:
+        assert self.sums(reports, [(TOKENS, TOKENS)], peers=None) == DataSums()
+
+    def test_samples_that_change_places_show(self, reports: list[StageReport]) -> None:
+        a, b = (TOKENS, TOKENS), (TOKENS + 1, TOKENS + 1)
+        assert self.sums(reports, [a, b]) != self.sums(reports, [b, a])
+        assert self.sums(reports, [a, b]) == self.sums(reports, [a, b])
+        flipped = (TOKENS.flip(0), TOKENS)
+        assert self.sums(reports, [flipped, b]) != self.sums(reports, [a, b])
+
+    def test_every_tensor_counts(self, reports: list[StageReport]) -> None:
+        one = self.sums(reports, [((TOKENS, torch.zeros(3)), TOKENS)])
+        assert one != self.sums(reports, [((TOKENS, torch.tensor([0.0, 0.0, 1.0])), TOKENS)])
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (3, 4), (None, 0), ("text", "next"), (1, True), (torch.tensor(1), torch.tensor(2)),
+            ({"a": TOKENS}, {"a": TOKENS + 1}), ({"a": TOKENS}, {"b": TOKENS}), ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
+            ({"a": [1, 2], "b": []}, {"a": [1], "b": [2]}), (np.arange(3000), np.arange(3000)[::-1]),
+            (MicroBatchShape(2, 12), MicroBatchShape(2, 13)),
+        ],
+    )  # fmt: skip
+    def test_labels_of_any_kind_count_in_deepspeeds_own_order(
+        self, reports: list[StageReport], one: Any, other: Any
+    ) -> None:
+        first = self.sums(reports, [(TOKENS, one)], 1, **WHOLE)
+        assert first == self.sums(reports, [(TOKENS, copy.deepcopy(one))], 1, **WHOLE)
+        assert first.labels != self.sums(reports, [(TOKENS, other)], 1, **WHOLE).labels
+
+    def test_an_object_whose_text_names_its_address_is_no_false_alarm(self, reports: list[StageReport]) -> None:
+        one, other = ([(TOKENS, {"kept": object()})] for _ in range(2))
+        assert self.sums(reports, one, 1, **WHOLE) == self.sums(reports, other, 1, **WHOLE)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("batch", "message"),
+        [
+            (None, "there is no data: give train_batch.. a data_iter"),
+            (TOKENS, r"must give \(inputs, labels\), got Tensor"),
+            ((TOKENS, TOKENS, TOKENS), r"must give \(inputs, labels\), got tuple of 3 elements"),
+            ({"tokens": TOKENS}, "got dict"),
+            ((TOKENS, None), "there are no labels, from which come the sequence length.*compute_loss=False"),
+            ((TOKENS[:, :5], TOKENS), r"length 12 .* the inputs have shapes \[2, 5\]"),
+            ((TOKENS[:, :0], TOKENS[:, :0]), r"labels of shape \[2, 0\] has no tokens"),
+            ((TOKENS, TOKENS.flatten()), "no label tensor has dimension 1"),
+        ],
+    )
+    def test_bad_batches(self, batch: Any, message: str) -> None:
+        with pytest.raises(BatchError, match=message):
+            of(batch).draw(1, training=True)
+
+    def test_the_first_stage_sees_a_mismatch_at_once(self, reports: list[StageReport]) -> None:
+        with pytest.raises(BatchError, match="no input tensor has the sequence"):
+            of((TOKENS[:, 1:], TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
+        assert isinstance(reports[0].error, BatchError)
+
+    def test_the_end_of_the_data(self) -> None:
+        with pytest.raises(StopIteration):
+            of((TOKENS, TOKENS)).draw(2, training=True)
+
+    def test_an_error_in_the_users_loader(self, reports: list[StageReport]) -> None:
+        def next_batch() -> Any:
+            raise OSError("disk")
+
+        with pytest.raises(OSError, match="disk"):
+            source(next_batch, stage_id=0, num_stages=2).draw(1, training=True)
+        assert isinstance(reports[0].error, OSError), "the other stages hear of it"
+
+
+class TestStockOrder:
+    """Labels that are no tensors go to `loss_fn` as they are; the inputs tell the length where there are any."""
+
+    @pytest.mark.parametrize("labels", [3, None, (), "text", {"a": 1}, torch.tensor(2.0), (torch.tensor(1),)])
+    def test_labels_of_any_kind(self, labels: Any) -> None:
+        drawn, shapes = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+        assert drawn[0].labels is not None and drawn[0].seen is None
+        assert drawn[0].labels.to(torch.device("cpu")).part(0, 12) == labels
+        assert shapes == (MicroBatchShape(1, 12),)
+        one = Source(config(**WHOLE), lambda: (TOKENS, labels), at(0, 1), is_cut=lambda length: length == 12)
+        with pytest.raises(BatchError, match="cannot be cut"):  # with slices that were set by hand
+            one.draw(1, training=True)
+
+    @pytest.mark.parametrize("kind", [tuple, list])
+    def test_tensors_without_dimensions_go_to_the_device(self, kind: Any) -> None:
+        labels = kind([torch.tensor(1), torch.tensor(2.0)])
+        drawn, _ = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+        assert drawn[0].labels is not None
+        moved = drawn[0].labels.to(torch.device("meta")).part(0, 12)
+        assert type(moved) is tuple  # as the stock engine makes of both
+        assert [(each.device.type, each.dtype) for each in moved] == [("meta", t.dtype) for t in labels]
+
+    @pytest.mark.parametrize("inputs", [None, torch.zeros(2), torch.zeros(2, 0)])
+    def test_a_last_stage_that_knows_no_length(self, inputs: Any, reports: list[StageReport]) -> None:
+        of((inputs, 3), stage_id=1, num_stages=2, **WHOLE).draw(1, training=True)
+        assert reports[0].error is None and reports[0].shapes == (MicroBatchShape(1, 1),)
+
+    def test_tensors_in_a_dict_are_copied(self) -> None:
+        """A loader may reuse its memory for the next micro-batch."""
+        labels = {"classes": torch.ones(2), "factors": [torch.ones(1)], "name": "n"}
+        drawn, _ = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+        labels["classes"].zero_(), labels["factors"][0].zero_()
+        assert drawn[0].labels is not None
+        kept = drawn[0].labels.part(0, 12)
+        assert kept["classes"].sum() == 2 and kept["factors"][0].sum() == 1 and kept["name"] == "n"
+
+    def test_what_stands_behind_inputs_and_labels_is_left_alone(self) -> None:
+        drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
+        assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
+
+    @pytest.mark.parametrize("batch", [(TOKENS, 3), (TOKENS, {"a": TOKENS}), (TOKENS, TOKENS, TOKENS)])
+    def test_with_slices_they_are_refused(self, batch: Any) -> None:
+        with pytest.raises(BatchError):
+            of(batch).draw(1, training=True)
+
+    def test_a_tuple_with_something_else_is_refused_as_in_the_stock_engine(self) -> None:
+        with pytest.raises(BatchError, match="must be a tensor or a tuple of tensors"):
+            of((TOKENS, [1, TOKENS]), **WHOLE).draw(1, training=True)
+
+    def test_sequence_parallelism_needs_no_length_of_them(self) -> None:
+        stage = Source(config(**WHOLE), iter([(torch.zeros(2), 3)]).__next__, at(0, 1), length_multiple=4)
+        assert stage.draw(1, training=True)[1] == (MicroBatchShape(1, 1),)

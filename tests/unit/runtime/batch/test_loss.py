@@ -1,0 +1,163 @@
+"""Losses of slices add up to the loss of the whole; slices without a label count nothing, and never give NaN."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.loss import SliceLossError, exact_zero, slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+
+VOCAB_SIZE = 5
+LABELS = torch.tensor([[1, -100, -100, 2, -100, 3], [-100, -100, -100, 0, 1, 2]])
+PLAN = SlicePlan((1, 2, 3))
+
+
+def weights_of(labels: Any, plan: SlicePlan = PLAN, dim: int = 1, **options: Any) -> tuple[float, ...]:
+    chosen: dict[str, Any] = {"loss_reduction": "mean_valid", "ignore_index": -100, **options}
+    return slice_weights(SliceableTensors.of_labels(labels, dim), plan, **chosen)
+
+
+class TestSliceWeights:
+    def test_mean_valid_counts_labels(self) -> None:
+        assert weights_of(LABELS) == pytest.approx((1 / 6, 0.0, 5 / 6))
+
+    def test_another_ignore_index(self) -> None:
+        assert weights_of(LABELS, ignore_index=2) == pytest.approx((2 / 10, 4 / 10, 4 / 10))
+
+    def test_mean_counts_tokens(self) -> None:
+        assert weights_of(LABELS, loss_reduction="mean") == pytest.approx((1 / 6, 2 / 6, 3 / 6))
+
+    def test_sum_counts_nothing(self) -> None:
+        assert weights_of(LABELS, loss_reduction="sum") == (1.0, 1.0, 1.0)
+
+    def test_the_sequence_in_another_dimension(self) -> None:
+        assert weights_of(LABELS.T.contiguous(), dim=0) == weights_of(LABELS)
+        assert weights_of(LABELS[0], dim=0) == pytest.approx((1 / 3, 0.0, 2 / 3))
+        assert weights_of(torch.stack([LABELS, LABELS], dim=2)) == weights_of(LABELS)
+
+    def test_the_loss_function_has_the_last_word(self) -> None:
+        seen = []
+
+        def slice_weight(labels: Any) -> Tensor:
+            seen.append(labels)
+            return labels[1].sum()
+
+        given_weights = torch.tensor([[1.0, 0, 0, 2, 0, 3]] * 2)
+        found = weights_of((LABELS, given_weights), loss_reduction="sum", slice_weight=slice_weight)
+        assert found == pytest.approx((1 / 6, 0.0, 5 / 6))
+        assert [tuple(labels.shape) for labels, _ in seen] == [(2, 1), (2, 2), (2, 3)]
+        assert all(labels.is_contiguous() for labels, _ in seen)
+
+    def test_no_label_at_all(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+            assert weights_of(torch.full_like(LABELS, -100)) == (0.0, 0.0, 0.0)
+        assert "no valid label at all" in caplog.text
+
+
+def mean_valid(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.sum(-1) - labels).square().mean()
+
+
+def total(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.sum(-1) - labels).square().sum()
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    rows=st.integers(1, 3),
+    masked=st.floats(0.0, 1.0),
+    seed=st.integers(0, 10**6),
+    reduction=st.sampled_from(["mean_valid", "mean", "sum"]),
+)
+def test_weighted_losses_and_gradients_add_up(
+    lengths: list[int], rows: int, masked: float, seed: int, reduction: str
+) -> None:
+    """Whatever is masked, also whole slices; gradients of what has no label are exact zeros."""
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean_valid": mean_valid, "mean": mean, "sum": total}
+    generator = torch.Generator().manual_seed(seed)
+    plan = SlicePlan(tuple(lengths))
+    logits = torch.randn(rows, sum(lengths), VOCAB_SIZE, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCAB_SIZE, (rows, sum(lengths)), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < masked] = -100
+    whole, sliced = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+
+    weights = weights_of(labels, plan, loss_reduction=reduction)
+    parts = [
+        weighted_loss(sliced[:, start:stop], labels[:, start:stop], weight, losses[reduction])
+        for weight, (start, stop) in zip(weights, plan.spans(), strict=True)
+    ]
+    found = torch.stack(parts).sum()
+    found.backward()
+    if reduction == "mean_valid" and (labels == -100).all():
+        assert float(found.detach()) == 0.0
+        assert sliced.grad is not None
+        assert float(sliced.grad.abs().max()) == 0.0
+        return
+    expected = losses[reduction](whole, labels)
+    expected.backward()
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sliced.grad, whole.grad, rtol=1e-12, atol=1e-12)
+
+
+class TestWeightedLoss:
+    def test_a_slice_without_weight_is_not_computed(self) -> None:
+        logits = torch.full((1, 2, 3), float("nan"), requires_grad=True)
+        loss = weighted_loss(logits, torch.full((1, 2), -100), 0.0, pytest.fail)
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        assert logits.grad is not None
+        assert torch.equal(logits.grad, torch.zeros(1, 2, 3)), "0 * NaN would be NaN"
+
+    def test_the_whole_weight_changes_nothing(self) -> None:
+        loss = torch.tensor(0.3)
+        assert weighted_loss(None, None, 1.0, lambda outputs, labels: loss) is loss
+
+    def test_several_losses(self) -> None:
+        parts = weighted_loss(None, None, 0.5, lambda outputs, labels: [torch.tensor(2.0), torch.tensor(4.0)])
+        assert [float(part) for part in parts] == [1.0, 2.0]
+
+    def test_the_loss_that_the_model_returns(self) -> None:
+        assert float(weighted_loss(torch.tensor(2.0), None, 0.25, None)) == 0.5
+
+    def test_the_loss_that_the_model_returns_cannot_be_left_out(self) -> None:
+        with pytest.raises(SliceLossError, match="Give PipelineModule a loss_fn"):
+            weighted_loss(torch.tensor(float("nan")), None, 0.0, None)
+
+    def test_a_loss_that_is_not_reduced(self) -> None:
+        with pytest.raises(SliceLossError, match=r"must be a scalar, got shape \[2, 3\]: reduce it in loss_fn"):
+            weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
+
+
+class TestExactZero:
+    def test_every_output_that_can_gets_a_gradient_of_zeros(self) -> None:
+        logits, scale = torch.randn(2, 3, requires_grad=True), torch.randn(1, requires_grad=True)
+        exact_zero((logits * 2, torch.ones(2, dtype=torch.bool), scale * 3)).backward()
+        assert torch.equal(logits.grad, torch.zeros(2, 3))  # type: ignore[arg-type]
+        assert torch.equal(scale.grad, torch.zeros(1))  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("dtype", "expected"),
+        [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    )
+    def test_it_is_as_wide_as_a_loss(self, dtype: torch.dtype, expected: torch.dtype) -> None:
+        outputs = torch.ones(2, dtype=dtype, requires_grad=True)
+        zero = exact_zero(outputs)
+        zero.backward()
+        assert zero.dtype == expected
+        assert outputs.grad is not None
+        assert outputs.grad.dtype == dtype

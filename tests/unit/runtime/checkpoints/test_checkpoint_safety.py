@@ -1,0 +1,261 @@
+"""Saves that stop in any line, and what a resume finds then. No rank, no engine: files alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.runtime.checkpoints import manifest as checkpoint_manifest
+from terapipe_ds.runtime.checkpoints.load import choose_checkpoint
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, CheckpointPaths, Manifest
+
+FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def save(folder: Path, tag: str, steps: int, is_latest: bool = True, finish: bool = True) -> CheckpointPaths:
+    """What all ranks and then the first one do, with files that hold the number of steps."""
+    place = CheckpointPaths(folder, tag)
+    place.settle()
+    fill(place.saving, steps)
+    sizes = {name: (place.saving / name).stat().st_size for name in FILES}
+    Manifest(tag=tag, global_steps=steps, is_latest=is_latest, files=sizes).write(place.saving)
+    if finish:
+        place.commit()
+        if is_latest:
+            write_text(folder / "latest", tag)
+    return place
+
+
+def fill(folder: Path, steps: int) -> None:
+    folder.mkdir(parents=True)
+    for name in FILES:
+        (folder / name).write_text(f"{steps} " * steps)
+
+
+def steps_of(folder: Path, tag: str | None = None) -> int:
+    """By what stands in the files that a load would read; all must be of one save."""
+    found = choose_checkpoint(folder, tag)
+    texts = [(folder / str(found.read_as) / name).read_text() for name in FILES]
+    steps = int(texts[0].split()[0])
+    assert texts == [f"{steps} " * steps] * len(FILES)
+    return steps
+
+
+# -- a kill in any line ----------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Like a kill: nothing that catches errors sees it."""
+
+
+@contextmanager
+def killed_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Die before the ``number``-th change of the file system. Yields the changes that came before."""
+    done: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if len(done) == number:
+                raise Killed
+            done.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    def remove_by_files(folder: Path) -> None:
+        for path in sorted(folder.iterdir()):
+            path.unlink()
+        folder.rmdir()
+
+    with monkeypatch.context() as patches:
+        patches.setattr(shutil, "rmtree", remove_by_files)  # so that a kill may come between two files
+        for owner, name in ((Path, "rename"), (Path, "unlink"), (Path, "rmdir"), (Path, "mkdir"), (Path, "write_text")):
+            patches.setattr(owner, name, counted(name, getattr(owner, name)))
+        patches.setattr(checkpoint_manifest, "write_text", counted("manifest", write_text))
+        yield done
+
+
+@pytest.mark.parametrize("tags", [("last", "last", "last"), ("a", "b", "c"), ("a", "b", "a")], ids="-".join)
+def test_a_kill_in_any_line_leaves_a_whole_checkpoint(
+    tags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two saves, a third one is killed, then a fourth in the same place is killed, then a fifth is not."""
+    kills = []
+    for number in range(100):
+        folder = tmp_path / str(number)
+        save(folder, tags[0], 1)
+        save(folder, tags[1], 2)
+        with killed_at(number, monkeypatch) as done:
+            try:
+                save(folder, tags[2], 3)
+            except Killed:
+                kills.append(list(done))
+        found = steps_of(folder)
+        assert found in (2, 3), (number, done)
+        with suppress(Killed), killed_at(number // 2, monkeypatch):
+            save(folder, tags[2], 4)
+        assert found <= steps_of(folder) <= 4, (number, done)
+        save(folder, tags[2], 5)
+        assert steps_of(folder) == steps_of(folder, tags[2]) == 5
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"latest", *tags}, (number, left)
+        if len(kills) <= number:
+            break
+    assert len(kills) > 8, kills
+
+
+def test_what_a_user_has_put_beside_the_files_stays(tmp_path: Path) -> None:
+    place = save(tmp_path, "last", 1)
+    (place.final / "args.json").write_text("mine")
+    (place.final / "notes").mkdir()
+    (place.final / "notes" / "a").write_text("mine too")
+    save(tmp_path, "last", 2)
+    assert (place.final / "args.json").read_text() == "mine"
+    assert (place.final / "notes" / "a").read_text() == "mine too"
+
+
+def test_files_of_another_layout_do_not(tmp_path: Path) -> None:
+    place = save(tmp_path, "last", 1)
+    name = "zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    (place.final / name).write_text("of eight replicas")
+    sizes = {**json.loads((place.final / MANIFEST).read_text())["files"], name: 17}
+    Manifest(tag="last", global_steps=1, is_latest=True, files=sizes).write(place.final)
+    save(tmp_path, "last", 2)
+    assert not (place.final / name).exists()
+
+
+# -- what is chosen --------------------------------------------------------------------------------------------
+
+
+def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
+    for steps in (1, 2, 3):
+        save(tmp_path, f"global_step{steps}", steps)
+    assert steps_of(tmp_path) == 3
+    write_text(tmp_path / "latest", "global_step1")  # how people go back
+    assert steps_of(tmp_path) == 1
+    assert choose_checkpoint(tmp_path, None).note is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "c" / FILES[0]).unlink(), "mp_rank_00_model_states.pt is missing"),
+        (lambda folder: (folder / "c" / FILES[1]).write_text("3"), "layer_00-model_states.pt has 1 bytes of 6"),
+        (lambda folder: shutil.rmtree(folder / "c"), "names c, which does not exist"),
+        (lambda folder: (folder / "latest").unlink(), "latest is missing"),
+        (lambda folder: (folder / "latest").write_text(""), "latest is empty"),
+        (lambda folder: (folder / "c" / MANIFEST).write_text("{"), "no list of version 1"),
+    ],
+)
+def test_the_newest_whole_one_is_loaded_instead_and_it_is_said(
+    spoil: Callable[[Path], Any], says: str, tmp_path: Path
+) -> None:
+    for steps, tag in enumerate("xyb", start=1):
+        save(tmp_path, tag, steps, is_latest=tag != "b")  # b was not to be the latest
+    save(tmp_path, "c", 3)
+    if "latest" in says:
+        shutil.rmtree(tmp_path / "c")
+    spoil(tmp_path)
+    found = choose_checkpoint(tmp_path, None)
+    assert found.tag == "y"
+    assert found.note is not None
+    assert says in found.note
+    assert "y is loaded, the newest whole checkpoint" in found.note
+
+
+def test_a_named_one_that_is_not_whole_is_an_error_that_names_what_is_missing(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    place = save(tmp_path, "b", 2)
+    (place.final / FILES[0]).unlink()
+    (place.final / FILES[1]).write_text("2")
+    with pytest.raises(CheckpointError) as caught:
+        choose_checkpoint(tmp_path, "b")
+    assert f"{FILES[0]} is missing" in str(caught.value)
+    assert f"{FILES[1]} has 1 bytes of 4" in str(caught.value)
+    fill(CheckpointPaths(tmp_path, "c").saving, 3)
+    with pytest.raises(CheckpointError, match="c was killed before all files were written"):
+        choose_checkpoint(tmp_path, "c")
+    (tmp_path / "a" / FILES[0]).unlink()
+    with pytest.raises(CheckpointError, match="no other whole checkpoint"):
+        choose_checkpoint(tmp_path, None)
+
+
+def test_parameters_alone_need_no_optimizer_files(tmp_path: Path) -> None:
+    place = save(tmp_path, "a", 1)
+    (place.final / FILES[2]).unlink()
+    assert choose_checkpoint(tmp_path, "a", with_optimizer=False).read_as == "a"
+    with pytest.raises(CheckpointError, match="optim_states.pt is missing"):
+        choose_checkpoint(tmp_path, "a", with_optimizer=True)
+
+
+def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path, None) == choose_checkpoint(tmp_path / "no folder", None)
+    assert choose_checkpoint(tmp_path, None).read_as is None
+    assert choose_checkpoint(tmp_path, "nothing").read_as == "nothing"
+    fill(tmp_path / "stock", 1)
+    write_text(tmp_path / "latest", "stock")
+    for tag in (None, "stock"):
+        found = choose_checkpoint(tmp_path, tag)
+        assert (found.tag, found.read_as, found.manifest, found.note) == ("stock", "stock", None, None)
+    save(tmp_path, "stock", 2, finish=False)
+    (tmp_path / "stock").rename(CheckpointPaths(tmp_path, "stock").replaced)  # a kill between the two moves
+    assert steps_of(tmp_path) == 2
+    (CheckpointPaths(tmp_path, "stock").saving / FILES[0]).unlink()
+    assert steps_of(tmp_path) == 1
+
+
+def test_tags_may_have_folders(tmp_path: Path) -> None:
+    save(tmp_path, "run/1", 1)
+    save(tmp_path, "run/1", 2)
+    assert steps_of(tmp_path) == steps_of(tmp_path, "run/1") == 2
+
+
+# -- the manifest ------------------------------------------------------------------------------------------------
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    manifest = Manifest(
+        tag="a", global_steps=7, is_latest=False, files={"x": 1}, training={"plans": {"16": {"slices": [8, 8]}}}
+    )
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+    assert Manifest.read(tmp_path / "none") is None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+KEYS = ["format", "version", "tag", "global_steps", "is_latest", "training", "files"]
+
+
+@given(st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / MANIFEST).write_bytes(raw)
+    with pytest.raises(CheckpointError, match=MANIFEST):
+        Manifest.read(folder)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), json_values, max_size=3))
+def test_wrong_values_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    Manifest(tag="a", global_steps=1, is_latest=True, files={"x": 1}).write(folder)
+    document = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**document, **changes}))
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointError:
+        return
+    assert manifest is not None
+    assert manifest.problem(folder) is not None or not manifest.files

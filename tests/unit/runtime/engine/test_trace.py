@@ -1,0 +1,112 @@
+"""The recorder of measured timelines, in one process."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from terapipe_ds.bench.drivers.recorder import EngineRecorder
+from terapipe_ds.runtime.engine.engine import trace
+from terapipe_ds.runtime.engine.trace import Tracer, is_traced
+from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.timeline import Timeline
+
+F, B = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A wall clock that a test sets."""
+    now = [100.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    return now
+
+
+def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[float]) -> None:
+    tracer = Tracer(str(tmp_path), rank=3, stage_id=1, num_stages=2)
+    tracer.begin(1)
+    with tracer.measure(F):
+        clock[0] += 5.0  # waiting
+        tracer.input_is_here()
+        clock[0] += 2.0
+    with tracer.measure(B):
+        clock[0] += 4.0
+    tracer.write(1)
+    timeline = Timeline.load(tmp_path / "timeline-step000001-rank0003.json")
+    assert [(e.action, e.stage_id, e.start_s, e.end_s) for e in timeline.events] == [
+        ("F0.0", 1, 105.0, 107.0),
+        ("B0.0", 1, 107.0, 111.0),
+    ]
+
+
+def test_only_computations_are_recorded(tmp_path: Path) -> None:
+    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
+    tracer.begin(2)
+    with tracer.measure(Action(Kind.LOAD, 0)):
+        pass
+    with tracer.measure(F):
+        pass
+    tracer.write(2)
+    (event,) = Timeline.load(tmp_path / "timeline-step000002-rank0000.json").events
+    assert event.kind == "F"
+
+
+def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:
+    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
+    for step in (None, 6, 99):
+        tracer.begin(step)
+        with tracer.measure(F):
+            tracer.input_is_here()
+        tracer.write(step or 0)
+    assert list(tmp_path.iterdir()) == []
+    assert [step for step in range(1, 301) if is_traced(step)] == [1, 2, 3, 4, 5, 100, 200, 300]
+
+
+def test_without_a_directory_nothing_is_recorded() -> None:
+    tracer = Tracer(None, rank=0, stage_id=0, num_stages=1)
+    tracer.begin(1)
+    with tracer.measure(F):
+        pass
+    tracer.write(1)
+
+
+class _Device:
+    """An accelerator with a message on its way that comes only after the computation."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("waits for messages as well, of which one may need what is computed here")
+
+    def current_stream(self) -> _Stream:
+        return _Stream(self)
+
+
+class _Stream:
+    def __init__(self, device: _Device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        self.device.waits += 1
+
+
+def test_on_an_accelerator_nothing_but_the_computation_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = _Device()
+    monkeypatch.setattr(trace, "get_accelerator", lambda: device)
+    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
+    tracer.begin(1)
+    with tracer.measure(F):
+        tracer.input_is_here()
+    assert device.waits == 2  # for the input, and for the end
+    recorder = EngineRecorder()
+    with recorder.measure(B):
+        recorder.input_is_here()
+    assert device.waits == 5  # and for what ran before

@@ -1,0 +1,128 @@
+"""Reports of stalls from states that are made up: who is at fault, and what is said of it. No process, no store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from terapipe_ds.runtime.failures.report import (
+    AS_JSON,
+    CLOSED,
+    SHOWN_ACTIONS,
+    SHOWN_RANKS,
+    PastAction,
+    RankState,
+    at_fault,
+    stall_report,
+)
+
+STACK = '  File "train.py", line 7, in forward\n    time.sleep(9)\n'
+
+
+def busy(rank: int, doing: str = "running F0.1", for_s: float = 3.0, **more: object) -> RankState:
+    return replace(RankState(rank, rank, doing, for_s=for_s, batch=4), **more)  # type: ignore[arg-type]
+
+
+def waiting(rank: int, *ranks: int) -> RankState:
+    return busy(rank, "at B0.0, waiting for the gradients of B0.0", waits_for_ranks=ranks, is_busy=False)
+
+
+def job(*states: RankState) -> dict[int, RankState]:
+    return {state.rank: state for state in states}
+
+
+@pytest.mark.parametrize(
+    ("states", "ranks"),
+    [
+        (job(waiting(0, 1), busy(1)), [1]),
+        (job(waiting(0, 1), waiting(1, 2), busy(2), waiting(3, 2)), [2]),
+        # the optimizer of rank 1 hangs: the others reduce with it, or are already at the next batch
+        (job(waiting(0), busy(1, "running ST"), waiting(2)), [1]),
+        # killed: no sign of life, though it was last seen waiting, or while another is at work
+        (job(waiting(0, 1), replace(waiting(1, 0), silent=True)), [1]),
+        (job(waiting(0, 1), replace(busy(1), silent=True), busy(2), waiting(3, 2)), [1]),
+        # makes fewer steps than the others: done with its engine, or outside a batch
+        (job(waiting(0), busy(1, "", ended=CLOSED, batch=3)), [1]),
+        (job(busy(0, for_s=0.1), waiting(2), busy(1, "", ended=CLOSED, batch=3)), [1]),
+        (job(waiting(0), busy(1, "")), [1]),
+        # one has made all its steps, and the other hangs in the last one
+        (job(busy(0, "running ST"), busy(1, "", ended=CLOSED)), [0]),
+        # one hangs, another only works: it has just begun
+        (job(waiting(0, 1), busy(1), busy(2, for_s=0.1), waiting(3, 2)), [1]),
+        # two hang
+        (job(waiting(0, 1), busy(1), busy(2, for_s=2.9), waiting(3, 2)), [1, 2]),
+        # it hangs before others wait for it
+        (job(busy(0), busy(1, "")), [0]),
+        # wait for each other, or all in one collective
+        (job(waiting(0, 1), waiting(1, 0)), []),
+    ],
+)
+def test_who_is_at_fault(states: dict[int, RankState], ranks: list[int]) -> None:
+    assert at_fault(states) == ranks
+
+
+class TestReport:
+    def test_the_whole_report(self) -> None:
+        recent = (
+            PastAction("F0.0", "", 10.0, 0.0125), PastAction("RG0.0<1", "", 10.1, 0.0),
+            PastAction("B0.0", "the gradients", 10.2, None),
+        )  # fmt: skip
+        states = job(replace(waiting(0, 1), recent=recent), busy(1, "running F0.2", stack=STACK))
+        assert stall_report(states, 2.0, asynchronous=False).splitlines() == [
+            "no progress for 2 s (terapipe.stall_timeout_s):",
+            "  rank 0 (stage 0): at B0.0, waiting for the gradients of B0.0 for 3.0 s",
+            "    before: F0.0 12.5 ms",
+            "  rank 1 (stage 1): running F0.2 for 3.0 s",
+            "Stage 1 (rank 1) holds up the job: running F0.2 for 3.0 s. Ranks that wait for it: 0.",
+            "Rank 1 is here:",
+            *STACK.splitlines(),
+            "If that stage is only slow, raise the limit.",
+        ]
+
+    def test_a_dead_rank_is_not_slow(self) -> None:
+        states = job(waiting(0, 1), busy(1, silent=True, stack=STACK, for_s=0.0), waiting(2, 1))
+        text = stall_report(states, 2.0, asynchronous=False)
+        what = "does not answer: its process is gone or stopped; last seen running F0.1. Ranks that wait for it: 0, 2."
+        assert f"Stage 1 (rank 1) holds up the job: {what}" in text
+        assert STACK not in text and "slow" not in text
+
+    def test_a_rank_outside_says_how_many_batches_it_has_begun(self) -> None:
+        text = stall_report(job(waiting(0), busy(1, "")), 2.0, asynchronous=False)
+        assert "holds up the job: outside a batch (it has begun 4 batches) for 3.0 s." in text
+
+    def test_all_wait(self) -> None:
+        assert "the same calls in the same order" in stall_report(job(waiting(0, 1), waiting(1, 0)), 2.0, False)
+
+    def test_without_the_store(self) -> None:
+        assert "the store of the job does not answer" in stall_report({}, 2.0, asynchronous=False)
+
+    def test_on_a_device_that_runs_behind(self) -> None:
+        text = stall_report(job(busy(0), waiting(1, 0)), 2.0, asynchronous=True)
+        assert "The device runs behind the host" in text
+        assert "python -m torch.distributed.flight_recorder.fr_trace" in text
+
+    def test_only_the_last_actions_are_shown(self) -> None:
+        recent = tuple(PastAction(f"F0.{index}", "", 0.0, 1.0) for index in range(3 * SHOWN_ACTIONS))
+        line = stall_report(job(busy(0, recent=recent)), 2.0, asynchronous=False).splitlines()[2]
+        assert line.count("F0.") == SHOWN_ACTIONS
+        assert line.endswith(f"F0.{3 * SHOWN_ACTIONS - 2} 1.0 s"), "the last entry is what it does now"
+
+    def test_of_a_large_job_those_at_fault_are_shown(self) -> None:
+        states = job(*(waiting(rank, rank + 1) for rank in range(999)), busy(999))
+        lines = stall_report(states, 2.0, asynchronous=False).splitlines()
+        assert len(lines) < 2 * SHOWN_RANKS
+        assert any(line.startswith("  rank 999 (stage 999): running") for line in lines)
+        assert f"  and {999 - SHOWN_RANKS} more ranks" in lines
+
+
+def test_a_state_survives_json() -> None:
+    recent = (PastAction("F0.0", "", 1.5, None),)
+    state = replace(waiting(2, 1, 3), recent=recent, ended="x", stack=STACK)
+    assert AS_JSON.validate_json(AS_JSON.dump_json(state)) == state
+
+
+def test_the_flight_recorder_has_these_names() -> None:
+    from torch.distributed.flight_recorder import fr_trace
+
+    assert callable(fr_trace.main)

@@ -1,0 +1,167 @@
+"""Ranks as threads over one store: who hears of a failure, and who gives up on whom."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as torch_dist
+
+from terapipe_ds.runtime.batch.batch_agreement import TensorPeers
+from terapipe_ds.runtime.failures import trials as trials_module
+from terapipe_ds.runtime.failures.trials import PATIENCE_S, Failure, TrialError, Trials
+
+BROKEN, OTHER = ValueError("the layer is\nbroken"), KeyError("x")
+LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One for all ranks of a test, whose threads share what a process has: so each counts its trials by itself."""
+    monkeypatch.setattr(trials_module, "_numbers", _PerThread())
+    found = torch_dist.HashStore()
+    found.set_timeout(datetime.timedelta(seconds=5))
+    return found
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self._counts: dict[Any, Any] = {}
+
+    def setdefault(self, ranks: Any, first: itertools.count[int]) -> itertools.count[int]:
+        return self._counts.setdefault(ranks, first)  # type: ignore[no-any-return]
+
+
+def on_ranks(
+    store: Any, ranks: tuple[int, ...], act: Callable[[Trials, int], Any], patience_s: float = 5.0
+) -> list[Any]:
+    """What `act` returns or raises on each rank."""
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(Trials(ranks, rank, patience_s, store), rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert sorted(results) == sorted(ranks), "a rank waits for ever"
+    return [results[rank] for rank in ranks]
+
+
+def test_alone_a_failure_is_its_own() -> None:
+    assert Trials().failure(None, "a trial") is None
+    failure = Trials((3,), 3).failure(BROKEN, "a trial")
+    assert failure == Failure("ValueError", "the layer is\nbroken")
+    assert str(failure) == "ValueError: the layer is\nbroken"
+
+
+def test_all_come_through(store: Any) -> None:
+    assert on_ranks(store, (2, 5), lambda trials, _: [trials.failure(None, "it") for _ in range(3)]) == [[None] * 3] * 2
+
+
+def test_every_rank_hears_of_the_first_failure_and_keeps_its_own(store: Any) -> None:
+    errors = {1: None, 4: BROKEN, 7: OTHER}
+    first, broken, other = on_ranks(store, (1, 4, 7), lambda trials, rank: trials.failure(errors[rank], "it"))
+    assert first == Failure("ValueError", "the layer is\nbroken", 4)
+    assert str(first) == "rank 4: ValueError: the layer is\nbroken"
+    assert broken == Failure("ValueError", "the layer is\nbroken") and other == Failure("KeyError", "'x'")
+
+
+def test_one_trial_says_nothing_of_the_next(store: Any) -> None:
+    def act(trials: Trials, rank: int) -> list[bool]:
+        errors = [BROKEN if rank == 0 else None, None, BROKEN if rank == 1 else None]
+        return [trials.failure(error, "it") is not None for error in errors]
+
+    assert on_ranks(store, (0, 1), act) == [[True, False, True]] * 2
+
+
+def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> None:
+    """Rank 1 stays in the layers; rank 2, which came through, waits as long as it takes."""
+    ended = threading.Event()
+
+    def act(trials: Trials, rank: int) -> Any:
+        if rank == 1:
+            ended.wait(5.0)
+            return trials.failure(None, "timing layers")
+        try:
+            return trials.failure(BROKEN if rank == 0 else None, "timing layers", "leave it out")
+        finally:
+            if rank == 0:
+                ended.set()
+
+    failed, late, through = on_ranks(store, (0, 1, 2), act, patience_s=0.1)
+    assert isinstance(failed, TrialError) and failed.__cause__ is BROKEN
+    assert str(failed) == (
+        "timing layers failed on rank 0 (ValueError: the layer is\nbroken); its tensor-parallel peer, rank 1, has not "
+        "come out of the layers in 0.1 s after that, where each waits for all. Mend what fails on rank 0, or leave it "
+        "out"
+    )
+    assert late == through == Failure("ValueError", "the layer is\nbroken", 0)
+
+
+def test_ranks_at_different_trials_end_at_once(store: Any) -> None:
+    """One has failed before the trial that the other ended: they would wait for each other from now on."""
+    def act(trials: Trials, rank: int) -> Any:
+        return trials.failure(BROKEN if rank else None, "verifying layer 3" if rank else "running layer 3 in fp32")
+
+    first, second = on_ranks(store, (0, 1), act)
+    assert isinstance(first, TrialError) and isinstance(second, TrialError)
+    assert "running layer 3 in fp32 ended on rank 0 (it came through)" in str(first)
+    assert "at verifying layer 3, on rank 1 (" in str(first) and "the layer is" in str(first)
+    assert "at running layer 3 in fp32, on rank 0 (came through)" in str(second) and second.__cause__ is BROKEN
+
+
+def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_says_so(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[str] = []
+    device = SimpleNamespace(is_synchronized_device=lambda: False, synchronize=lambda: waited.append(current()))
+    monkeypatch.setattr(trials_module, "get_accelerator", lambda: device)
+    names: dict[int, str] = {}
+
+    def act(trials: Trials, rank: int) -> Any:
+        names[rank] = current()
+        return trials.failure(BROKEN if rank else None, "it")
+
+    on_ranks(store, (0, 1), act)
+    assert waited == [names[0]]
+
+
+def current() -> str:
+    return threading.current_thread().name
+
+
+def test_a_lost_connection_is_nobody_to_wait_for(store: Any) -> None:
+    trials = Trials((0, 1), 0, 60.0, store)
+    with pytest.raises(RuntimeError) as caught:
+        trials.failure(LOST, "it")
+    assert caught.value is LOST
+
+
+def test_a_failure_inside_of_another_trial_goes_through(store: Any) -> None:
+    inner = TrialError("no")
+    with pytest.raises(TrialError) as caught:
+        Trials((0, 1), 0, 60.0, store).failure(inner, "it")
+    assert caught.value is inner
+
+
+@pytest.mark.parametrize(("stall_timeout_s", "patience_s"), [(300, PATIENCE_S), (4, 2.0)])
+def test_of_an_engine(store: Any, stall_timeout_s: int, patience_s: float) -> None:
+    """A rank that waits says so before the watch-dogs of its peers report a stall."""
+    groups = SimpleNamespace(peers=TensorPeers((2, 3), 1, 0, 1))
+    config = SimpleNamespace(stall_timeout_s=stall_timeout_s)
+    trials = Trials.of(SimpleNamespace(_groups=groups, terapipe_config=config, global_rank=3))
+    assert (trials._ranks, trials._rank, trials._patience_s) == ((2, 3), 3, patience_s)
+    groups.peers = None
+    alone = Trials.of(SimpleNamespace(_groups=groups, terapipe_config=config, global_rank=3))
+    assert alone.failure(BROKEN, "it") is not None

@@ -1,0 +1,506 @@
+"""The watch-dog: who ends, with what text, and who is left alone. Several of them in one process, over a real store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import distributed
+
+from terapipe_ds.runtime.agreement import RaisedEverywhere
+from terapipe_ds.runtime.failures import watchdog as module
+from terapipe_ds.runtime.failures.report import Wait
+from terapipe_ds.runtime.failures.store import Failure
+from terapipe_ds.runtime.failures.watchdog import PipelineAborted, Watchdog
+
+DEADLINE_S = 20.0
+LONG_S = 300.0  # a stall timeout that no test reaches
+GLOO_ERROR = "[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+
+
+# How a thread ends here that would end its process.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+class Job:
+    """The watch-dogs of a job's ranks. Where a process would end, its exit code is in `exits` instead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world_size = 2
+        self.server: Any = distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self.port = self.server.port
+        self.exits: list[int] = []
+        self.ended = threading.Event()
+        self._watchdogs: list[Watchdog] = []
+        self.leave = os._exit
+        monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
+        monkeypatch.setattr(module.os, "_exit", self._exit)
+        monkeypatch.setattr(module, "LINGER_S", 0.0)
+        monkeypatch.setattr(module, "ANSWER_S", 1.0)
+        monkeypatch.setattr(module, "HURRIED_ANSWER_S", 0.3)
+
+    def rank(
+        self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False, trace_dir: str | None = None
+    ) -> Watchdog:
+        """The watch-dog of a rank; its stage is as high as its rank."""
+        client = distributed.TCPStore(
+            "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous, trace_dir=trace_dir))
+        return self._watchdogs[-1]
+
+    def wait_for_end(self) -> None:
+        assert self.ended.wait(DEADLINE_S), "no watch-dog has ended its process"
+
+    def close(self) -> None:
+        for watchdog in self._watchdogs:
+            watchdog.close()
+
+    def _exit(self, code: int) -> None:
+        self.exits.append(code)
+        self.ended.set()
+        raise SystemExit(code)  # ends the thread
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """Of two ranks, the usual case."""
+    job = Job(monkeypatch)
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank does not read why this one ends: no need to wait until it has."""
+    monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "this never comes true"
+        time.sleep(0.01)
+
+
+def fail(watchdog: Watchdog, error: BaseException, at: str = "F0.1") -> None:
+    """A batch of this rank raises."""
+    with pytest.raises(type(error)), watchdog.batch():
+        watchdog.note(at)
+        raise error
+
+
+class TestFailures:
+    def test_a_failure_ends_the_other_rank(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        with waiting.batch():
+            waiting.note("F1.0")
+            with waiting.waiting("the input of F1.0"):
+                fail(failing, ValueError("the layer is broken"))
+                job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "rank 0 (stage 0) ends: it failed at F0.1: ValueError: the layer is broken\n" in text
+        assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at F0.1: ValueError: the layer is broken\n" in text
+        assert "This rank was at F1.0, waiting for the input of F1.0." in text
+        assert text.count("start the job again from its last checkpoint") == 2
+        assert job.exits == [1]
+
+    def test_the_failing_rank_raises_after_the_others_have_read_why(self, job: Job) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        with waiting.batch():
+            fail(failing, ValueError("broken"))
+            assert job.server.add("read", 0) == 2
+
+    def test_the_failing_rank_does_not_wait_for_ever(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        start = time.monotonic()
+        fail(job.rank(0), ValueError("the other rank does not answer"))
+        assert time.monotonic() - start < DEADLINE_S
+        assert job.exits == []
+
+    def test_a_rank_outside_a_batch_is_left_alone_until_its_next_one(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        failing, outside = job.rank(0), job.rank(1)
+        fail(failing, ValueError("broken"))
+        until(lambda: outside._others.failure is not None)
+        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), outside.batch():
+            pytest.fail("the batch has begun")
+        assert job.exits == []
+
+    def test_on_a_device_that_runs_behind(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        """The main thread may wait for the device after it has left the batch."""
+        job.rank(1, asynchronous=True)
+        fail(job.rank(0), ValueError("spam"))
+        job.wait_for_end()
+        assert "This rank was outside a batch" in capfd.readouterr().err
+
+    def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        failing = job.rank(0)
+        fail(failing, ValueError("broken"))
+        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), failing.batch():
+            pytest.fail("the batch has begun")
+
+    def test_the_first_failure_stays(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        fail(job.rank(0), ValueError("first"))
+        second = job.rank(1)._others
+        second.publish_failure(Failure(1, 1, "F0.0", "second"), wait_s=0.0)
+        assert second.failure is not None and second.failure.error == "ValueError: first"
+
+    def test_an_error_that_all_raise_alike_is_not_published(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        watchdog = job.rank(0)
+        with pytest.raises(RaisedEverywhere), watchdog.batch():
+            raise RaisedEverywhere(StopIteration())
+        assert not job.server.check(["abort"])
+        with watchdog.batch():
+            pass
+        assert capfd.readouterr().err == ""
+
+    def test_alone_the_caller_may_go_on(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        job.world_size = 1
+        watchdog = Watchdog(0, 0, LONG_S)
+        fail(watchdog, ValueError("broken"))
+        with watchdog.batch():
+            pass
+        watchdog.close()
+        assert capfd.readouterr().err == ""
+
+
+class TestLostConnections:
+    def test_the_message_that_never_came_is_named(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        watchdog = job.rank(1)
+        with pytest.raises(PipelineAborted, match="while waiting for the input of F0.0: .*exit code") as raised:
+            with watchdog.batch(), watchdog.waiting("the input of F0.0"):
+                raise RuntimeError(GLOO_ERROR)
+        assert GLOO_ERROR in str(raised.value.__cause__)
+
+    def test_the_failure_of_another_rank_is_the_cause(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        fail(job.rank(0), ValueError("broken"))
+        watchdog = job.rank(1)
+        with pytest.raises(PipelineAborted, match=r"rank 0 \(stage 0\) failed at F0.1: ValueError: broken"):
+            with watchdog.batch():
+                raise RuntimeError(GLOO_ERROR)
+
+    def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+        fail(job.rank(0), RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+    def test_without_the_store_a_rank_that_waits_is_ended(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(module, "LOST_STORE_S", 0.1)
+        watchdog = job.rank(1)
+        with watchdog.batch(), watchdog.waiting("the input of F0.0"):
+            job.server = None
+            job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "rank 1 (stage 1) ends: rank 0, or the launcher that serves the store of the job, is gone" in text
+
+    def test_without_the_store_a_rank_that_works_is_left_alone(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "LOST_STORE_S", 0.0)
+        watchdog = job.rank(1)
+        rounds: list[None] = []
+        waits = watchdog._waits_without_store
+        monkeypatch.setattr(watchdog, "_waits_without_store", lambda doing: rounds.append(None) or waits(doing))
+        with watchdog.batch():
+            watchdog.note("ST")
+            job.server = None
+            until(lambda: watchdog._others.lost_at is not None)
+            seen = len(rounds)
+            until(lambda: len(rounds) > seen + 1)
+        assert job.exits == []
+
+
+class TestStalls:
+    def test_the_report_says_what_every_rank_does(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
+        with waiting.batch(), hanging.batch():
+            waiting.note("B0.3")
+            hanging.note("F0.2")
+            with waiting.waiting("the gradients of B0.3"):
+                until(lambda: job.server.check(["state/1"]) and b"F0.2" in job.server.get("state/1"))
+                until(lambda: len(job.exits) == 2)
+        text = capfd.readouterr().err
+        for rank in (0, 1):
+            own = text[text.index(f"terapipe_ds: rank {rank} ") :]
+            assert "no progress for 0.6 s (terapipe.stall_timeout_s):" in own
+            assert "  rank 0 (stage 0): at B0.3, waiting for the gradients of B0.3 for " in own
+            assert "  rank 1 (stage 1): running F0.2 for " in own
+            assert "Stage 1 (rank 1) holds up the job: running F0.2 for " in own
+            assert "raise the limit" in own
+        hanging_text = text[text.index("terapipe_ds: rank 1 ") :]
+        assert "Its main thread is here:" in hanging_text
+        assert "in test_the_report_says_what_every_rank_does" in hanging_text
+        assert job.exits == [1, 1]
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """It may save a checkpoint. The others give up much later."""
+        monkeypatch.setattr(module, "LONG_CALL", 5)
+        waiting = job.rank(0, stall_timeout_s=0.4)
+        job.rank(1)
+        start = time.monotonic()
+        with waiting.batch():
+            until(lambda: len(job.exits) == 1)
+        assert time.monotonic() - start > 5 * 0.4
+        text = capfd.readouterr().err
+        assert "  rank 1 (stage 1): outside a batch (it has begun 0 batches) for " in text
+        assert "no progress for 0.4 s" in text
+
+    def test_a_rank_that_hangs_while_it_draws_data_is_not(self, job: Job) -> None:
+        waiting, hanging = job.rank(0, stall_timeout_s=0.6), job.rank(1)
+        with waiting.batch(), hanging.batch():
+            until(lambda: job.server.check(["state/1"]) and b"the start" in job.server.get("state/1"))
+            start = time.monotonic()
+            until(lambda: len(job.exits) == 2)
+        assert time.monotonic() - start < module.LONG_CALL * 0.6
+
+    def test_what_each_rank_did_last(self, job: Job, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        waiting, hanging = job.rank(0, 0.6, trace_dir=str(tmp_path)), job.rank(1, trace_dir=str(tmp_path))
+        with waiting.batch(), hanging.batch():
+            for action in ("F0.0", "F0.1"):
+                waiting.note(action)
+                hanging.note(action)
+            waiting.note("B0.1")
+            with waiting.waiting(Wait("the gradients of B0.1", (1,))):
+                until(lambda: len(job.exits) == 2)
+        text = capfd.readouterr().err
+        assert re.search(r"rank 0 .*\n    before: .*F0.0 [\d.]+ m?s, F0.1 [\d.]+ m?s\n", text)
+        contents = [json.loads((tmp_path / f"last-actions-rank000{rank}.json").read_text()) for rank in range(2)]
+        last = [[entry["action"] for entry in content["recent"]][-3:] for content in contents]
+        assert last[1][-2:] == ["F0.0", "F0.1"] and last[0] == ["F0.0", "F0.1", "B0.1"]
+        assert contents[0]["waits_for_ranks"] == [1]
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        killed = job.rank(1)
+        with killed.batch():
+            killed.note("F0.3")
+            until(lambda: b"F0.3" in job.server.get("state/1"))
+            killed._stop.set()  # its thread is gone, as if it had been killed
+            assert killed._thread is not None
+            killed._thread.join()
+            waiting = job.rank(0, stall_timeout_s=0.3)
+            with waiting.batch(), waiting.waiting(Wait("the gradients", (1,))):
+                job.wait_for_end()
+        text = capfd.readouterr().err
+        assert "Stage 1 (rank 1) holds up the job: does not answer" in text
+        assert "last seen running F0.3. Ranks that wait for it: 0." in text
+
+    def test_several_that_look_at_once_see_all_alive(self, job: Job) -> None:
+        others = [job.rank(rank)._others for rank in (0, 1)]
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda one=one: found.append(one.live_states(DEADLINE_S))) for one in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(found) == 2 and not any(state.silent for states in found for state in states.values())
+
+    def test_a_rank_that_goes_on_while_the_others_answer_is_left_alone(self, job: Job) -> None:
+        slow = job.rank(0, stall_timeout_s=0.3)  # rank 1 is not there: to wait for its sign of life takes a while
+        looks: list[None] = []
+        look = slow._others.live_states
+        slow._others.live_states = lambda wait_s: (looks.append(None), look(wait_s))[1]  # type: ignore[method-assign]
+        with slow.batch():
+            slow.note("F0.0")
+            until(lambda: bool(looks))
+            slow.note("F0.1")
+        slow.close()
+        assert job.exits == []
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_rank_that_is_done_is_not_waited_for(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        job.rank(1).close()
+        waiting = job.rank(0, stall_timeout_s=0.3)
+        with waiting.batch(), waiting.waiting(Wait("the header", (1,))):
+            job.wait_for_end()
+        assert "Stage 1 (rank 1) holds up the job: done with its engine" in capfd.readouterr().err
+
+    @pytest.mark.usefixtures("nobody_reads")
+    def test_a_long_call_outside_a_batch(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(module, "LONG_CALL", 4)
+        saving = job.rank(0, stall_timeout_s=0.3)
+        job.rank(1)
+        start = time.monotonic()
+        with saving.long_call("save_checkpoint"):
+            job.wait_for_end()
+        assert time.monotonic() - start > 4 * 0.3
+        text = capfd.readouterr().err
+        assert "holds up the job: running save_checkpoint for" in text
+
+    def test_an_error_in_a_long_call_is_the_callers(self, job: Job) -> None:
+        saving = job.rank(0)
+        with pytest.raises(OSError, match="no space"), saving.long_call("save_checkpoint"):
+            raise OSError("no space")
+        assert not job.server.check(["abort"])
+
+    def test_no_batch_no_stall(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        watchdog = job.rank(0, stall_timeout_s=1e-6)
+        rounds: list[None] = []
+        beat = watchdog._others.beat
+        monkeypatch.setattr(watchdog._others, "beat", lambda **ended: (rounds.append(None), beat(**ended)))
+        until(lambda: len(rounds) > 1)
+        assert job.exits == []
+
+
+class TestSigterm:
+    def test_it_is_taken_and_given_back(self, job: Job) -> None:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        watchdog, second = job.rank(0), job.rank(1)
+        assert signal.getsignal(signal.SIGTERM) == watchdog._sigterm._handle
+        second.close()
+        assert signal.getsignal(signal.SIGTERM) == watchdog._sigterm._handle
+        watchdog.close()
+        watchdog.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert _wakeup_descriptor() == -1
+
+    def test_a_handler_of_the_user_is_left_alone(self, job: Job) -> None:
+        received: list[int] = []
+        before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        try:
+            job.rank(0)
+            assert _wakeup_descriptor() == -1
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: received == [signal.SIGTERM])
+            job.close()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert job.exits == []
+
+    def test_a_handler_set_later_wins(self, job: Job) -> None:
+        watchdog = job.rank(0)
+        received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until(lambda: received == [signal.SIGTERM])
+            watchdog.close()  # after this the thread has read all that there was
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+        assert job.exits == []
+
+    def test_a_forked_child_dies_of_its_own_signals(self, job: Job) -> None:
+        job.rank(0)
+        pid = os.fork()
+        if pid == 0:
+            untouched = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and _wakeup_descriptor() == -1
+            job.leave(0 if untouched else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def test_the_rank_that_died_before_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        watchdog = job.rank(1)  # there is no rank 0
+        with pytest.raises(SystemExit):
+            watchdog._terminated()
+        assert "Rank 0 (stage -1): does not answer" in capfd.readouterr().err
+
+    def test_a_rank_that_was_terminated_too_has_not_died(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        for rank in (0, 1):
+            with pytest.raises(SystemExit):
+                job.rank(rank)._terminated()
+        text = capfd.readouterr().err
+        assert "All ranks are alive." in text[text.index("rank 1 (stage 1) ends") :]
+
+    def test_the_last_words(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
+        watchdog = job.rank(1)
+        with watchdog.batch():
+            watchdog.note("F0.2")
+            with pytest.raises(SystemExit):
+                watchdog._terminated()
+        assert job.exits == [143]
+        text = capfd.readouterr().err
+        assert "rank 1 (stage 1) ends: it was sent SIGTERM" in text
+        assert "This rank was running F0.2." in text
+
+
+class TestTimer:
+    """What ends a process whose watching thread does not run any more."""
+
+    SCRIPT = """
+import os, sys, threading, time
+from torch import distributed
+from terapipe_ds.runtime import watchdog
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+distributed.get_world_size = lambda group=None: 2
+watchdog._TIMER_S = 1.0
+dog = watchdog.Watchdog(0, 0, 0.1, distributed.HashStore())
+{act}
+time.sleep(30)
+"""
+
+    def run(self, act: str) -> tuple[int, str]:
+        ended = subprocess.run(
+            [sys.executable, "-c", self.SCRIPT.format(act=act)], capture_output=True, text=True, timeout=60
+        )
+        return ended.returncode, ended.stderr
+
+    def test_a_thread_that_blocks(self) -> None:
+        """Python's lock is held by native code, or the thread hangs: the timer needs neither."""
+        code, text = self.run("import ctypes; ctypes.PyDLL(None).sleep(30)")
+        assert code == 1 and "Timeout (0:00:01)!" in text and "most recent call first" in text
+
+    def test_a_thread_that_dies(self) -> None:
+        code, text = self.run("dog._judge = None")
+        assert code == 1 and "TypeError" in text
+
+    def test_a_forked_child_ends_by_itself(self) -> None:
+        """A child that had a copy of the timer would wait for its thread, which it has not."""
+        act = "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\nos._exit(7)"
+        code, text = self.run(act)
+        assert code == 7, text
+
+
+class TestEnd:
+    def test_close_ends_the_thread(self, job: Job) -> None:
+        watchdog = job.rank(0)
+        thread = watchdog._thread
+        assert thread is not None
+        assert thread.is_alive()
+        watchdog.close()
+        assert not thread.is_alive()
+
+    def test_closed_again_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DeepSpeed's ``__del__`` destroys an engine that a script still holds when no thread can run any more."""
+        watchdog = job.rank(0)
+        watchdog.close()
+        started: list[threading.Thread] = []
+        monkeypatch.setattr(threading.Thread, "start", started.append)
+        watchdog.close()
+        assert not started
+
+    def test_nothing_is_asked_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        watchdog = job.rank(0)
+        monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+        assert watchdog._others._read("state") == {}
+        monkeypatch.undo()
+        assert set(watchdog._others._read("state")) == {0}
+
+
+def _wakeup_descriptor() -> int:
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return descriptor

@@ -1,0 +1,97 @@
+"""Checkpointed ranges whose inputs need no gradient still train their parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch import nn
+
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
+
+TOKENS = torch.tensor([[1, 2], [0, 1]])
+
+
+class Spy:
+    """DeepSpeed's reentrant checkpoint, counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, function: Any, *inputs: Any) -> Any:
+        self.calls += 1
+        return ds_checkpointing.checkpoint(function, *inputs)
+
+
+def run(checkpoint: Any) -> nn.Embedding:
+    """An embedding in one range, a layer in the next one, both checkpointed."""
+    torch.manual_seed(0)
+    embedding, layer = nn.Embedding(4, 3), nn.Linear(3, 3)
+    checkpoint(layer, checkpoint(embedding, TOKENS)).sum().backward()
+    assert layer.weight.grad is not None
+    return embedding
+
+
+def test_the_embedding_gets_its_gradient() -> None:
+    spy = Spy()
+    found = run(checkpoint_with_gradients(spy)).weight.grad
+    expected = run(lambda function, *inputs: function(*inputs)).weight.grad
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
+    assert spy.calls == 1, "the second range is checkpointed as it was asked for"
+
+
+def test_without_it_the_embedding_is_cut_off() -> None:
+    """Why this exists. When it fails, DeepSpeed is mended."""
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run(ds_checkpointing.checkpoint)
+
+
+def test_the_first_range_is_recomputed_too() -> None:
+    calls = 0
+
+    def embed(tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return weight[tokens]
+
+    weight = torch.randn(4, 3, requires_grad=True)
+    output = checkpoint_with_gradients(Spy())(embed, TOKENS).square().sum()
+    assert calls == 1
+    output.backward()
+    assert calls == 2
+
+
+@pytest.mark.parametrize("checkpoint", [ds_checkpointing.checkpoint, ds_checkpointing.non_reentrant_checkpoint])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_range_is_recomputed_in_the_dtype_of_its_forward(checkpoint: Any, autocast: bool) -> None:
+    layer, dtypes = nn.Linear(3, 3), []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = layer(hidden)
+        dtypes.append(hidden.dtype)
+        return hidden
+
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = checkpoint_with_gradients(checkpoint)(forward, torch.randn(2, 3, requires_grad=True))
+    output.float().sum().backward()
+    assert dtypes == [torch.bfloat16 if autocast else torch.float32] * 2
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_single_input_with_a_gradient_is_enough(grad: bool) -> None:
+    spy = Spy()
+    hidden = torch.randn(2, 3, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        checkpoint_with_gradients(spy)(lambda tokens, hidden: hidden * 2, TOKENS, hidden)
+    assert spy.calls == 1
+
+
+def test_evaluation_takes_the_function_that_was_given() -> None:
+    spy = Spy()
+    with torch.no_grad():
+        checkpoint_with_gradients(spy)(nn.Embedding(4, 3), TOKENS)
+    assert spy.calls == 1

@@ -1,0 +1,186 @@
+"""Which of several numbers that are not finite is the cause, and what is looked at."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.runtime.agreement import RaisedEverywhere
+from terapipe_ds.runtime.layers.finite import FiniteCheck, Look, NonFiniteError, layer_name
+
+
+class Stage:
+    """What the check needs of a `PipelineModule`."""
+
+    def __init__(self, *layers: Any, local_start: int = 0) -> None:
+        self.forward_funcs, self._local_start = list(layers), local_start
+
+    def named_parameters(self) -> Any:
+        return nn.ModuleList([layer for layer in self.forward_funcs if isinstance(layer, nn.Module)]).named_parameters()
+
+    def __call__(self, inputs: Any) -> Any:
+        for layer in self.forward_funcs:
+            inputs = layer(inputs)
+        return inputs
+
+
+def check_of(stage: Any, gradients: bool = True, collected: bool = False, store: SliceStore | None = None) -> Any:
+    return FiniteCheck(stage, store or SliceStore(), 0, None, gradients, collected)
+
+
+def on_slice(start: int = 4, stop: int = 6, **changes: Any) -> Any:
+    return push_slice(ActiveSlice(start=start, stop=stop, sequence_length=8, micro_batch_id=3, slice_id=2, **changes))
+
+
+def said(check: FiniteCheck) -> str:
+    try:
+        check.agree(step=7)
+    except RaisedEverywhere as agreed:
+        assert isinstance(agreed.error, NonFiniteError)
+        return str(agreed.error)
+    return ""
+
+
+def look(part_id: int, micro_batch_id: int, slice_id: int, is_backward: bool) -> Look:
+    active = ActiveSlice(0, 1, 8, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id)
+    return Look(active, "layer", "what", is_backward, (torch.zeros(()), torch.zeros(())))
+
+
+def causes(one: Look, other: Look) -> bool:
+    """Whether numbers flow from one to the other directly, by what a pipeline of slices does."""
+    if one.active.micro_batch_id != other.active.micro_batch_id:
+        return False
+    step = other.active.part_id - one.active.part_id, other.active.slice_id - one.active.slice_id
+    if not one.is_backward and not other.is_backward:  # to the next part; by keys and values to the next slice
+        return step in ((1, 0), (0, 1))
+    if one.is_backward and other.is_backward:  # the way back
+        return step in ((-1, 0), (0, -1))
+    return not one.is_backward and step == (0, 0)
+
+
+def test_the_order_puts_causes_before_their_effects() -> None:
+    places = [look(k, m, s, b) for k in range(3) for m in range(2) for s in range(3) for b in (False, True)]
+    random.Random(1).shuffle(places)
+    ordered = sorted(places, key=lambda each: each.order)
+    assert sum(causes(a, b) for a in places for b in places) > 60
+    assert not any(causes(later, earlier) for earlier, later in itertools.combinations(ordered, 2))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(math.nan, "has NaN"), (math.inf, "is infinite"), (-math.inf, "is infinite"), (3e38, "")]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_one_number_among_many_is_found(value: float, words: str, dtype: torch.dtype) -> None:
+    tensor = torch.full((5, 40), 2.0, dtype=dtype)  # 3e38 is finite in all of these, and its square is not
+    tensor[3, 17] = value
+    check = check_of(Stage())
+    with check.watching(), on_slice():
+        check.look("layer 1 (Linear)", "its output", torch.ones(2, dtype=torch.float64))
+        check.look("layer 2 (Linear)", "its output", tensor)
+        text = said(check)
+    assert (words in text) if words else text == ""
+    if words:
+        assert text.startswith("step 7 computed")
+        assert "layer 2 (Linear), micro-batch 3, slice 2 (tokens [4, 6) of 8), forward: its output" in text
+
+
+def test_empty_tensors_and_those_outside_of_slices_are_left_alone() -> None:
+    check = check_of(Stage())
+    with check.watching():
+        check.look("layer", "its output", torch.full((2,), math.nan))
+        with on_slice():
+            check.look("layer", "its output", torch.empty(0, 3))
+        assert said(check) == ""
+
+
+def spoil_gradient(inputs: Tensor) -> Tensor:
+    inside = inputs * 1.0  # not the output: a hook on that one acts on the gradient that the next layer gives
+    inside.register_hook(lambda grad: grad * math.nan)
+    return inside * 1.0
+
+
+def run(stage: Stage, check: FiniteCheck, inputs: Tensor) -> str:
+    with check.watching():
+        with on_slice():
+            outputs = stage(inputs)
+        with on_slice(mode="recompute"):
+            outputs.sum().backward()
+            check.look_at_parameters()
+        return said(check)
+
+
+def test_the_first_of_several_layers_forward_and_backward() -> None:
+    stage = Stage(nn.Linear(3, 3), spoil_gradient, nn.Linear(3, 3), local_start=5)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    text = run(stage, check_of(stage), inputs)
+    assert "layer 6 (spoil_gradient)" in text and "backward: the gradient of its input has NaN" in text
+    assert run(stage, check_of(stage, gradients=False), inputs) == "", "the loss scale is looked for"
+    with torch.no_grad():
+        stage.forward_funcs[0].weight[0, 0] = math.inf
+    text = run(stage, check_of(stage), inputs)
+    assert "layer 5 (Linear)" in text and "forward: its output is infinite" in text
+
+
+class Own(nn.Module):
+    """A parameter whose gradient is NaN, while that of the input is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zero = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.zero.abs().sqrt()  # 0 * inf
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_gradients_of_parameters(collected: bool) -> None:
+    stage = Stage(nn.Linear(3, 3), Own())
+    text = run(stage, check_of(stage, collected=collected), torch.ones(2, 3, requires_grad=True))
+    assert "layer 1 (Own)" in text and "backward: the gradient of its parameter zero has NaN" in text
+
+
+def test_nothing_is_left_behind() -> None:
+    store, stage = SliceStore(), Stage(nn.Linear(3, 3), spoil_gradient, Own())
+    layers = list(stage.forward_funcs)
+    check = check_of(stage, collected=True, store=store)
+    with pytest.raises(KeyError), check.watching():
+        assert [mine is layer for mine, layer in zip(stage.forward_funcs, layers, strict=True)] == [True, False, True]
+        assert layers[0]._forward_hooks and layers[0]._forward_pre_hooks and store.on_gradients is not None
+        raise KeyError
+    assert stage.forward_funcs == layers
+    assert store.on_gradients is None
+    assert not any(parameter._backward_hooks for _, parameter in stage.named_parameters())
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in (layers[0], layers[2]))
+
+
+def test_a_module_at_two_places_is_named_by_both() -> None:
+    shared = nn.Linear(3, 3)
+    torch.nn.init.constant_(shared.weight, 1e20)  # finite after one use, infinite after two
+    stage = Stage(shared, functools.partial(multiplied, nn.Linear(1, 1)), shared)
+    text = run(stage, check_of(stage, gradients=False), torch.ones(2, 3, requires_grad=True))
+    assert "layer 0 (Linear) or layer 2 (Linear)" in text and "forward: its output is infinite" in text
+    stage.forward_funcs[1] = functools.partial(multiplied, nn.Linear(1, 1), factor=math.inf)
+    text = run(stage, check_of(stage), torch.ones(2, 3, requires_grad=True))
+    assert "layer 1 (multiplied)" in text and "forward: its output is infinite" in text
+
+
+def multiplied(module: nn.Module, inputs: Tensor, factor: float = 1.0) -> Tensor:
+    return inputs * factor
+
+
+def tied_head(embedding: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def test_names_of_layers() -> None:
+    assert layer_name(nn.Linear(1, 1), 3) == "layer 3 (Linear)"
+    assert layer_name(functools.partial(tied_head, nn.Embedding(2, 2)), 4) == "layer 4 (tied_head)"
+    assert layer_name(tied_head, 5) == "layer 5 (tied_head)"

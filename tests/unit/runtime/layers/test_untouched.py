@@ -1,0 +1,216 @@
+"""Measurements leave the module, its gradients and the random numbers as they were."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.layers.untouched import untouched
+
+
+class Layer(nn.Module):
+    """A linear with a tied second use, dropout, a buffer that counts, and a reference that nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1))
+        self.hidden = [nn.Parameter(torch.ones(4))]
+        self.hook_calls = 0
+        self.first.weight.register_post_accumulate_grad_hook(self._count)
+        self.micro_offset = 3
+
+    def _count(self, _: Tensor) -> None:
+        self.hook_calls += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.micro_offset += 1
+        x = nn.functional.dropout(self.second(self.first(x)), 0.5, self.training)
+        return x * self.frozen + torch.rand(4) + random.random() + np.random.rand()
+
+
+def _use(layer: Layer) -> Tensor:
+    out = layer(torch.ones(2, 4))
+    out.sum().backward()
+    return out
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("had_gradients", [False, True])
+def test_nothing_changes(had_gradients: bool, in_fp32: bool) -> None:
+    layer = Layer().eval()
+    layer.first.training = True
+    if had_gradients:
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, 7.0)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    identities = {name: id(parameter) for name, parameter in layer.named_parameters()}
+    gradients = {name: p.grad for name, p in layer.named_parameters()}
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    with untouched(layer, in_fp32):
+        for _ in range(3):
+            _use(layer)
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected
+    assert {name: id(parameter) for name, parameter in layer.named_parameters()} == identities
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is gradients[name]
+        assert parameter.grad is None or (parameter.grad == 7.0).all()
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert layer.hook_calls == 0 and layer.micro_offset == 3
+    assert not layer.training and layer.first.training and not layer.second.training
+
+
+def test_inside_it_trains_on_the_same_weights() -> None:
+    layer = Layer().eval()
+    with untouched(layer):
+        assert layer.training
+        assert layer.first.weight is layer.second.weight  # tied parameters stay tied
+        assert layer.first.weight.data_ptr() == dict(layer.named_parameters())["first.weight"].data_ptr()
+        _use(layer)
+        once = layer.first.weight.grad.clone()
+        assert once.abs().sum() > 0
+        _use(layer)
+        assert (layer.first.weight.grad - once).abs().sum() > 0  # added up, as by a later slice
+        assert layer.frozen.grad is None
+    assert layer.first.weight.grad is None
+
+
+def test_all_is_put_back_after_an_error() -> None:
+    layer = Layer()
+    weight = layer.first.weight
+    with pytest.raises(ZeroDivisionError), untouched(layer):
+        _use(layer)
+        raise ZeroDivisionError
+    assert layer.first.weight is weight and weight.grad is None and float(layer.calls) == 0
+
+
+def test_half_precision_gradients_are_added_up_in_fp32() -> None:
+    layer = nn.Linear(4, 4, dtype=torch.bfloat16)
+    with untouched(layer, accumulates_in_fp32=True):
+        layer(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        assert layer.weight.grad is None  # dropped as soon as it was added
+
+
+class Averaging(nn.Module):
+    """Puts another tensor in the place of its buffer, as running averages often do."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return self.linear(x)
+
+
+def test_a_buffer_that_a_forward_replaces_is_back_in_its_place() -> None:
+    layer = Averaging()
+    buffer = layer.mean
+    with untouched(layer):
+        layer(torch.ones(2, 4)).sum().backward()
+        assert layer.mean is not buffer
+    assert layer.mean is buffer and not buffer.any()
+
+
+class Caching(nn.Module):
+    """Keeps what it computes in its first forward, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.length: int | None = None
+        self.masks: dict[int, list[Tensor]] = {0: []}
+        self.lengths, self.pair = [1, 2], ({3}, 4)
+        self.total = torch.zeros(4)
+        self.view = torch.zeros(1).expand(4)  # nothing may write here
+        self.register_buffer("rotary", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.length is None:
+            self.length, self.rotary, self.new = len(x), torch.ones(4), "new"
+            self.register_buffer("mask", torch.ones(4))
+            self.scale = nn.Parameter(torch.ones(4))
+            self.helper = nn.Linear(4, 4)
+        self.inner.seen = x
+        self.masks[0].append(x)
+        self.masks[len(x)] = [x]
+        self.lengths.pop()
+        self.pair[0].add(5)
+        self.total += 1
+        return self.inner(x) * self.rotary
+
+
+class CallsCounted:
+    """A loss that is no module."""
+
+    calls = 0
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        self.calls += 1
+        return outputs.sum()
+
+
+def test_what_a_layer_remembers_of_a_measurement_is_forgotten() -> None:
+    layer = Caching()
+    layer.loss_fn = CallsCounted()
+    total, masks, keys = layer.total, layer.masks, sorted(vars(layer))
+    with untouched(layer):
+        layer.loss_fn(layer(torch.ones(2, 4))).backward()
+        layer.total = layer.total + 1
+        assert layer.length == 2 and layer.loss_fn.calls == 1
+    assert sorted(vars(layer)) == keys and layer.length is None and layer.loss_fn.calls == 0
+    assert list(layer._parameters) == [] and list(layer._modules) == ["inner"] and layer._buffers == {"rotary": None}
+    assert not hasattr(layer.inner, "seen") and (layer.lengths, layer.pair) == ([1, 2], ({3}, 4))
+    assert layer.masks is masks and masks == {0: []}
+    assert layer.total is total and not total.any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
+    layer = Layer()
+    with mode():
+        with untouched(layer):
+            _use(layer)
+        assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+
+
+class Tracker:
+    """Random states by name, as tensor-parallel layers keep them for dropout."""
+
+    def __init__(self) -> None:
+        self.states = {"model-parallel": torch.arange(4)}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_random_states_of_the_module_s_own_are_put_back(in_place: bool) -> None:
+    layer, tracker = Layer(), Tracker()
+    layer.rng_trackers = [tracker]
+    with untouched(layer):
+        if in_place:
+            tracker.states["model-parallel"].add_(1)
+        else:
+            tracker.states["model-parallel"] = torch.zeros(4)
+            tracker.states["another"] = torch.zeros(1)
+    assert list(tracker.states) == ["model-parallel"]
+    assert tracker.states["model-parallel"].tolist() == [0, 1, 2, 3]

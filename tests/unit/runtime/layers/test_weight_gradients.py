@@ -1,0 +1,430 @@
+"""Weight gradients that are added to `.grad` by the matrix product: the same numbers, and nobody left out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from terapipe_ds.attention import ActiveSlice, push_slice
+from terapipe_ds.runtime.batch.in_flight import InFlightError
+from terapipe_ds.runtime.layers import weight_gradients
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+
+SLICES = ((0, 3), (3, 8), (8, 10))
+
+
+@contextmanager
+def slice_of(start: int, stop: int) -> Iterator[None]:
+    active = ActiveSlice(
+        start=start, stop=stop, sequence_length=10, micro_batch_id=0, slice_id=0, part_id=0, mode="train", store=None
+    )
+    with push_slice(active):
+        yield
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each weight gradient: whether it was added by the product."""
+    added: list[bool] = []
+    plain = weight_gradients._add_product
+
+    def watched(*args: Any) -> Tensor | None:
+        returned = plain(*args)
+        added.append(returned is None)
+        return returned
+
+    monkeypatch.setattr(weight_gradients, "_add_product", watched)
+    return added
+
+
+def backward(model: nn.Module, inputs: Tensor, slices: tuple[tuple[int, int], ...] = SLICES) -> list[Tensor]:
+    """The gradients of the inputs; those of the parameters are in `.grad`, added up over slices."""
+    gradients = []
+    for start, stop in slices:
+        part = inputs[:, start:stop].clone().requires_grad_()
+        with slice_of(start, stop):
+            model(part).square().sum().backward()
+        assert part.grad is not None
+        gradients.append(part.grad)
+    return gradients
+
+
+def example(bias: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 5, bias=bias)).double()
+    ours = copy.deepcopy(model)
+    accumulate_in_products(ours, None)
+    return model, ours, torch.randn(2, 10, 4, dtype=torch.float64)
+
+
+def assert_same(ours: nn.Module, model: nn.Module) -> None:
+    for (name, mine), theirs in zip(ours.named_parameters(), model.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_same_gradients_as_autograd_s(bias: bool, products: list[bool]) -> None:
+    model, ours, inputs = example(bias)
+    for mine, theirs in zip(backward(ours, inputs), backward(model, inputs), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
+    assert_same(ours, model)
+    assert products == [False] * 2 + [True] * 4  # of the first slice there is nothing to add to
+
+
+def test_a_weight_that_two_layers_share(products: list[bool]) -> None:
+    model, _, inputs = example(bias=False)
+    model = nn.Sequential(*model, nn.Linear(5, 5, bias=False, dtype=torch.float64))
+    model.append(nn.Linear(5, 5, bias=False, dtype=torch.float64))
+    model[4].weight = model[3].weight
+    ours = copy.deepcopy(model)
+    accumulate_in_products(ours, None)
+    backward(ours, inputs)
+    backward(model, inputs)
+    assert_same(ours, model)
+    assert any(products)
+
+
+def test_frozen_weights_and_frozen_biases_stay_without_a_gradient(products: list[bool]) -> None:
+    model, ours, inputs = example()
+    for each in (model, ours):
+        each[0].weight.requires_grad_(False)
+        each[2].bias.requires_grad_(False)
+        backward(each, inputs)
+    assert_same(ours, model)
+    assert len(products) == len(SLICES)  # of the other layer
+
+
+def test_recomputed_layers(products: list[bool]) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    model, ours, inputs = example()
+    for start, stop in SLICES:
+        part = inputs[:, start:stop].clone().requires_grad_()
+        with slice_of(start, stop):
+            checkpoint(ours, part, use_reentrant=False).square().sum().backward()
+    backward(model, inputs)
+    assert_same(ours, model)
+    assert products.count(True) == 4
+
+
+class TestNobodyIsLeftOut:
+    def test_hooks_on_a_weight_are_called_for_each_slice(self, products: list[bool]) -> None:
+        _, ours, inputs = example()
+        seen: list[str] = []
+        ours[0].weight.register_hook(lambda grad: seen.append("gradient"))
+        ours[2].weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
+        backward(ours, inputs)
+        assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
+        assert products == []
+
+    def test_optimizers_that_collect_gradients_by_hooks_keep_autograd_s(self, products: list[bool]) -> None:
+        model, _, inputs = example()
+        ours = copy.deepcopy(model)
+        accumulate_in_products(ours, object.__new__(DeepSpeedOptimizer))
+        backward(ours, inputs)
+        backward(model, inputs)
+        assert_same(ours, model)
+        assert not products
+
+    @pytest.mark.parametrize("how", ["no slice", "the whole sequence", "no gradients", "autocast"])
+    def test_elsewhere_it_is_the_plain_layer(self, how: str, products: list[bool]) -> None:
+        _, ours, inputs = example()
+        ours, inputs = ours.float(), inputs.float()
+        if how == "no slice":
+            for _ in range(2):
+                ours(inputs).sum().backward()
+        elif how == "the whole sequence":
+            backward(ours, inputs, ((0, 10), (0, 10)))
+        elif how == "no gradients":
+            with slice_of(0, 3), torch.no_grad():
+                assert not ours(inputs[:, :3]).requires_grad
+        else:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                backward(ours, inputs)
+        assert products == []
+
+    def test_subclasses_and_layers_with_a_forward_of_their_own_are_left_alone(self) -> None:
+        class Adapted(nn.Linear):
+            def forward(self, inputs: Tensor) -> Tensor:
+                return super().forward(inputs) * 2
+
+        adapted, patched = Adapted(3, 3), nn.Linear(3, 3)
+        mine = patched.forward = lambda inputs: inputs  # type: ignore[assignment]
+        accumulate_in_products(nn.ModuleList([adapted, patched]), None)
+        assert "forward" not in vars(adapted) and vars(patched)["forward"] is mine
+
+
+def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -> None:
+    _, ours, inputs = example(bias=False)
+    ours = ours.float()
+    for parameter in ours.parameters():
+        parameter.grad_dtype = None
+        parameter.grad = torch.zeros_like(parameter, dtype=torch.float64)
+    backward(ours, inputs.float())
+    assert products and not any(products)
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in ours.parameters())
+
+
+@contextmanager
+def unit(part_id: int, micro_batch_id: int, slice_id: int, whole: bool = False) -> Iterator[None]:
+    stop = 10 if whole else 5
+    active = ActiveSlice(
+        start=0, stop=stop, sequence_length=10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id,
+        mode="train", store=None,
+    )  # fmt: skip
+    with push_slice(active):
+        yield
+
+
+class TestSplitBackward:
+    """W computes what B has left, and nothing else."""
+
+    UNITS = ((3, 0, 1), (3, 0, 0), (3, 1, 0))
+
+    def setup_method(self) -> None:
+        torch.manual_seed(0)
+        self.plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 5))
+        self.plain = self.plain.double()
+        self.model = copy.deepcopy(self.plain)
+        self.inputs = {unit: torch.randn(2, 5, 4, dtype=torch.float64) for unit in self.UNITS}
+        self.hooked: list[Any] = []
+
+    def gradients(self, optimizer: Any = None) -> WeightGradients:
+        gradients = accumulate_in_products(self.model, optimizer)
+        gradients.open_batch(self.UNITS)
+        return gradients
+
+    def forward_and_backward(
+        self, gradients: WeightGradients, which: tuple[int, int, int], forward: Any = None, whole: bool = False
+    ) -> Tensor:
+        inputs = self.inputs[which].clone().requires_grad_()
+        with unit(*which, whole=whole), gradients.deferred(which):
+            (forward or self.model)(inputs).square().sum().backward()
+        assert inputs.grad is not None
+        return inputs.grad
+
+    def autograd_s(self) -> dict[tuple[int, int, int], Tensor]:
+        """The gradients of the inputs by autograd; those of the parameters are in `.grad`."""
+        found = {}
+        for which in self.UNITS:
+            inputs = self.inputs[which].clone().requires_grad_()
+            self.plain(inputs).square().sum().backward()
+            assert inputs.grad is not None
+            found[which] = inputs.grad
+        return found
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        self.hooked.append("begin")
+        yield
+        self.hooked.append("end")
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_b_has_all_but_the_weights_and_w_these(self, whole: bool) -> None:
+        gradients, expected = self.gradients(), self.autograd_s()
+        for which in self.UNITS:
+            found = self.forward_and_backward(gradients, which, whole=whole)
+            torch.testing.assert_close(found, expected[which], rtol=1e-13, atol=1e-13)
+        for name, parameter in self.model.named_parameters():
+            is_weight = name in ("0.weight", "2.weight", "4.weight")
+            assert (parameter.grad is None) == is_weight, name
+        assert [gradients.compute(which, self.around) for which in self.UNITS] == [3, 3, 3]
+        gradients.assert_done()
+        assert_same(self.model, self.plain)
+        assert not self.hooked, "nobody watches"
+
+    def test_the_same_bits_as_unsplit_where_w_stand_in_the_order_of_b(self) -> None:
+        unsplit = copy.deepcopy(self.model)
+        accumulate_in_products(unsplit, None)
+        for which in self.UNITS:
+            inputs = self.inputs[which].clone().requires_grad_()
+            with unit(*which):
+                unsplit(inputs).square().sum().backward()
+        gradients = self.gradients()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+        for which in self.UNITS:
+            gradients.compute(which, self.around)
+        for mine, theirs in zip(self.model.parameters(), unsplit.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_recomputed_layers(self, reentrant: bool) -> None:
+        from torch.utils.checkpoint import checkpoint
+
+        gradients = self.gradients()
+        expected = self.autograd_s()
+        for which in self.UNITS:
+            found = self.forward_and_backward(
+                gradients, which, lambda x: checkpoint(self.model, x, use_reentrant=reentrant)
+            )
+            torch.testing.assert_close(found, expected[which], rtol=1e-13, atol=1e-13)
+            assert gradients.kept_bytes(which) > 0
+        for which in self.UNITS:
+            assert gradients.compute(which, self.around) == 3
+        assert_same(self.model, self.plain)
+
+    def test_who_watches_is_told_in_w(self) -> None:
+        """Hooks of optimizers for half precision and ZeRO see each weight gradient when W adds it."""
+        gradients = self.gradients(optimizer=DeepSpeedOptimizer())
+        for name, parameter in self.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.hooked.append(name))
+        self.autograd_s()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+        assert "0.bias" in self.hooked and "0.weight" not in self.hooked
+        self.hooked.clear()
+        for which in self.UNITS:
+            gradients.compute(which, self.around)
+        assert sorted(self.hooked[1:4]) == ["0.weight", "2.weight", "4.weight"]
+        assert self.hooked[0] == "begin" and self.hooked[4] == "end" and len(self.hooked) == 15
+        assert_same(self.model, self.plain)
+
+    def test_a_hook_on_one_weight_is_called(self) -> None:
+        gradients = self.gradients()
+        self.model[0].weight.register_hook(lambda gradient: 2 * gradient)
+        self.autograd_s()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+            gradients.compute(which, self.around)
+        torch.testing.assert_close(self.model[0].weight.grad, 2 * self.plain[0].weight.grad)
+
+    def test_units_without_w_are_as_before(self) -> None:
+        gradients = accumulate_in_products(self.model, None)
+        gradients.open_batch([(3, 0, 1)])
+        self.autograd_s()
+        for which in self.UNITS:
+            if gradients.splits(which):
+                self.forward_and_backward(gradients, which)
+                continue
+            inputs = self.inputs[which].clone().requires_grad_()
+            with unit(*which):
+                self.model(inputs).square().sum().backward()
+        assert gradients.compute((3, 0, 1), self.around) == 3
+        assert_same(self.model, self.plain)
+
+    def test_w_before_b_w_twice_and_w_that_never_came(self) -> None:
+        gradients = self.gradients()
+        with pytest.raises(InFlightError, match=r"W0\.1 of part 3 ran before its B, or a second time"):
+            gradients.compute((3, 0, 1), self.around)
+        self.forward_and_backward(gradients, (3, 0, 1))
+        with pytest.raises(InFlightError, match=r"B0\.1 of part 3 ran twice before its W"):
+            self.forward_and_backward(gradients, (3, 0, 1))
+        with pytest.raises(InFlightError, match=r"the W of \[\(3, 0, 1\)\]"):
+            gradients.assert_done()
+        gradients.compute((3, 0, 1), self.around)
+        with pytest.raises(InFlightError, match="a second time"):
+            gradients.compute((3, 0, 1), self.around)
+        gradients.assert_done()
+
+    def test_what_is_kept_must_not_change(self) -> None:
+        gradients = self.gradients()
+        kept = self.inputs[3, 0, 1].requires_grad_()
+        with unit(3, 0, 1), gradients.deferred((3, 0, 1)):
+            self.model(kept).square().sum().backward()
+        with torch.no_grad():
+            kept.zero_()
+        with pytest.raises(InFlightError, match="changed in place after its B"):
+            gradients.compute((3, 0, 1), self.around)
+
+    def test_other_dtypes_and_autocast_stay_in_b(self) -> None:
+        gradients = self.gradients()
+        model = self.model.float()
+        inputs = self.inputs[3, 0, 1].float().requires_grad_()
+        with unit(3, 0, 1), gradients.deferred((3, 0, 1)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(inputs).float().square().sum()
+            loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        assert gradients.compute((3, 0, 1), self.around) == 0
+
+    def test_a_layer_whose_input_has_no_gradient_stays_in_b(self) -> None:
+        gradients = self.gradients()
+        self.autograd_s()
+        for which in self.UNITS:
+            with unit(*which), gradients.deferred(which):
+                self.model(self.inputs[which]).square().sum().backward()
+            assert gradients.compute(which, self.around) == 2
+        assert_same(self.model, self.plain)
+
+    def test_a_backward_apart_from_b_is_refused(self) -> None:
+        self.gradients()
+        with unit(3, 0, 1), pytest.raises(InFlightError, match="but not in its B"):
+            self.model(self.inputs[3, 0, 1].requires_grad_()).sum().backward()
+
+    def test_a_failed_batch_leaves_nothing(self) -> None:
+        gradients = self.gradients()
+        self.forward_and_backward(gradients, (3, 0, 1))
+        gradients.open_batch(())
+        gradients.assert_done()
+        assert gradients.kept_bytes((3, 0, 1)) == 0
+
+
+class TestLayersOfOnesOwn:
+    """What `docs/how-it-works.md` shows, run as it stands there."""
+
+    UNITS = ((0, 0, 1), (0, 0, 0))
+
+    def projection(self) -> nn.Module:
+        text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
+        code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
+        names: dict[str, Any] = {
+            "nn": nn, "torch": torch, "F": F, "partial": functools.partial, "once_differentiable": once_differentiable
+        }
+        exec(code, names)
+        torch.manual_seed(0)
+        return names["Projection"](4).double()
+
+    @pytest.mark.parametrize("watched", [False, True])
+    def test_w_has_its_products(self, watched: bool) -> None:
+        model = self.projection()
+        model = nn.Sequential(model, nn.Tanh(), self.projection())
+        plain = copy.deepcopy(model)
+        gradients = accumulate_in_products(model, DeepSpeedOptimizer() if watched else None)
+        gradients.open_batch(self.UNITS)
+        inputs = torch.randn(2, 5, 4, dtype=torch.float64)
+        for which in self.UNITS:
+            mine, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+            with unit(*which), gradients.deferred(which):
+                model(mine).square().sum().backward()
+            plain(theirs).square().sum().backward()
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-13, atol=1e-13)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert [gradients.compute(which, nullcontext) for which in self.UNITS] == [2, 2]
+        assert_same(model, plain)
+
+    def test_without_a_w_it_is_the_plain_layer(self) -> None:
+        model = self.projection()
+        accumulate_in_products(model, None).open_batch(())
+        with unit(0, 0, 0):
+            model(torch.randn(2, 5, 4, dtype=torch.float64).requires_grad_()).sum().backward()
+        assert model.weight.grad is not None
+
+    def test_what_is_gathered_is_kept_as_a_part(self) -> None:
+        gradients, weight = WeightGradients(), nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+        gradients.open_batch(self.UNITS)
+        rows, part = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)
+        gathered: list[Tensor] = []
+
+        def gather(mine: Tensor) -> Tensor:
+            gathered.append(mine)
+            return torch.cat([mine, -mine])
+
+        with gradients.deferred(self.UNITS[0]):
+            gradients.keep(weight, rows, part, gather)
+        assert not gathered and gradients.kept_bytes(self.UNITS[0]) == 8 * (4 * 3 + 2 * 2)
+        assert gradients.compute(self.UNITS[0], nullcontext) == len(gathered) == 1
+        torch.testing.assert_close(weight.grad, (rows[:2] - rows[2:]).t() @ part)

@@ -1,0 +1,97 @@
+"""Where parts stand, and which wires follow from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.layout.layout import Layout, Place, layout_of
+from terapipe_ds.schedule import build
+from terapipe_ds.schedule.action import Action
+
+
+def layout(schedule: str, num_stages: int, chunks: int = 1) -> Layout:
+    return layout_of(TeraPipeConfig(enabled=True, schedule=schedule, chunks_per_stage=chunks, slices=2), num_stages)
+
+
+class TestPlain:
+    def test_a_stage_holds_the_part_of_its_number(self) -> None:
+        plain = Layout.plain(3)
+        assert plain.is_plain and not plain.has_copies
+        assert plain.num_parts == 3
+        assert plain.places(1) == (Place(1, 0, False, False),)
+        assert plain.loss_stage == 2
+        assert plain.drawing_stages == (0, 2)
+        assert plain.wires() == [(0, 0, 1, 0), (1, 0, 2, 0)]
+
+    def test_one_stage(self) -> None:
+        assert Layout.plain(1).places(0) == (Place(0, 0, True, True),)
+        assert Layout.plain(1).wires() == []
+        assert Layout.plain(1).drawing_stages == (0,)
+
+
+class TestLoop:
+    def test_parts_go_round(self) -> None:
+        loop = layout("interleaved", 2, 2)
+        assert loop.places(0) == (Place(0, 0, True, False), Place(2, 1, False, False))
+        assert loop.places(1) == (Place(1, 0, False, False), Place(3, 1, False, True))
+        assert loop.loss_stage == 1
+        assert loop.drawing_stages == (0, 1)
+        assert loop.wires() == [(0, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 1)]
+
+    def test_on_one_stage_nothing_is_sent(self) -> None:
+        loop = layout("interleaved", 1, 3)
+        assert [place.part_id for place in loop.places(0)] == [0, 1, 2]
+        assert loop.wires() == []
+
+
+class TestBothWays:
+    def test_every_part_stands_at_two_places_and_saves_at_its_own(self) -> None:
+        both = layout("chimera", 4)
+        assert both.has_copies and both.num_parts == 4
+        assert both.homes(1) == [(1, 0), (2, 1)]
+        assert both.owner(3) == 3
+        assert both.places(0) == (Place(0, 0, True, False), Place(3, 1, False, True))
+        assert both.drawing_stages == (0, 3)
+        assert both.stages_with_end(first=True) == both.stages_with_end(first=False) == (0, 3)
+
+    def test_a_micro_batch_keeps_its_direction(self) -> None:
+        down = [(0, 0, 1, 0), (1, 0, 2, 0), (2, 0, 3, 0)]
+        up = [(3, 1, 2, 1), (2, 1, 1, 1), (1, 1, 0, 1)]
+        assert sorted(layout("chimera", 4).wires()) == sorted(down + up)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "chunks"),
+    [("seq1f1b", 3, 1), ("interleaved", 2, 2), ("seq1f1b-interleaved", 3, 3), ("chimera", 4, 1), ("chimera", 2, 2)],
+)
+def test_the_wires_are_those_that_schedules_send_over(schedule: str, num_stages: int, chunks: int) -> None:
+    built = build(schedule, num_stages, 2 * num_stages, 2, chunks_per_stage=chunks)
+    chunk_of = {(stage, part): chunk for (stage, chunk), part in built.placement.items()}
+
+    def wire(stage_id: int, action: Action) -> tuple[int, int, int, int]:
+        return stage_id, action.chunk_id, action.peer_stage_id, chunk_of[action.peer_stage_id, action.peer_part_id]
+
+    sent = {
+        wire(stage_id, action)
+        for stage_id in range(num_stages)
+        for action in built.for_stage(stage_id).actions
+        if action.kind.value == "SA"
+    }
+    assert sent == set(layout(schedule, num_stages, chunks).wires())
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("seq1f1b", 2), ("1f1b", 3), ("chimera", 3)])
+def test_a_schedule_that_cannot_have_so_many_chunks(schedule: str, chunks: int) -> None:
+    with pytest.raises(TeraPipeConfigError, match=rf"chunks_per_stage is {chunks}: schedule '{schedule}'"):
+        layout(schedule, 2, chunks)
+
+
+def test_auto_leaves_the_choice_among_those_of_the_layout() -> None:
+    assert layout("auto", 2).is_plain
+    assert layout("auto", 2, 2).placement == layout("interleaved", 2, 2).placement
+
+
+def test_both_ways_needs_an_even_number_of_stages() -> None:
+    with pytest.raises(TeraPipeConfigError, match="even number of stages"):
+        layout("chimera", 3)

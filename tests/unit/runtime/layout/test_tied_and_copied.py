@@ -1,0 +1,129 @@
+"""When copies of a part may come to differ by rounding, whose values count, and how they travel in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.layout.layout import Layout, tied_and_copied
+from terapipe_ds.runtime.layout.tied_and_copied import copies_may_differ, owners_of
+from terapipe_ds.schedule.placement import placement_for
+
+CHIMERA = Layout(4, placement_for("chimera", 4, 1))
+PARAMETERS = [torch.nn.Parameter(torch.zeros(3))]
+
+
+class Own(torch.optim.Adam):
+    """Of somebody who rounds in a way of their own."""
+
+
+class TestMayDiffer:
+    @pytest.mark.parametrize("replicas", [1, 2])
+    def test_two_replicas_have_one_sum(self, replicas: int) -> None:
+        assert not copies_may_differ(CHIMERA, torch.optim.AdamW(PARAMETERS), replicas)
+
+    def test_three_have_not(self) -> None:
+        assert copies_may_differ(CHIMERA, torch.optim.AdamW(PARAMETERS), 3)
+
+    def test_optimizers_that_nobody_knows(self) -> None:
+        assert copies_may_differ(CHIMERA, Own(PARAMETERS), 1)
+
+    def test_without_copies_or_steps(self) -> None:
+        assert not copies_may_differ(Layout.plain(4), Own(PARAMETERS), 3)
+        assert not copies_may_differ(CHIMERA, None, 3)
+
+
+def test_torch_rounds_alike_wherever_a_number_lies() -> None:
+    """What ``copies_may_differ`` relies on, with ends of every length that a vectorized loop may leave over."""
+    gradients, start = torch.randn(4, 37), torch.randn(37)
+
+    def updated(offset: int, kind: type[torch.optim.Optimizer], **options: bool) -> torch.Tensor:
+        flat = torch.nn.Parameter(torch.cat([torch.zeros(offset), start]))
+        optimizer = kind([flat], lr=1e-3, **options)  # type: ignore[call-arg]
+        for gradient in gradients:
+            flat.grad = torch.cat([torch.zeros(offset), gradient])
+            optimizer.step()
+        return flat.detach()[offset:]
+
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        for options in ({}, {"foreach": True}, {"fused": True}):
+            expected = updated(0, kind, **options)
+            assert all(torch.equal(updated(offset, kind, **options), expected) for offset in range(1, 17))
+
+
+def test_the_owner_of_a_tied_layer_is_that_of_its_first_part() -> None:
+    """Five layers in four parts, the first tied to the last."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    tied = [TiedLayerSpec("words", torch.nn.Linear, 2, 2) for _ in range(2)]
+    specs = [tied[0], *(LayerSpec(torch.nn.Linear, 2, 2) for _ in range(3)), tied[1]]
+    module = SimpleNamespace(parts=[0, 2, 3, 4, 5], _layer_specs=specs)
+    assert owners_of(module, CHIMERA) == {"words": 0, 1: 0, 2: 1, 3: 2}
+    swapped = Layout(2, {(0, 0): 1, (0, 1): 0, (1, 0): 0, (1, 1): 1})
+    assert owners_of(SimpleNamespace(parts=[0, 3, 5], _layer_specs=specs), swapped) == {"words": 1, 1: 1, 2: 1, 3: 0}
+
+
+# -- messages: one rank stands for all, and what a collective would do is done to what it is given --------------------
+
+
+@pytest.fixture
+def sent() -> Iterator[list[Tensor]]:
+    """What was given to a collective, which doubles the numbers: another rank has the same ones."""
+    messages: list[Tensor] = []
+
+    def collective(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        messages.append(tensor.clone())
+        tensor.mul_(2)
+
+    with (
+        mock.patch.object(tied_and_copied.dist, "all_reduce", collective),
+        mock.patch.object(tied_and_copied.dist, "broadcast", collective),
+    ):
+        yield messages
+
+
+CALLS: dict[str, Callable[..., None]] = {
+    "all_reduce": lambda tensors: tied_and_copied.all_reduce(tensors, None),
+    "broadcast": lambda tensors: tied_and_copied.broadcast(tensors, 0, None),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+class TestInPlace:
+    def test_every_tensor_gets_its_own_numbers(self, call: str, sent: list[Tensor]) -> None:
+        tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(5).bfloat16(), torch.randn(0), torch.randn(4)]
+        expected = [tensor * 2 for tensor in tensors]
+        CALLS[call](tensors)
+        assert [message.numel() for message in sent] == [11, 5]
+        assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
+
+    def test_tensors_that_do_not_lie_in_one_piece(self, call: str, sent: list[Tensor]) -> None:
+        whole, single = torch.arange(12.0).view(3, 4), torch.arange(6.0).view(2, 3)
+        CALLS[call]([whole.t(), single[:, :2]])
+        CALLS[call]([single.t()])
+        assert torch.equal(whole, torch.arange(12.0).view(3, 4) * 2)
+        assert single.tolist() == [[0.0, 4.0, 4.0], [12.0, 16.0, 10.0]]
+        assert len(sent) == 2
+
+    def test_parameters_keep_their_storage(self, call: str, sent: list[Tensor]) -> None:
+        parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+        before = [parameter.data_ptr() for parameter in parameters]
+        CALLS[call](parameters)
+        assert [parameter.data_ptr() for parameter in parameters] == before
+        assert all(bool((parameter == 2).all()) and parameter.grad_fn is None for parameter in parameters)
+
+    def test_nothing_is_no_message(self, call: str, sent: list[Tensor]) -> None:
+        CALLS[call]([])
+        assert not sent
+
+    def test_a_message_has_as_much_as_fits(self, call: str, sent: list[Tensor], monkeypatch: Any) -> None:
+        """A larger tensor is alone, and so is a sparse one."""
+        monkeypatch.setattr(tied_and_copied, "BUCKET_BYTES", 24)
+        CALLS[call]([*(torch.zeros(n) for n in (1, 2, 3, 4, 9, 2)), torch.eye(2).to_sparse()])
+        assert [message.numel() for message in sent] == [4, 6, 4, 9, 2]

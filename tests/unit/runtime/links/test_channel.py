@@ -1,0 +1,323 @@
+"""Links between two stages in one process: a stand-in for torch.distributed carries the messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.links import channel as link
+from terapipe_ds.runtime.links import groups
+from terapipe_ds.runtime.links.channel import (
+    AnnouncedSpecs,
+    LinkError,
+    MessageSpec,
+    ReceiveChannel,
+    SendChannel,
+    TensorSpec,
+    Unit,
+    Wire,
+)
+from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
+
+SPEC = MessageSpec((TensorSpec((2, 3), torch.float32, True),), is_tuple=False)
+
+
+@dataclass
+class Work:
+    """An operation on the way. Waiting for a receive moves the data."""
+
+    target: Tensor | None = None
+    mail: deque[Tensor] = field(default_factory=deque)
+    waited: bool = False
+
+    def wait(self) -> None:
+        self.waited = True
+        if self.target is not None:
+            self.target.copy_(self.mail.popleft())
+
+
+class Post:
+    """Two ranks, any number of groups; messages of a group come in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self.mail: dict[Any, deque[Tensor]] = defaultdict(deque)
+        self.sent: list[Work] = []
+        self.posted: list[Work] = []
+
+    def isend(self, tensor: Tensor, peer: int, group: Any, tag: int) -> Work:
+        assert tensor.is_contiguous()
+        assert tensor.dtype != torch.bool, "NCCL knows no booleans"
+        self.mail[group, tag].append(tensor.clone())
+        self.sent.append(Work())
+        return self.sent[-1]
+
+    def irecv(self, tensor: Tensor, peer: int, group: Any, tag: int) -> Work:
+        self.posted.append(Work(tensor, self.mail[group, tag]))
+        return self.posted[-1]
+
+    def recv(self, tensor: Tensor, peer: int, group: Any, tag: int) -> None:
+        tensor.copy_(self.mail[group, tag].popleft())
+
+
+@pytest.fixture
+def post(monkeypatch: pytest.MonkeyPatch) -> Iterator[Post]:
+    post = Post()
+    monkeypatch.setattr(link, "torch_dist", post)
+    yield post
+
+
+def wire(name: str = "activations to stage 1") -> Wire:
+    return Wire(peer=1, group="data", control="control", device=torch.device("cpu"), name=name)
+
+
+def signature_of(unit: Unit) -> str:
+    """Units of even micro-batches look alike, and so do those of odd ones."""
+    return "odd" if unit[0] % 2 else "even"
+
+
+def receiving_end() -> ReceiveChannel:
+    announced = AnnouncedSpecs(wire("activations from stage 0"), signature_of)
+    return ReceiveChannel(wire("activations from stage 0"), announced.spec_of, announced.learn)
+
+
+def send(channel: SendChannel, unit: Unit, *tensors: Tensor, at: int = 0) -> None:
+    spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=len(tensors) > 1)
+    channel.announce(signature_of(unit), spec, consumed_at=at)
+    channel.send(tensors, consumed_at=at)
+
+
+class TestMessageSpec:
+    @pytest.mark.parametrize("is_tuple", [True, False])
+    def test_encoding_round_trip(self, is_tuple: bool) -> None:
+        tensors = tuple(
+            TensorSpec(shape, dtype, requires_grad=dtype.is_floating_point and len(shape) > 1)
+            for dtype in link._DTYPES
+            for shape in ((), (0,), (2, 1, 7))
+        )
+        spec = MessageSpec(tensors, is_tuple)
+        assert MessageSpec.decode(spec.encode()) == spec
+
+    def test_announcements_have_one_size(self) -> None:
+        empty = MessageSpec((), True)
+        assert empty.encode().shape == SPEC.encode().shape
+        assert MessageSpec.decode(empty.encode()) == empty
+
+    def test_too_many_tensors(self) -> None:
+        with pytest.raises(LinkError, match="hands on 60 tensors, more than one message can announce; pack them"):
+            MessageSpec((TensorSpec((1, 1), torch.int64, False),) * 60, True).encode()
+
+    def test_only_what_requires_a_gradient_flows_back(self) -> None:
+        hidden = TensorSpec((2, 3), torch.float64, True)
+        spec = MessageSpec((TensorSpec((2,), torch.int64, False), hidden), True)
+        assert spec.gradient() == MessageSpec((hidden,), True)
+
+    def test_spec_of_a_tensor(self) -> None:
+        tensor = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        assert TensorSpec.of(tensor) == TensorSpec((2, 3), torch.bfloat16, True)
+
+
+class TestMessages:
+    def test_all_kinds_of_tensors_arrive(self, post: Post) -> None:
+        sender, receiver = SendChannel(wire()), receiving_end()
+        tensors = (
+            torch.randn(2, 3, requires_grad=True) * 1,
+            torch.tensor([[True, False], [False, True]]),
+            torch.arange(6).reshape(2, 3).T,
+            torch.tensor(3.5, dtype=torch.float64),
+            torch.zeros(0, 4, dtype=torch.float16),
+        )
+        send(sender, (0, 0), *tensors)
+        receiver.post((0, 0))
+        spec, received = receiver.wait((0, 0))
+        assert spec.is_tuple
+        assert [s.requires_grad for s in spec.tensors] == [True, False, False, False, False]
+        for mine, theirs in zip(received, tensors, strict=True):
+            assert mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs)
+            assert not mine.requires_grad, "leaves are made by the engine"
+
+    def test_a_signature_is_announced_once(self, post: Post) -> None:
+        sender, receiver = SendChannel(wire()), receiving_end()
+        for micro_batch_id in (0, 1, 2, 3):
+            send(sender, (micro_batch_id, 0), torch.full((1 + micro_batch_id % 2,), float(micro_batch_id)))
+        assert len(post.mail["control", 0]) == 2
+        for micro_batch_id in (0, 1, 2, 3):
+            receiver.post((micro_batch_id, 0))
+        for micro_batch_id in (0, 1, 2, 3):
+            _, [tensor] = receiver.wait((micro_batch_id, 0))
+            assert tensor.tolist() == [micro_batch_id] * (1 + micro_batch_id % 2)
+        receiver.assert_empty()
+
+    def test_receives_wait_behind_an_unknown_shape(self, post: Post) -> None:
+        """In the order of the schedule: a known shape may not overtake an unknown one."""
+        sender, receiver = SendChannel(wire()), receiving_end()
+        send(sender, (0, 0), torch.zeros(2))
+        receiver.post((0, 0))
+        receiver.wait((0, 0))
+        for unit in ((2, 0), (1, 0), (4, 0)):
+            receiver.post(unit)
+        assert len(post.posted) == 2, "that of (2, 0) has begun, (4, 0) stands behind (1, 0)"
+        for unit, value in (((2, 0), 2.0), ((1, 0), 1.0), ((4, 0), 4.0)):
+            send(sender, unit, torch.full((2 + unit[0] % 2,), value))
+        assert [receiver.wait(unit)[1][0].tolist() for unit in ((2, 0), (1, 0), (4, 0))] == [
+            [2.0] * 2, [1.0] * 3, [4.0] * 2
+        ]  # fmt: skip
+
+    def test_another_message_than_the_next_one(self, post: Post) -> None:
+        receiver = receiving_end()
+        with pytest.raises(LinkError, match=r"asked for the message of \(0, 0\), but the next one posted is nothing"):
+            receiver.wait((0, 0))
+        receiver.post((0, 1))
+        with pytest.raises(LinkError, match=r"from stage 0: asked for .*\(0, 0\), but the next .* is \(0, 1\)"):
+            receiver.wait((0, 0))
+
+    def test_a_message_that_nobody_used(self, post: Post) -> None:
+        receiver = receiving_end()
+        receiver.post((3, 1))
+        with pytest.raises(LinkError, match=r"never used the message of \[\(3, 1\)\]"):
+            receiver.assert_empty()
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            torch.zeros(2, 4),
+            torch.zeros(2, 3, dtype=torch.float64),
+            torch.zeros(2, 3, requires_grad=True),
+        ],
+    )
+    def test_a_slice_that_looks_different_than_before(self, post: Post, other: Tensor) -> None:
+        sender = SendChannel(wire())
+        send(sender, (0, 0), torch.zeros(2, 3))
+        with pytest.raises(LinkError, match="activations to stage 1: the layers gave .* may depend on the batch size"):
+            send(sender, (2, 0), other)
+
+
+class TestMemoryOfSends:
+    def test_only_what_has_arrived_is_waited_for(self, post: Post) -> None:
+        sender = SendChannel(wire())
+        for place in (0, 2, 5):
+            send(sender, (0, place), torch.zeros(2), at=place)
+        announcement, *works = post.sent
+        sender.release(before=5)
+        assert announcement.waited
+        assert [work.waited for work in works] == [True, True, False]
+        sender.flush()
+        assert [work.waited for work in works] == [True] * 3
+
+    def test_no_more_than_some_are_on_their_way(self, post: Post) -> None:
+        sender = SendChannel(wire())
+        for place in range(6):
+            sender.send([torch.zeros(2)], consumed_at=place)
+        sender.keep_at_most(2)
+        assert [work.waited for work in post.sent] == [True] * 4 + [False] * 2
+
+    def test_what_is_on_its_way_is_kept(self, post: Post) -> None:
+        """Backends send contiguous memory, which must stay until it has arrived."""
+        sender = SendChannel(wire())
+        sender.send([torch.arange(6.0).reshape(3, 2).T], consumed_at=0)
+        [[_, _, [kept]]] = sender._in_flight
+        assert kept.is_contiguous()
+        assert kept.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+        sender.flush()
+        assert not sender._in_flight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_a_staged_wire_carries_copies_in_memory_of_the_host(post: Post, dtype: torch.dtype) -> None:
+    """What is sent may change at once, because the backend reads the copy; what comes is on the device again."""
+    values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
+    spec = MessageSpec((TensorSpec((2, 2), dtype, False),), is_tuple=False)
+    staged = dataclasses.replace(wire(), staged=True)
+    sent = values.t().clone().t()  # not contiguous
+    sending, receiving = SendChannel(staged), ReceiveChannel(staged, lambda unit: spec, lambda unit: None)
+    receiving.post((0, 0))
+    sending.send([sent], consumed_at=0)
+    (copy,) = post.mail["data", 0]
+    assert copy.device.type == "cpu" and copy.dtype == (torch.uint8 if dtype == torch.bool else dtype)
+    sending._in_flight[0][2][0].zero_()  # the copy is not what the layers gave
+    assert torch.equal(sent, values)
+    _, (came,) = receiving.wait((0, 0))
+    assert came.dtype == dtype and torch.equal(came, values)
+
+
+def test_a_batch_by_way_of_the_host(post: Post) -> None:
+    """Its messages are in the control group, apart from the announcements there; the next batch's are not."""
+    sender, receiver = SendChannel(wire()), receiving_end()
+    for batch, by_host in enumerate((True, False)):
+        for channel in (sender, receiver):
+            channel.go_by_host(by_host)
+        receiver.post((batch, 0))
+        sent = torch.randn(2, 3)
+        send(sender, (batch, 0), sent)
+        (key,) = [key for key, mail in post.mail.items() if key != ("control", 0) and mail]
+        assert key == (("control", link._TAGS_BY_HOST) if by_host else ("data", 0))
+        assert len(post.mail["control", 0]) == 1
+        assert torch.equal(receiver.wait((batch, 0))[1][0], sent)
+
+
+def test_only_devices_beside_the_host_are_staged() -> None:
+    """gloo carries CPU tensors itself; of CUDA tensors it knows nothing between two ranks, NCCL does."""
+
+    @dataclass
+    class Backend:
+        said: str
+
+        def name(self) -> str:
+            return self.said
+
+    class Group:
+        def __init__(self, **backends: str) -> None:
+            self.backends = backends
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            return Backend(self.backends[device.type])
+
+    assert not needs_staging(Group(cpu="gloo"), torch.device("cpu"))
+    assert needs_staging(Group(cpu="gloo", cuda="gloo"), torch.device("cuda", 0))
+    assert not needs_staging(Group(cpu="gloo", cuda="nccl"), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("device", "connections", "expected"), [
+    ("cuda", "1", True), ("cuda", "8", False), ("cuda", None, False), ("cpu", "1", False),
+])  # fmt: skip
+def test_one_queue_of_the_device_is_warned_of(
+    device: str, connections: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(groups, "needs_staging", lambda group, device: False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if connections is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        wires = made.connect(Layout.plain(1), 0, torch.device(device))  # which has no wires to connect
+    assert ["CUDA_DEVICE_MAX_CONNECTIONS=1" in record.getMessage() for record in caplog.records] == [True] * expected
+    with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
+        wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
+
+
+def test_one_stage_posts_no_receives_to_wait_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
+        groups.PipelineGroups((0,)).connect(Layout.plain(1), 0, torch.device("cuda"))
+    assert not caplog.records
+
+
+def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device of the message, whatever accelerator DeepSpeed was told to use."""
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: asked.append(options))
+    for device in ("cpu", "cuda"):
+        host_buffer((4, 8), torch.bfloat16, torch.device(device))
+    assert [(options["device"], options["pin_memory"]) for options in asked] == [("cpu", False), ("cpu", True)]

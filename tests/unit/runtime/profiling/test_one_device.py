@@ -1,0 +1,121 @@
+"""Profiles of the parts of a model, one after the other on one device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.cli import main
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
+from terapipe_ds.models.gpt import GPTConfig, gpt_layers
+from terapipe_ds.runtime.profiling.one_device import partition
+from tests.distributed.harness import rank_pool
+
+MODEL = {
+    "vocab_size": 31, "hidden_size": 16, "num_layers": 6, "num_heads": 2, "ffn_size": 32, "max_sequence_length": 64,
+}  # fmt: skip
+
+
+def _files(folder: Path, **config: Any) -> list[str]:
+    model, ds_config = folder / "model.json", folder / "ds.json"
+    model.write_text(json.dumps(MODEL))
+    section = {"enabled": True, "slices": "auto", "granularity_tokens": 8}
+    ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "terapipe": section, **config}))
+    return ["--config", str(ds_config), "--model", str(model), "--out", str(folder / "profile.json")]
+
+
+def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> None:
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    arguments = [*_files(tmp_path), "--stages", "4", "--threads", "1", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "terapipe_ds", "profile", *arguments], env=environment, cwd=Path(__file__).parents[4],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    profile = Profile.load(tmp_path / "profile.json")
+    assert Profile.from_json(done.stdout) == profile  # nothing else is on stdout
+    key = profile.key
+    assert profile.pipeline_stages == 4
+    assert (key.num_stages, key.micro_batch, key.sequence_length, key.dtype) == (4, 2, 64, "float32")
+    assert "6 DecoderLayer" in key.model and not key.activation_checkpointing
+    bounds = partition(gpt_layers(GPTConfig(**MODEL)), 4, "parameters")
+    middles = [p for p in range(1, 3) if bounds[p + 1] - bounds[p] == bounds[2] - bounds[1]]
+    for part in middles[1:]:  # alike, so measured once
+        assert profile.parts[part].samples == profile.parts[middles[0]].samples
+    assert profile.parts[0].samples != profile.parts[1].samples
+    for costs in CostModel.from_profile(profile):
+        assert costs.forward_s(8, 0) > 0 and costs.backward_s(8, 56) > 0
+        assert not hasattr(costs, "send_s")  # there are no links on one device
+
+
+def _cut_by_deepspeed(method: str) -> list[int]:
+    from deepspeed.pipe import PipelineModule
+
+    module = PipelineModule(gpt_layers(GPTConfig(**MODEL)), num_stages=2, partition_method=method)
+    return list(module.parts)
+
+
+@pytest.mark.parametrize("method", ["parameters", "uniform"])
+def test_parts_are_those_of_deepspeed(method: str) -> None:
+    ours = partition(gpt_layers(GPTConfig(**MODEL)), 2, method)
+    assert [ours, ours] == rank_pool(2).run(_cut_by_deepspeed, method=method)
+
+
+def test_partitions_that_cannot_be() -> None:
+    layers = gpt_layers(GPTConfig(**MODEL))
+    with pytest.raises(ValueError, match="10 stages for a model of 9 layers: give between 1 and 9"):
+        partition(layers, 10, "parameters")
+    with pytest.raises(ValueError, match="'parameters' or 'uniform'"):
+        partition(layers, 2, "type:Decoder")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--model": "tinny"}, "did you mean 'tiny'"),
+        ({"--model": "none.json"}, "No such file"),
+        ({"--config": "none.json"}, "No such file"),
+        ({"--out": "no-such-folder/profile.json"}, "there is no such folder"),
+        ({"--stages": "0"}, "--stages 0: give a number >= 1"),
+        ({"--sequence-length": "0"}, "--sequence-length 0: give a number >= 1"),
+        ({"--sequence-length": str(2**63)}, "--sequence-length 9223372036854775808: give a number <= 67108864"),
+        ({"--threads": str(2**31)}, "--threads 2147483648: give a number <= 4096"),
+        ({"--out": "."}, "--out '.' has no file name: give the name of a file"),
+        ({"--stages": "12"}, "12 stages for a model of 9 layers"),
+    ],
+)
+def test_what_cannot_be_profiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str
+) -> None:
+    options = dict(zip(*[iter(_files(tmp_path))] * 2, strict=True)) | changes
+    assert main(["profile", *(text for pair in options.items() for text in pair)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_a_config_with_another_micro_batch_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", *_files(tmp_path, train_micro_batch_size_per_gpu="auto")]) == 2
+    assert "train_micro_batch_size_per_gpu = 'auto'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"train_micro_batch_size_per_gpu": 10**20}, "is too much to measure: give at most"),
+        ({"gradient_accumulation_steps": "auto"}, "gradient_accumulation_steps = 'auto'"),
+        ({"fp16": True}, "fp16 = True in --config: give an object"),
+        ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
+    ],
+)
+def test_a_config_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], message: str
+) -> None:
+    assert main(["profile", *_files(tmp_path, **config)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,167 @@
+"""How what the ranks have measured becomes one profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileError, ProfileKey
+from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, auto_planner
+from terapipe_ds.runtime.profiling.all_parts import PartCosts
+from terapipe_ds.runtime.profiling.cache import combine, memory_of
+from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
+from terapipe_ds.runtime.profiling.link_times import LinkTimes
+from terapipe_ds.runtime.profiling.rounds import PartTimes
+
+KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
+NO_MESSAGES = ((16, 0.0), (64, 0.0))
+
+
+def rank(
+    stage_id: int, replica_id: int, forward: tuple[float, float], backward: tuple[float, float] = (1.0, 1.0),
+    send: float = 1.0, messages: Any = NO_MESSAGES, static_bytes: int = 1,
+) -> PartCosts:  # fmt: skip
+    """A rank that has measured slices of 16 and of 64 tokens."""
+    samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
+    links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
+    link_times = LinkTimes(links, dict(messages))
+    return PartCosts(stage_id, replica_id, PartTimes(samples), PartMemory(static_bytes, 1.0), link_times)
+
+
+def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:
+    return [(s.forward_s, s.backward_s) for s in profile.parts[part_id].samples]
+
+
+def test_the_slowest_of_tensor_parallel_peers_counts_point_by_point() -> None:
+    costs = [
+        rank(0, 0, (1.0, 5.0), (2.0, 2.0), send=3.0), rank(0, 0, (2.0, 4.0), (1.0, 3.0), send=7.0),
+        rank(1, 0, (1.0, 1.0)), rank(1, 0, (1.0, 9.0)),
+    ]  # fmt: skip
+    profile = combine(KEY, costs)
+    assert times(profile, 0) == [(2.0, 2.0), (5.0, 3.0)]
+    assert times(profile, 1) == [(1.0, 1.0), (9.0, 1.0)]
+    assert [(link.part_id, link.send_s) for link in profile.links] == [(0, 7.0), (1, 7.0)]
+
+
+def test_the_median_of_replicas_is_taken_after_that() -> None:
+    """Three replicas of two peers: the slowest take 4, 3 and 100, of which 4 is the median. The median of all six, 3.5,
+    and the slowest of all, 100, would be other numbers. Ranks may come in any order."""
+    forward = {0: (4.0, 1.0), 1: (3.0, 3.0), 2: (100.0, 99.0)}
+    pairs = [(replica_id, pair[peer]) for peer in (0, 1) for replica_id, pair in forward.items()]
+    costs = [rank(0, replica_id, (f, f)) for replica_id, f in pairs]
+    stage_1 = [rank(1, replica_id, (1.0, 1.0)) for replica_id in (2, 0, 1) for _ in range(2)]
+    profile = combine(dataclasses.replace(KEY, num_stages=2), [*reversed(costs), *stage_1])
+    assert times(profile, 0) == [(4.0, 1.0)] * 2
+    assert statistics.median(f for pair in forward.values() for f in pair) == 3.5
+
+
+def test_what_messages_cost_a_peer_is_part_of_its_time() -> None:
+    costs = [rank(0, 0, (1.0, 1.0)), rank(0, 0, (0.5, 0.5), messages=((16, 2.0), (64, 4.0))), rank(1, 0, (1.0, 1.0))]
+    assert times(combine(KEY, costs), 0) == [(2.5, 3.0), (4.5, 5.0)]
+
+
+def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -> None:
+    shares = (LayerShare(0.25, 0.5, 1), LayerShare(0.75, 0.5, 1))
+    both = [rank(part_id, 0, (1.0, 1.0)) for part_id in (0, 1)]
+    one, two = (
+        dataclasses.replace(cost, times=dataclasses.replace(cost.times, layer_shares=shares)) for cost in both
+    )
+    parts = combine(KEY, [one, one, two, rank(1, 0, (1.0, 1.0))]).parts
+    assert [part.layer_shares for part in parts] == [shares, None]
+
+
+@pytest.mark.parametrize(("section", "multiple", "warns"), [
+    ({}, 3, False), ({}, 1, True), ({"granularity_tokens": 192}, 1, False), ({"granularity_tokens": 96}, 1, True),
+])  # fmt: skip
+def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
+    section: dict[str, Any], multiple: int, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The granularity is what plans are cut at: raised to the module's multiple where nobody has set it."""
+    key = dataclasses.replace(KEY, sequence_length=768)
+    samples = tuple(CostSample(tokens, 0, 1.0, 1.0) for tokens in (192, 768))
+    path = tmp_path / "profile.json"
+    ranks = [dataclasses.replace(rank(i, 0, (1.0, 1.0)), times=PartTimes(samples)) for i in (0, 1)]
+    combine(key, ranks).save(path)
+    config = TeraPipeConfig(enabled=True, planner={"profile": str(path)}, **section).with_multiple(multiple)
+    alone: Any = SimpleNamespace(world=None)
+    planner = AutoPlanner(SimpleNamespace(terapipe_config=config), alone, pytest.fail)
+    monkeypatch.setattr(auto_planner, "key_of", lambda engine, groups, length, rows: key)
+    with caplog.at_level("WARNING", logger="terapipe_ds"):
+        given = planner._profile_for(768, [], [MicroBatchShape(2, 768)])
+    assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns
+    assert memory_of(Profile.load(path)) is not None and memory_of(given) is None  # that of another optimizer, maybe
+
+
+def test_memory_is_that_of_the_fullest_rank_of_a_stage() -> None:
+    costs = [rank(0, r, (1.0, 1.0), static_bytes=b) for r, b in ((0, 5), (0, 9), (1, 7), (1, 2))]
+    memory = memory_of(combine(KEY, [*costs, rank(1, 0, (1.0, 1.0))]))
+    assert memory is not None and memory.static_bytes(0) == 9
+    unknown = dataclasses.replace(rank(1, 0, (1.0, 1.0)), memory=None)
+    assert memory_of(combine(KEY, [*costs, unknown])) is None
+
+
+# -- what a profile is valid for -----------------------------------------------------------------------------------
+
+
+def _key(**changes: Any) -> ProfileKey:
+    module = nn.Linear(2, 2)
+    module.activation_checkpoint_interval = 0  # type: ignore[assignment]
+    described = LayersOfPart([[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], 0], [])
+    return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
+
+
+class _Cut:
+    """What a stage knows of seven layers, from ``start`` to ``stop``; the last is the first one again, tied."""
+
+    def __init__(self, start: int, stop: int, width: int = 3, interval: int = 0) -> None:
+        self._layer_specs = [LayerSpec(nn.Linear, width, width, bias=n % 2 == 0) for n in range(6)]
+        self._layer_specs.append(TiedLayerSpec("tied", nn.Linear, width, width, forward_fn=len))
+        self._local_start, self._local_stop, self.activation_checkpoint_interval = start, stop, interval
+        built = [spec.build() for spec in self._layer_specs]
+        self.forward_funcs = [*built[:6], functools.partial(len, built[6])][start:stop]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return nn.ModuleList(f for f in self.forward_funcs if isinstance(f, nn.Module)).parameters()
+
+
+def _of_cut(bounds: list[int], **model: int) -> ProfileKey:
+    stages = [_Cut(start, stop, **model) for start, stop in itertools.pairwise(bounds)]
+    options: dict[str, Any] = {"module": stages[0], "device": torch.device("cpu"), "rows": 2, "length": 64}
+    return profile_key([describe_part(stage) for stage in stages], **options)
+
+
+def test_one_fingerprint_of_layers_for_every_cut() -> None:
+    keys = [_of_cut(bounds) for bounds in ([0, 3, 7], [0, 4, 7], [0, 1, 2, 6, 7], [0, 7])]
+    assert len({key.layers_fingerprint for key in keys}) == 1 and None not in {key.layers_fingerprint for key in keys}
+    assert len({key.model_fingerprint for key in keys}) == len(keys)
+    for other in ({"width": 4}, {"interval": 1}):
+        assert _of_cut([0, 3, 7], **other).layers_fingerprint != keys[0].layers_fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"tensor_parallel": 2}, "tensor_parallel"), ({"slice_length_multiple": 2}, "slices in multiples of 2 tokens")],
+)
+def test_tensor_and_sequence_parallelism_are_in_the_key(changes: dict[str, Any], named: str) -> None:
+    costs = [rank(0, 0, (1.0, 1.0))]
+    profile = combine(_key(), costs)
+    with pytest.raises(ProfileError) as caught:
+        profile.require(_key(**changes))
+    (line,) = str(caught.value).splitlines()[1:]
+    assert named in line
+    profile.require(_key(slice_length_multiple=1))

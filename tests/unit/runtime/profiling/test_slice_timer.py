@@ -1,0 +1,127 @@
+"""Slices that are run for their time alone, on a small decoder in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
+from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+
+LENGTH, ROWS = 24, 2
+
+
+class Watched(nn.Module):
+    """Layers that note what slice they were run on."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.seen: list[ActiveSlice | None] = []
+        self.shapes: list[tuple[int, ...]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(active_slice())
+        self.shapes.append(tuple(x.shape))
+        return self.layers(x)
+
+
+def _layers() -> list[nn.Module]:
+    config = GPTConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, max_sequence_length=64)
+    return [spec.build() for spec in gpt_layers(config)]
+
+
+def _tokens(seed: int) -> Tensor:
+    return torch.randint(31, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def timer_of(layers: list[nn.Module], first: bool, last: bool) -> SliceTimer:
+    module = Watched(layers)
+    labels = SliceableTensors.of_labels(_tokens(1), 1)
+    inputs = SliceableTensors.of_inputs(_tokens(0), LENGTH, 1)
+    return SliceTimer(
+        module, LENGTH, torch.device("cpu"), SliceStore(), inputs=inputs if first else None,
+        labels=labels if last else None, is_last=last, loss_fn=gpt_loss,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)])
+def timer(request: pytest.FixtureRequest) -> Iterator[SliceTimer]:
+    first, last = request.param
+    layers = _layers()
+    timer = timer_of(layers[None if first else 1 : None if last else -2], first, last)
+    if not first:
+        for tokens in (4, 8, LENGTH):
+            spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
+            timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
+    with untouched(timer.module):
+        yield timer
+
+
+def test_a_clock_in_the_place_of_the_walls(timer: SliceTimer) -> None:
+    """One that goes on by a second whenever it is looked at: what begins and ends takes one."""
+    timer.output_spec(8)
+    timer.clock = itertools.count().__next__
+    seconds, live = timer.forward(8, 8)
+    assert (seconds, timer.backward(live)) == (1, 1)
+
+
+def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
+    for tokens in (4, 8, LENGTH):
+        timer.output_spec(tokens)
+    module = timer.module
+    assert isinstance(module, Watched)
+    for tokens, prefix in [(8, 16), (4, 0), (LENGTH, 0), (4, 12), (4, 12)]:
+        seconds, live = timer.forward(tokens, prefix)
+        assert seconds > 0 and timer.backward(live) > 0
+        active = module.seen[-1]
+        assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
+        assert module.shapes[-1][:2] == (ROWS, tokens)
+    assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+def test_slices_may_be_live_together(timer: SliceTimer) -> None:
+    for tokens in (4, 8):
+        timer.output_spec(tokens)
+    live = [timer.forward(*point)[1] for point in [(8, 16), (8, 8), (4, 0), (8, 16)]]
+    for one in reversed(live):
+        assert timer.backward(one) > 0
+    assert timer.store.live_bytes() > 0
+    timer.store.reset()
+    assert timer.store.live_bytes() == 0
+
+
+def test_the_outputs_that_are_announced_are_those_of_the_layers() -> None:
+    layers = _layers()
+    spec = timer_of(layers[:2], True, False).output_spec(8)
+    assert spec == MessageSpec((TensorSpec((ROWS, 8, 16), torch.float32, True),), is_tuple=False)
+
+
+def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
+    """Kept: the leaf that came, its clone (saved for the weight's gradient) and the output. Beside it in backward: the
+    gradients of the input and of the weight."""
+    timer = timer_of([nn.Linear(16, 16, bias=False)], False, False)
+    for tokens in (4, 8):
+        spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
+        timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
+        timer.output_spec(tokens)
+    with untouched(timer.module):
+        for tokens in (4, 8):
+            message = ROWS * tokens * 16 * 4
+            assert timer.slice_bytes(tokens, 0).kept == 3 * message
+            assert 16 * 16 * 4 <= timer.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4
+
+
+def test_store_bytes_are_those_of_the_whole_sequence() -> None:
+    timer = timer_of(_layers(), True, True)
+    timer.output_spec(8)
+    keys = 2 * ROWS * LENGTH * 16 * 4 * 2  # keys and values, two layers, fp32
+    assert timer.store_bytes() == (keys, keys)

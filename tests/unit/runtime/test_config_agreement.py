@@ -1,0 +1,148 @@
+"""Ranks with different configs: the comparison, with ranks that are threads."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime import agreement
+from terapipe_ds.runtime.agreement import COMPARED_SECTIONS, require_equal_configs
+from tests.unit.runtime.rank_threads import Ranks
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "terapipe": {"enabled": True, "slices": 4},
+}
+
+
+def check(monkeypatch: pytest.MonkeyPatch, *configs: dict[str, Any]) -> Ranks:
+    """Every rank compares."""
+    ranks = Ranks(len(configs))
+    monkeypatch.setattr(agreement, "torch_dist", ranks)
+    monkeypatch.setattr(agreement, "torch_dist", ranks)
+    monkeypatch.setattr(agreement, "_meetings", itertools.repeat(1))
+    messages = set()
+    for error in ranks.run(lambda rank: require_equal_configs(configs[rank])):
+        assert error is None or isinstance(error, TeraPipeConfigError), error
+        messages.add(str(error or ""))
+    assert len(messages) == 1, "all ranks say the same"
+    if messages != {""}:
+        raise TeraPipeConfigError(messages.pop())
+    return ranks
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**CONFIG, **changes}
+
+
+def test_equal_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    reordered = dict(reversed(CONFIG.items())) | {"optimizer": {"params": {"lr": 1e-3}, "type": "Adam"}}
+    assert check(monkeypatch, CONFIG, reordered, CONFIG).calls == [[]] * 3, "the store is enough"
+
+
+def test_both_sides_are_shown_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = changed(terapipe={"enabled": True, "slices": 8})
+    with pytest.raises(TeraPipeConfigError) as caught:
+        check(monkeypatch, CONFIG, other, CONFIG)
+    assert str(caught.value).splitlines()[1:] == [
+        '  terapipe: ranks [0, 2]: {"enabled": true, "slices": 4}; ranks [1]: {"enabled": true, "slices": 8}'
+    ]
+    assert "every rank must be given the same one" in str(caught.value)
+
+
+@pytest.mark.parametrize("section", COMPARED_SECTIONS)
+def test_everything_that_decides_on_messages_is_compared(monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    other = changed(**{section: {"enabled": True, "other": 1}})
+    with pytest.raises(TeraPipeConfigError, match=rf"\n  {section}: ranks \[0\]: .*; ranks \[1\]: "):
+        check(monkeypatch, CONFIG, other)
+
+
+def test_every_difference_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = changed(gradient_clipping=0.5, bf16={"enabled": True})
+    with pytest.raises(TeraPipeConfigError) as caught:
+        check(monkeypatch, CONFIG, other)
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
+        "bf16", "gradient_clipping"
+    ]  # fmt: skip
+
+
+def test_a_rank_without_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = {key: value for key, value in CONFIG.items() if key != "terapipe"}
+    with pytest.raises(TeraPipeConfigError, match=r"terapipe: ranks \[0\]: null; ranks \[1\]: "):
+        check(monkeypatch, without, CONFIG)
+
+
+def test_what_ranks_may_have_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, CONFIG, changed(csv_monitor={"enabled": True}, steps_per_print=1, wall_clock_breakdown=True))
+
+
+@pytest.mark.parametrize("section", [None, {}, {"enabled": False}])
+def test_without_an_enabled_section_nothing_is_compared(
+    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any] | None
+) -> None:
+    check(monkeypatch, changed(terapipe=section), changed(terapipe=section, gradient_clipping=0.5))
+
+
+def test_a_single_process_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_equal_configs(CONFIG)  # without a process group
+    check(monkeypatch, CONFIG)
+
+
+def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = agreement._compared(CONFIG)
+    theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
+    values = {"ours": ours, "theirs": theirs}
+    monkeypatch.setattr(agreement, "_compared", lambda raw: values[raw["whose"]])
+    with pytest.raises(TeraPipeConfigError) as caught:
+        check(monkeypatch, {"whose": "ours"}, {"whose": "theirs"})
+    lines = str(caught.value).splitlines()[1:]
+    assert lines[0] == f"  version of deepspeed: ranks [0]: {ours['version of deepspeed']}; ranks [1]: 0.0.1"
+    assert lines[1].startswith("  version of megatron-core: ranks [0]: ")
+    assert len(lines) == 2
+
+
+def test_the_versions_are_those_of_this_installation() -> None:
+    import deepspeed
+    import torch
+
+    import terapipe_ds
+
+    ours = agreement._compared(CONFIG)
+    for package in (torch, deepspeed):  # which may name their build besides: 2.11.0+cu130
+        assert Version(ours[f"version of {package.__name__}"]).public == Version(package.__version__).public
+    assert ours["version of terapipe_ds"] == terapipe_ds.__version__
+    assert ours["version of python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+class TestRanksThatNeverCome:
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
+        monkeypatch.setattr(agreement, "REMIND_S", 0.0)
+
+    def test_they_are_named(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        config = changed(terapipe={"enabled": True, "stall_timeout_s": 0.05})
+        ranks = Ranks(4)
+        monkeypatch.setattr(agreement, "torch_dist", ranks)
+        monkeypatch.setattr(agreement, "torch_dist", ranks)
+        error, *_ = ranks.run(lambda rank: require_equal_configs(config) if rank == 0 else None)
+        assert isinstance(error, TeraPipeConfigError)
+        assert "ranks [1, 2, 3] have not come" in str(error) and "terapipe_ds.register()" in str(error)
+        assert ranks.calls[0] == [], "a collective would wait for them"
+        assert sum("have not come" in message for message in caplog.messages) == 1
+
+    @pytest.mark.parametrize(
+        ("section", "timeout_s"),
+        [
+            ({"enabled": True, "stall_timeout_s": 7}, 7.0), ({"enabled": True}, 300.0), (None, 300.0),
+            ({"stall_timeout_s": "soon"}, 300.0), ("on", 300.0),
+        ],
+    )  # fmt: skip
+    def test_for_how_long(self, section: Any, timeout_s: float) -> None:
+        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s

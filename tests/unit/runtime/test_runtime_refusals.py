@@ -1,0 +1,212 @@
+"""Layers that cannot be trained in slices, found where the model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.refusals import (
+    check_compile_call,
+    problem_of_given_slices,
+    problem_of_layers,
+    problem_of_lengths,
+    slice_length_multiple,
+    with_multiple,
+)
+
+
+def problem(module: nn.Module, slices: Any = 4, has_moe_layers: bool = False) -> str | None:
+    config = TeraPipeConfig(enabled=True, slices=slices)
+    return problem_of_layers(
+        SimpleNamespace(module=nn.Sequential(nn.Linear(4, 4), module), terapipe_config=config,
+                        has_moe_layers=has_moe_layers)
+    )  # fmt: skip
+
+
+MIX_TOKENS = [
+    nn.GRU(4, 4), nn.LSTM(4, 4), nn.RNN(4, 4), nn.GRUCell(4, 4), nn.LSTMCell(4, 4), nn.RNNCell(4, 4),
+    nn.Conv1d(4, 4, 3), nn.Conv2d(4, 4, (1, 3)), nn.Conv2d(4, 4, (3, 1)), nn.Conv3d(4, 4, (1, 1, 2)),
+    nn.ConvTranspose1d(4, 4, 2), nn.ConvTranspose2d(4, 4, (2, 1)), nn.ConvTranspose3d(4, 4, 2),
+    nn.LazyConv1d(4, 3), nn.LazyConv2d(4, (3, 1)), nn.LazyConvTranspose1d(4, 2), nn.Conv1d(4, 4, 1, stride=2),
+    nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.LazyBatchNorm1d(), nn.SyncBatchNorm(4), nn.InstanceNorm1d(4),
+    nn.LazyInstanceNorm2d(), nn.GroupNorm(2, 4),
+    nn.MaxPool1d(2), nn.MaxPool2d((2, 1)), nn.MaxUnpool1d(2), nn.AvgPool1d(2), nn.AvgPool3d(2), nn.LPPool1d(2, 2),
+    nn.LPPool2d(2, 2), nn.AdaptiveMaxPool1d(2), nn.AdaptiveAvgPool1d(1), nn.AdaptiveAvgPool2d((1, None)),
+    nn.FractionalMaxPool2d(2, output_size=2), nn.FractionalMaxPool3d(2, output_size=2),
+    nn.Unfold((3, 1)), nn.Fold((4, 4), 2), nn.Upsample(scale_factor=2), nn.UpsamplingBilinear2d(scale_factor=2),
+    nn.ZeroPad2d((0, 0, 1, -1)), nn.CircularPad2d((0, 0, 1, 0)), nn.ReflectionPad2d((0, 0, 1, 0)),
+    nn.ReplicationPad2d((0, 0, 2, 0)), nn.ConstantPad3d((0, 0, 0, 0, 1, 0), 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", MIX_TOKENS, ids=repr)
+def test_layers_that_mix_tokens_are_named(layer: nn.Module) -> None:
+    name = type(layer).__name__
+    for slices in (4, [3, 1], "auto"):
+        found = problem(nn.Sequential(layer), slices)
+        assert found is not None
+        assert f"1.0 ({name})" in found and "set terapipe.slices to 1" in found and "slice_safe = True" in found
+    assert problem(layer, slices=1) is None, "a whole sequence in one slice"
+    assert problem(layer, slices=[7]) is None
+
+
+TOKEN_LOCAL = [
+    nn.Linear(4, 4), nn.LayerNorm(4), nn.RMSNorm(4), nn.Embedding(4, 4), nn.Dropout(), nn.Softmax(-1), nn.PReLU(),
+    nn.Bilinear(4, 4, 4), nn.Conv1d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.ConvTranspose1d(4, 4, 1), nn.LazyConv1d(4, 1),
+    nn.Conv1d(4, 4, 1, groups=4), nn.Unfold(1), nn.Unfold((1, 1)), nn.ZeroPad1d((1, 2)), nn.ConstantPad2d(0, 0.0),
+    nn.Flatten(-2), nn.PixelShuffle(2), nn.ChannelShuffle(2), nn.LocalResponseNorm(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", TOKEN_LOCAL, ids=repr)
+def test_token_local_layers_are_no_problem(layer: nn.Module) -> None:
+    assert problem(layer) is None
+
+
+class CausalConvolution(nn.Module):
+    """It would hand the last tokens of a slice on to the next one."""
+
+    slice_safe = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Conv1d(4, 4, 3))
+
+
+def test_a_class_may_say_that_it_is_slice_safe() -> None:
+    assert problem(CausalConvolution()) is None, "what it is made of as well"
+    assert problem(nn.Sequential(nn.Linear(4, 4), CausalConvolution())) is None
+    beside = str(problem(nn.Sequential(CausalConvolution(), nn.GRU(4, 4))))
+    assert "1.1 (GRU)" in beside and "Conv1d" not in beside
+
+    class Unsafe(CausalConvolution):
+        slice_safe = False
+
+    assert "1.inner.0 (Conv1d)" in str(problem(Unsafe()))
+
+    class SafeGroupNorm(nn.GroupNorm):
+        slice_safe = True
+
+    assert problem(SafeGroupNorm(2, 4)) is None and problem(nn.GroupNorm(2, 4)) is not None
+
+
+def test_a_layer_that_two_share_is_safe_in_one_of_them_only() -> None:
+    safe = CausalConvolution()
+    assert "1.1.0 (Conv1d)" in str(problem(nn.Sequential(safe, safe.inner)))
+
+
+def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
+    assert "deepspeed.moe" in str(problem(CausalConvolution(), has_moe_layers=True))
+    layer = CausalConvolution()
+    layer.compile()
+    assert "torch.compile" in str(problem(layer))
+
+
+def test_only_a_few_are_named() -> None:
+    found = problem(nn.Sequential(*[nn.GRU(4, 4) for _ in range(9)]))
+    assert found is not None
+    assert found.count("(GRU)") == 4 and "and more" in found
+
+
+def test_experts_are_refused_whatever_the_slices() -> None:
+    for slices in (1, 4):
+        assert "deepspeed.moe" in str(problem(nn.Linear(4, 4), slices, has_moe_layers=True))
+
+
+def compiled_in_place() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.compile()
+    return layer
+
+
+def compiled_forward() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+    return layer
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda: torch.compile(nn.Linear(4, 4)), compiled_in_place, compiled_forward],
+    ids=["wrapped", "in place", "forward"],
+)  # fmt: skip
+def test_compiled_layers_are_refused_where_sequences_are_cut(compiled: Callable[[], nn.Module]) -> None:
+    """Nothing is compiled here: that happens at the first call."""
+    found = problem(nn.Sequential(compiled()))
+    assert found is not None and "torch.compile" in found and "set terapipe.slices to 1" in found
+    assert "(1.0)" in found  # its name
+    assert problem(compiled(), slices=1) is None
+
+
+def test_compiled_functions_among_the_layers_are_refused() -> None:
+    def told(function: Any) -> str | None:
+        module = nn.Sequential(nn.Linear(4, 4))
+        module.forward_funcs = [module[0], function]  # type: ignore[assignment]
+        config = TeraPipeConfig(enabled=True, slices=4)
+        return problem_of_layers(SimpleNamespace(module=module, terapipe_config=config, has_moe_layers=False))
+
+    assert "torch.compile" in str(told(torch.compile(lambda x: 2 * x)))
+    assert told(lambda x: 2 * x) is None
+    assert told(torch.compiler.disable(lambda x: 2 * x)) is None
+
+
+def test_compile_of_the_engine_is_refused_where_sequences_are_cut() -> None:
+    with pytest.raises(TeraPipeConfigError, match=r"engine.compile\(\) layers are compiled by torch.compile"):
+        check_compile_call(TeraPipeConfig(enabled=True, slices="auto"))
+    check_compile_call(TeraPipeConfig(enabled=True, slices=1))
+
+
+class TestMultiples:
+    def test_a_module_says_what_it_needs(self) -> None:
+        module = nn.Linear(1, 1)
+        assert slice_length_multiple(module) == 1 == slice_length_multiple(None)
+        module.slice_length_multiple = 4  # type: ignore[assignment]
+        assert slice_length_multiple(module) == 4
+
+    @pytest.mark.parametrize("value", [0, -2, 1.0, "2", None, True])
+    def test_anything_but_a_positive_integer_is_refused(self, value: Any) -> None:
+        with pytest.raises(TeraPipeConfigError, match=r"slice_length_multiple = .* of SimpleNamespace: give an int"):
+            slice_length_multiple(SimpleNamespace(slice_length_multiple=value))
+
+    @pytest.mark.parametrize(
+        ("slices", "granularity_tokens", "multiple", "expected"),
+        [(4, 64, 2, 64), (4, 64, 3, 192), ("auto", 6, 4, 12), (4, 1, 8, 8), (4, 64, 1, 64), ([9, 3], 2, 3, 2)],
+    )
+    def test_the_granularity_is_raised_to_what_both_divide(
+        self, slices: Any, granularity_tokens: int, multiple: int, expected: int
+    ) -> None:
+        config = TeraPipeConfig(enabled=True, slices=slices, granularity_tokens=granularity_tokens)
+        raised = with_multiple(config, multiple, rank=0)
+        assert raised.granularity_tokens == expected
+        assert raised.model_copy(update={"granularity_tokens": granularity_tokens}) == config
+
+    def test_rank_0_says_so(self, caplog: pytest.LogCaptureFixture) -> None:
+        config = TeraPipeConfig(enabled=True, slices=4, granularity_tokens=64)
+        with caplog.at_level("INFO", logger="terapipe_ds"):
+            with_multiple(config, 2, rank=0)
+            with_multiple(config, 3, rank=1)
+            assert not caplog.records
+            with_multiple(config, 3, rank=0)
+            with_multiple(TeraPipeConfig(enabled=True, slices=4), 3, rank=0)
+            with_multiple(TeraPipeConfig(enabled=True, slices=1), 3, rank=0)  # nothing is cut
+        one, other = caplog.messages
+        assert "granularity_tokens is raised from 64 to 192: slices must be multiples of 3" in one
+        assert "is raised from 64 to 192, of fewer where sequences are short: slices must be multiples of 3" in other
+
+    def test_lengths_that_are_no_multiples_are_named(self) -> None:
+        assert problem_of_lengths("slices", [8, 4, 12], 4) is None
+        found = problem_of_lengths("slices", [8, 6, 6, 4], 4)
+        assert found is not None and found.startswith("slices = [8, 6, 6, 4]: slices of 6 tokens are no multiples of 4")
+        assert "switch sequence parallelism off" in found
+
+    def test_only_listed_slices_can_be_wrong(self) -> None:
+        def problem_of(slices: Any) -> str | None:
+            return problem_of_given_slices(TeraPipeConfig(enabled=True, slices=slices), 2)
+
+        assert problem_of([2, 4]) is problem_of(3) is problem_of("auto") is None
+        assert "terapipe.slices = [2, 3]: slices of 3 tokens" in (problem_of([2, 3]) or "")

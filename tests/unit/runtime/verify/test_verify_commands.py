@@ -1,0 +1,133 @@
+"""`terapipe verify`, and `terapipe_ds.run --verify` around an unmodified script."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.cli import main
+from terapipe_ds.commands.verify import _plan
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.run import take_verify
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+SCRIPT = """
+import os, sys
+import deepspeed, torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from tests.distributed import faulty_layers
+from terapipe_ds.models import gpt
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+layers = gpt.gpt_layers(gpt.GPTConfig(vocab_size=19, hidden_size=16, num_layers=1, num_heads=2))
+layers.insert(2, LayerSpec(faulty_layers.RunningSum))
+model = PipelineModule(layers, num_stages=1, loss_fn=gpt.gpt_loss)
+config = {"train_micro_batch_size_per_gpu": 1, "terapipe": {"enabled": True, "slices": 2, "granularity_tokens": 1},
+          "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+tokens = torch.randint(19, (1, 13))
+engine.train_batch(iter([(tokens[:, :-1], tokens[:, 1:])]))
+print("trained")
+"""
+
+
+def test_the_script_ends_at_its_first_batch_with_the_report(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        rendezvous["MASTER_PORT"] = str(free.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "terapipe_ds.run", "--local_rank=0", "--verify", str(script)],
+        cwd=ROOT,
+        env={**ENVIRONMENT, **rendezvous},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr[-4000:]
+    heading = "verify: 2 slices (6 + 6) of a sequence of 12 tokens do not give what the whole sequence gives:"
+    assert heading in done.stdout
+    assert "layer 2 (RunningSum): output of tokens 6.. differs by" in done.stdout
+    assert "slices after the first differ" in done.stdout
+    assert "trained" not in done.stdout and "Traceback" not in done.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    model, ds_config = tmp_path / "model.json", tmp_path / "ds.json"
+    model.write_text(
+        json.dumps({"vocab_size": 31, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_sequence_length": 32})
+    )
+    section = {"enabled": True, "slices": "auto", "granularity_tokens": 8}
+    ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "terapipe": section}))
+    done = subprocess.run(
+        [sys.executable, "-m", "terapipe_ds", "verify", "--config", str(ds_config), "--model", str(model)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    expected = r"verify: 5 layers and the loss agree on 4 slices of a sequence of 32 tokens with the whole, [\d.]+ s\n"
+    assert re.fullmatch(expected, done.stdout)
+
+
+def test_slices_that_do_not_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ds_config = tmp_path / "ds.json"
+    ds_config.write_text("{}")
+    arguments = ["verify", "--config", str(ds_config), "--model", "tiny", "--sequence-length", "8"]
+    assert main([*arguments, "--slices", "4", "5"]) == 2
+    assert "--slices add up to 9 tokens, the sequence has 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "length", "lengths"),
+    [
+        ({}, 32, (8,) * 4),
+        ({}, 100, (32, 32, 32, 4)),
+        ({}, 3, (1, 1, 1)),
+        ({}, 1024, (256,) * 4),
+        ({}, 1, (1,)),
+        ({"granularity_tokens": 64}, 100, (64, 36)),
+        ({"granularity_tokens": 8}, 24, (8, 8, 8)),
+        ({"slices": 2}, 32, (16, 16)),
+    ],
+)
+def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: tuple[int, ...]) -> None:
+    assert _plan(TeraPipeConfig(**section), length, None) == SlicePlan(lengths)
+
+
+def test_a_granularity_that_somebody_set_is_kept() -> None:
+    with pytest.raises(TeraPipeConfigError, match="granularity_tokens = 64: larger than a sequence of 32 tokens"):
+        _plan(TeraPipeConfig(granularity_tokens=64), 32, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--verify", "train.py", "-x"], (True, ["train.py", "-x"])),
+        (["--local_rank=1", "--verify", "train.py"], (True, ["--local_rank=1", "train.py"])),
+        (["--local_rank", "1", "--verify", "train.py"], (True, ["--local_rank", "1", "train.py"])),
+        (["train.py", "--verify"], (False, ["train.py", "--verify"])),
+        (["--local_rank=1", "train.py", "--verify"], (False, ["--local_rank=1", "train.py", "--verify"])),
+        ([], (False, [])),
+    ],
+)
+def test_verify_stands_before_the_script(given: list[str], expected: tuple[bool, list[str]]) -> None:
+    assert take_verify(given) == expected

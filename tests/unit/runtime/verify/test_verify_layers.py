@@ -1,0 +1,335 @@
+"""Every fault is found and told; healthy models pass; nothing is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice
+from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.models import gpt
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.verify.layer import Activations, NamedLayer
+from terapipe_ds.runtime.verify.loss import LossCheck, weights_of
+from terapipe_ds.runtime.verify.report import Finding, Findings
+from terapipe_ds.runtime.verify.stage import StageCheck
+from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
+from tests.distributed import faulty_layers
+from tests.distributed.faulty_layers import LAYERS, WIDTH
+from tests.distributed.mutations import MUTATIONS
+
+PLAN = SlicePlan((8, 5, 7))
+GPT3 = {"positions": "learned", "bias": True, "gated_mlp": False}
+LENGTH, VOCAB = PLAN.sequence_length, 19
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Tokens, and labels of which the first ten do not count."""
+    text = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    labels = text[:, 1:].clone()
+    labels[0, :10] = -100
+    return text[:, :-1].contiguous(), labels
+
+
+def verify(
+    layers: Sequence[Any],
+    tensors: tuple[Tensor, ...] | None = None,
+    loss_fn: Any = None,
+    labels: Tensor | None = None,
+    reduction: str = "mean_valid",
+    checkpoint: Callable[..., Any] | None = None,
+    autocast: Callable[[], Any] = nullcontext,
+    with_layers: bool = True,
+) -> Findings:
+    module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
+    if tensors is None:
+        hidden = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        dtype = next(iter(module.parameters()), hidden).dtype
+        tensors = (hidden.to(dtype).requires_grad_(),)
+    layouts = tuple(TokenDim(1) if t.dim() > 1 and t.size(1) == LENGTH else Same() for t in tensors)
+    tokens = SliceableTensors.of_labels(data()[1] if labels is None else labels, 1)
+    config = TeraPipeConfig(enabled=True, loss_reduction=reduction)  # type: ignore[arg-type]
+    slicing = Slicing(PLAN, weights_of(tokens, PLAN, config, loss_fn))
+    check = StageCheck(module, slicing, Findings(with_layers), autocast)
+    with untouched(module, with_gradients=False):
+        named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
+        outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
+        if loss_fn is not None and outputs is not None:
+            check.check_loss(LossCheck(loss_fn, tokens, outputs, slicing, config), len(layers))
+    return check.found
+
+
+def verify_gpt(dtype: str = "float64", loss_fn: Any = gpt.gpt_loss, **changes: Any) -> Findings:
+    names = ("labels", "reduction", "checkpoint", "autocast", "with_layers")
+    options = {name: changes.pop(name) for name in names if name in changes}
+    fields = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "init_std": 0.3, "dtype": dtype}
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "max_sequence_length": 64}
+    config = gpt.GPTConfig(**{**fields, **sizes, **changes})  # type: ignore[arg-type]
+    layers = [spec.build() for spec in gpt.gpt_layers(config)]
+    return verify(layers, (data()[0],), loss_fn, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", LAYERS, ids=lambda f: f.__name__)
+def test_a_fault_is_found_and_told(fault: type[nn.Module], dtype: torch.dtype) -> None:
+    what, shows = LAYERS[fault]
+    found = verify([faulty_layers.Base(0).to(dtype), fault().to(dtype), faulty_layers.Base(1).to(dtype)])
+    if fault is faulty_layers.BalancedExperts and dtype is torch.bfloat16:
+        assert found.findings == []  # a hundredth of the gradient, which bf16 rounds away
+        return
+    text = str(found.findings[0])
+    assert text.startswith(f"layer 1 ({fault.__name__}): {what}") and shows in text, text
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("init_std", [0.02, 0.3])
+@pytest.mark.parametrize("changes", [{}, GPT3], ids=["llama", "gpt3"])
+def test_healthy_models_pass(dtype: str, init_std: float, changes: dict[str, Any]) -> None:
+    found = verify_gpt(dtype, init_std=init_std, **changes)
+    assert (found.findings, found.notes) == ([], [])
+    assert (found.num_layers, found.num_losses) == (6 if changes else 5, 1)
+
+
+def test_autocast_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    assert verify_gpt("float32", autocast=autocast).findings == []
+    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
+    assert str(verify_gpt("float32", autocast=autocast).findings[0]).startswith("layer 1 (DecoderLayer): ")
+
+
+def test_learned_positions_from_the_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
+    found = verify_gpt("float32", **GPT3)
+    assert str(found.findings[0]).startswith("layer 1 (PositionEmbedding): output of tokens 8.. differs by ")
+    assert len(found.findings) == 1  # the others get the inputs of the whole run
+
+
+def _checkpoint(function: Any, *inputs: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+
+
+def test_a_fault_of_the_second_forward_under_checkpointing() -> None:
+    layer = faulty_layers.RecomputeAppends().double()
+    assert verify([layer]).findings == []
+    [finding] = verify([layer], checkpoint=_checkpoint).findings
+    assert finding.problem.startswith(("input gradient", "gradient of"))
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_doubled_gradients_of_keys_and_values(factor: float) -> None:
+    layer = faulty_layers.WrongOwnBackward().double()
+    layer.factor = factor
+    [finding] = verify([layer]).findings
+    assert finding.problem.startswith("input gradient of tokens 0..")
+
+
+@pytest.mark.parametrize("checkpoint", [None, _checkpoint, checkpoint_with_gradients(_checkpoint)])
+def test_healthy_with_checkpointing_and_dropout(checkpoint: Any) -> None:
+    found = verify_gpt("float32", dropout=0.3, checkpoint=checkpoint)
+    assert (found.findings, found.notes, found.without_dropout) == ([], [], 3)
+
+
+class AlwaysNoisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+class TooLarge(faulty_layers.Base):
+    """Fits without its graph only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise torch.OutOfMemoryError
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "note"),
+    [(AlwaysNoisy(), "draws random numbers in evaluation mode as well"), (TooLarge(1), "there is not enough memory")],
+)
+def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Module, note: str) -> None:
+    found = verify([faulty_layers.Base(0), layer, faulty_layers.Bidirectional()])
+    assert len(found.notes) == 1 and note in found.notes[0]
+    assert found.notes[0].startswith(f"layer 1 ({type(layer).__name__}): not checked: ")
+    assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
+
+
+class HoldsNan(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float("nan")
+
+
+def test_numbers_that_are_none_are_not_comparable() -> None:
+    [finding] = verify([HoldsNan()]).findings
+    assert "is not comparable (another shape, or not finite)" in finding.problem
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_what_the_guard_refuses_is_refused_still() -> None:
+    layer = faulty_layers.Base()
+    layer.attend = _plain  # type: ignore[method-assign]
+    [finding] = verify([faulty_layers.Base(0), layer, faulty_layers.Base(2)]).findings
+    assert str(finding).startswith("layer 1 (Base): raised PlainAttentionError: plain attention was called")
+    assert not finding.is_of_the_cut
+
+
+def test_two_layers_with_one_name_for_keys_and_values() -> None:
+    [finding] = verify([nn.Sequential(faulty_layers.Base(3), faulty_layers.Base(3))]).findings
+    assert "share the name 3" in str(finding) and finding.is_of_the_cut
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction", "labels", "says"),
+    [
+        (faulty_layers.shifting_loss, "mean", data()[0], "labels shifted in loss_fn"),
+        (faulty_layers.mean_loss, "mean_valid", data()[1], 'set terapipe.loss_reduction to "mean"'),
+        (gpt.gpt_loss, "mean", data()[1], 'set terapipe.loss_reduction to "mean_valid"'),
+        (gpt.gpt_loss, "sum", data()[1], 'set terapipe.loss_reduction to "mean_valid"'),
+        (faulty_layers.root_loss, "mean_valid", data()[1], "slice_weight(labels)"),
+        (faulty_layers.mean_loss, "mean", data()[1], ""),
+        (gpt.gpt_loss, "mean_valid", data()[1], ""),
+    ],
+)
+@pytest.mark.parametrize("with_layers", [True, False])
+def test_losses(loss_fn: Any, reduction: str, labels: Tensor, says: str, with_layers: bool) -> None:
+    found = verify_gpt("float64", loss_fn, labels=labels, reduction=reduction, with_layers=with_layers)
+    assert [f.layer for f in found.findings] == ["loss_fn"] * bool(says)
+    assert found.num_losses == (not says) and found.num_layers == 5 * with_layers
+    assert not says or says in found.findings[0].problem
+
+
+def look(tensors: tuple[Tensor, ...], loss_fn: Any, with_layers: bool = True) -> Findings:
+    """Verify the loss alone, of such outputs; it is a mean over tokens."""
+    return verify([lambda x: x], tensors, loss_fn, reduction="mean", with_layers=with_layers)
+
+
+def numbers(dtype: torch.dtype = torch.float32) -> Tensor:
+    """[2, LENGTH, VOCAB] around zero."""
+    x = torch.randn(2, LENGTH, VOCAB, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return (x - x.mean()).to(dtype)
+
+
+def test_a_loss_runs_while_its_slice_is_active() -> None:
+    seen: list[tuple[int, int, str]] = []
+
+    def see(_: Any) -> Any:
+        active = active_slice()
+        assert active is not None
+        seen.append((active.start, active.stop, active.mode))
+        return active.num_tokens if active.mode == "train" else None
+
+    def by_length(outputs: Tensor, labels: Tensor) -> Tensor:
+        outputs.register_hook(see)
+        return outputs.square().sum() / see(outputs)
+
+    found = look((numbers(),), by_length)
+    assert (found.findings, found.num_losses) == ([], 1)
+    forwards = [(*PLAN.span(i), "train") for i in range(PLAN.num_slices)]
+    backwards = [(*PLAN.span(i), "recompute") for i in reversed(range(PLAN.num_slices))]
+    assert seen == [(0, LENGTH, "train"), (0, LENGTH, "recompute"), *forwards, *backwards]
+
+
+def test_no_memory_for_the_loss_is_told() -> None:
+    def too_large(outputs: Any, labels: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    found = look((numbers(),), too_large)
+    assert (found.findings, found.num_losses) == ([], 0)
+    assert found.notes == ["the loss was not compared: there is not enough memory beside what training needs"]
+
+
+@pytest.mark.parametrize(("size", "differs"), [(1e-2, True), (1e-5, False)])
+def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: float, differs: bool) -> None:
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.mean() + (size if outputs.shape[1] == LENGTH else size + 4e-5)
+
+    assert bool(look((numbers(),), loss_fn).findings) == differs
+
+
+class Counting(nn.Module):
+    """Hands on how many tokens came, beside the outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.tensor(float(x.shape[1]))
+
+
+def test_without_a_check_of_layers_a_number_that_does_not_add_up_is_told() -> None:
+    def loss_fn(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return outputs[0].square().mean() + outputs[1]
+
+    found = verify([Counting()], (numbers(),), loss_fn, reduction="mean", with_layers=False)
+    assert (found.findings, found.num_losses) == ([], 0)
+    assert found.notes == ["the loss was not compared: an output without tokens does not add up over slices"]
+    assert verify([Counting()], (numbers(),), loss_fn, reduction="mean").findings
+
+
+def test_a_loss_that_is_not_finite_waits() -> None:
+    found = look((numbers(),), lambda out, labels: out.sum() * float("inf"))
+    assert (found.findings, found.num_losses, found.loss_waits) == ([], 0, True)
+    assert all(Findings.of_all([found, other], 1).loss_waits for other in (found, Findings()))
+    assert not Findings.of_all([found, Findings(num_losses=1)], 1).loss_waits
+
+
+def test_the_findings_of_all_ranks() -> None:
+    first, last = Finding(1, "layer 1 (A)", "differs"), Finding(7, "loss_fn", "differs")
+    peers = [Findings(num_layers=2, findings=[last]), Findings(num_layers=3, findings=[first, last], notes=["n"])]
+    joined = Findings.of_all([*peers, *peers], copies=2)
+    assert (joined.num_layers, joined.findings, joined.notes) == (5, [first, last], ["n"])
+
+
+@pytest.mark.parametrize("mutation", ["missing_position_offset", "dropped_kv_gradient"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_mutations_of_layers_are_caught(mutation: str, dtype: str) -> None:
+    with MUTATIONS[mutation]():
+        found = verify_gpt(dtype)
+    assert str(found.findings[0]).startswith("layer 1 (DecoderLayer): ")
+
+
+def _stale_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of the prefix are those of another batch."""
+    keys_values = SliceEntry.keys_values
+    monkeypatch.setattr(
+        SliceEntry,
+        "keys_values",
+        lambda self, start, stop: tuple(
+            torch.cat([0.5 * t[:, :, : stop // 2], t[:, :, stop // 2 :]], 2) for t in keys_values(self, start, stop)
+        ),
+    )
+
+
+def _span_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention leaves the oldest token out."""
+    keys_values = SliceEntry.keys_values
+    monkeypatch.setattr(
+        SliceEntry,
+        "keys_values",
+        lambda self, start, stop: tuple(
+            torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for t in keys_values(self, start, stop)
+        ),
+    )
+
+
+def _doubled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """dK and dV of a slice are handed back twice as large."""
+    end_backward = SliceStore.end_backward
+    monkeypatch.setattr(SliceStore, "end_backward", lambda self, *span: tuple(2 * g for g in end_backward(self, *span)))
+
+
+@pytest.mark.parametrize("fault", [_stale_prefix, _span_off_by_one, _doubled_gradient])
+def test_faults_of_the_slice_store_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    found = verify_gpt("float32")
+    assert [f.layer_id for f in found.findings] == [1, 2]  # both decoder layers, and no other

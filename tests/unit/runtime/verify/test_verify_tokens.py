@@ -1,0 +1,118 @@
+"""Where the tokens of a tensor are, found from the shapes of the whole and of its slices; what counts as equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.verify import compare
+from terapipe_ds.runtime.verify.compare import Tolerance, compare_parameters, compare_tokens, compare_values
+from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorRanks, TokenDim
+
+PLAN = SlicePlan((4, 2, 6))
+SLICING = Slicing(PLAN, (0.5, 0.25, 0.25))
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {  # of [B, T, H], what a layer may make of it
+    "batch first": lambda x: x,
+    "tokens first": lambda x: x.transpose(0, 1),
+    "tokens last": lambda x: x.transpose(1, 2),
+    "flat, rows first": lambda x: x.flatten(0, 1),
+    "flat, tokens first": lambda x: x.transpose(0, 1).flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tokens_are_found(form: str) -> None:
+    x = torch.arange(3.0 * 12 * 5).view(3, 12, 5)
+    whole, parts = FORMS[form](x), [FORMS[form](x[:, slice(*PLAN.span(i))]) for i in range(3)]
+    fitting = []
+    for layout in SLICING.layouts_of(whole, parts):
+        if all(torch.equal(SLICING.cut(layout, whole, i), part) for i, part in enumerate(parts)):
+            fitting.append(layout)
+            joined = SLICING.joined(layout, parts)
+            assert joined.shape[0] == 12
+            assert torch.equal(joined, SLICING.whole().joined(layout, [whole]))
+            assert torch.equal(layout.tokens_back(joined), whole)
+    assert len(fitting) == 1
+
+
+class RankOfTwo(TensorRanks):
+    """Hears from the other rank what it would tell."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        whole = torch.arange(12.0 * 3).view(12, 3)
+        return whole if tensor.shape[0] == 6 else torch.cat([tensor, tensor])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_that_two_ranks_share(rank: int) -> None:
+    x, slicing = torch.arange(12.0 * 3).view(12, 3), Slicing(PLAN, SLICING.weights, RankOfTwo(2, rank))
+    parts = [x[slice(*PLAN.span(i))].chunk(2)[rank] for i in range(3)]
+    shard = x.chunk(2)[rank]
+    assert slicing.layouts_of(shard, parts) == [TokenDim(0, shared_by=2)]
+    for i in range(3):
+        assert torch.equal(slicing.cut(TokenDim(0, shared_by=2), shard, i), parts[i])
+
+
+def test_a_size_that_happens_to_be_the_length_is_no_token_dimension() -> None:
+    whole = torch.zeros(12, 12)
+    assert SLICING.layouts_of(whole, [whole[:, :n] for n in PLAN.lengths]) == [TokenDim(1)]
+    assert SLICING.layouts_of(whole, [whole] * 3) == SLICING.layouts_of(torch.zeros(()), [torch.zeros(())] * 3) == []
+
+
+def test_values_without_tokens() -> None:
+    parts = [torch.tensor(2.0), torch.tensor(4.0), torch.tensor(6.0)]
+    per_slice, gradient = PerSlice(tuple(parts)), torch.tensor(8.0)
+    assert float(SLICING.joined(per_slice, parts)) == 3.5
+    assert float(SLICING.joined_gradients(per_slice, parts)) == 12.0
+    assert float(SLICING.share_of_gradient(per_slice, gradient, 1)) == 2.0
+    assert sum(float(SLICING.share_of_gradient(Same(), gradient, i)) for i in range(3)) == pytest.approx(8.0)
+    assert float(SLICING.cut(per_slice, torch.tensor(3.5), 2)) == 6.0
+    assert float(SLICING.whole().cut(per_slice, torch.tensor(3.5), 0)) == 3.5
+
+
+def test_one_wrong_token_does_not_drown() -> None:
+    b = torch.ones(10_000, 4)
+    a = b.clone()
+    a[777] += 0.01
+    assert compare_values("output", a, b, Tolerance(2e-4, 0.1)) is None  # over all tokens it would pass
+    found = compare_tokens("output", a, b, Tolerance(2e-4, 0.1))
+    assert found is not None and found.tokens is not None and found.tokens.nonzero().flatten().tolist() == [777]
+
+
+def test_not_finite() -> None:
+    b = torch.tensor([[1.0], [float("-inf")]])
+    every = Tolerance(1.0, 1.0)
+    assert compare_tokens("output", b, b, every) is compare_values("output", b, b, every) is None
+    for a in (torch.ones(2, 1), torch.full((2, 1), math.nan)):
+        found = compare_tokens("output", a, b, every)
+        assert found is not None and "not comparable" in str(found)
+        assert "not comparable" in str(compare_values("output", b, a, every))
+
+
+class LargestFp64(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dtype == torch.float64:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("shape", [(70, 90), (6300,)])
+def test_large_gradients_are_compared_in_pieces(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_NUMBERS", 1000)
+    a, b = torch.randn(shape), torch.randn(shape)
+    with LargestFp64() as saw:
+        found = compare_parameters({"w": a}, {"w": b}, Tolerance(1e-3, 0.1))
+    assert found is not None and saw.numbers <= (1000 if len(shape) > 1 else 6300)
+    apart = a.double() - b.double()
+    assert found.largest == float(apart.abs().max())
+    assert found.relative == pytest.approx(float(apart.norm() / b.double().norm()), rel=1e-12)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from studies.parametric_costs import ParametricCostError, ParametricCosts, StepTotal
+from terapipe_ds.plan import SlicePlan
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "terapipe_published.json"
+STAGES, MICRO_BATCHES, LENGTH = 96, 2, 2048  # setting 9
+# Attention without a fused kernel on a V100, forward and backward: 24 heads of 128 per rank, 4 FLOPs each at 55 % of
+# 125 TFLOP/s and 16 bytes at 75 % of 900 GB/s.
+PAIR_S = 3 * 24 * (4 * 128 / (0.55 * 125e12) + 16 / (0.75 * 900e9))
+PUBLISHED_PLAN = SlicePlan([120] * 4 + [112] * 6 + [104] * 8 + [64])
+
+
+def figure_6b() -> tuple[list[StepTotal], float]:
+    """The uniform points of figure 6b, and the step time of the published plan."""
+    rows = [row for row in json.loads(GOLDEN.read_text())["ablation_uniform_vs_dp"] if row["fig"] == "6b"]
+    latencies = {row["slices_per_sequence"]: row["latency_s"] for row in rows}
+    best = latencies.pop("DP")
+    points = [StepTotal(SlicePlan.equal(LENGTH, s), STAGES, MICRO_BATCHES, t) for s, t in latencies.items()]
+    return points, best
+
+
+def cut_under(table: np.ndarray, threshold: float, granularity: int) -> SlicePlan | None:
+    """The least sum among plans whose slices all take at most ``threshold``: the plain O(n^2) program of the paper.
+    ``table[n, p]``: seconds of n + 1 granules after p."""
+    count = len(table)
+    least, last = np.full(count + 1, np.inf), np.zeros(count + 1, int)
+    least[0] = 0.0
+    for stop in range(1, count + 1):
+        lengths = np.arange(1, stop + 1)
+        seconds = table[lengths - 1, stop - lengths]
+        sums = np.where(seconds <= threshold, least[stop - lengths] + seconds, np.inf)
+        last[stop] = lengths[sums.argmin()]
+        least[stop] = sums.min()
+    if not np.isfinite(least[-1]):
+        return None
+    cut, stop = [], count
+    while stop:
+        cut.append(int(last[stop]) * granularity)
+        stop -= int(last[stop])
+    return SlicePlan(cut[::-1])
+
+
+def test_figure_6b_from_its_uniform_points_alone() -> None:
+    points, published_s = figure_6b()
+    assert [t.plan.num_slices for t in points] == [1, 4, 8, 16, 32, 64, 128]
+    costs = ParametricCosts.fit(points, per_pair_s=PAIR_S)
+    assert max(map(abs, costs.errors(points))) < 0.04
+    predicted_s = costs.total_s(PUBLISHED_PLAN, STAGES, MICRO_BATCHES)
+    assert published_s == 1.481
+    assert predicted_s == pytest.approx(published_s, rel=0.05)
+    assert predicted_s == pytest.approx(published_s, rel=0.04)  # what it reaches
+    assert costs.per_pair_s == PAIR_S
+
+    granules = np.arange(1, LENGTH // 8 + 1) * 8
+    table = costs.both_s(granules[:, None], granules[None, :] - 8)
+    thresholds = np.linspace(costs.floor_s, 0.02, 60)
+    plans = [plan for t in thresholds if (plan := cut_under(table, float(t), 8)) is not None]
+    ours_s = min(costs.total_s(plan, STAGES, MICRO_BATCHES) for plan in plans)
+    assert ours_s <= predicted_s
+    assert ours_s < min(costs.total_s(t.plan, STAGES, MICRO_BATCHES) for t in points)
+
+
+@pytest.mark.parametrize("left_out", range(7))
+def test_figure_6b_with_a_point_left_out(left_out: int) -> None:
+    """The prediction does not hang on one of the seven points."""
+    points, published_s = figure_6b()
+    missing = points.pop(left_out)
+    costs = ParametricCosts.fit(points, per_pair_s=PAIR_S)
+    assert costs.total_s(PUBLISHED_PLAN, STAGES, MICRO_BATCHES) == pytest.approx(published_s, rel=0.05)
+    assert abs(costs.errors([missing])[0]) < 0.08
+
+
+def test_totals_by_hand() -> None:
+    """No floor: work = 1 + 2 i + 3 i (i + j) + 4 j. Slices of 2 and 1 tokens: 17 and 1 + 2 + 9 + 8 = 20."""
+    costs = ParametricCosts(0.0, 1.0, 2.0, 3.0, 4.0, backward_ratio=3.0)
+    assert costs.both_s(2, 0) == pytest.approx(17) and costs.both_s(1, 2) == pytest.approx(20)
+    assert costs.forward_s(1, 2) == pytest.approx(5) and costs.backward_s(1, 2) == pytest.approx(15)
+    assert costs.total_s(SlicePlan([2, 1]), 4, 5) == pytest.approx(5 * 37 + 3 * 20)
+    assert costs.errors([StepTotal(SlicePlan([2, 1]), 4, 5, 245 / 1.1)]) == pytest.approx([0.1])
+
+
+def test_the_floor_hides_small_work() -> None:
+    costs = ParametricCosts(1.0, per_token_s=0.01)
+    assert costs.both_s(1, 0) == pytest.approx(1.0, rel=1e-6)
+    assert costs.both_s(100, 0) == pytest.approx(2**0.25)
+    assert costs.both_s(10_000, 0) == pytest.approx(100.0, rel=1e-6)
+
+
+def test_arrays_and_numbers_agree() -> None:
+    costs = ParametricCosts(1e-3, 1e-4, 1e-5, 1e-9, 1e-7)
+    i, j = np.arange(1, 9)[:, None], np.arange(0, 40, 8)
+    for name in ("forward_s", "backward_s", "both_s"):
+        table = getattr(costs, name)(i, j)
+        one_by_one = [[getattr(costs, name)(int(a), int(b)) for b in j] for a in i[:, 0]]
+        np.testing.assert_allclose(table, one_by_one, rtol=1e-14)
+    assert type(costs.forward_s(3, 5)) is float and costs.vectorized is True
+
+
+@settings(max_examples=6)
+@given(
+    st.floats(5e-4, 1e-2), st.floats(0, 5e-3), st.floats(1e-6, 1e-4), st.floats(0, 5e-9), st.floats(0, 5e-6),
+    st.floats(1.2, 12),
+)  # fmt: skip
+def test_totals_made_by_the_form_are_met(
+    floor: float, c0: float, c1: float, c2: float, c3: float, sharpness: float
+) -> None:
+    """Ten totals of known costs: the fit meets them, and predicts a plan that it has not seen."""
+    true = ParametricCosts(floor, c0, c1, c2, c3, sharpness)
+    plans = [SlicePlan.equal(2048, 2**n) for n in range(8)] + [SlicePlan([1024, 512, 512]), SlicePlan([64] * 16)]
+    totals = [StepTotal(plan, 24, 3, true.total_s(plan, 24, 3)) for plan in plans]
+    fitted = ParametricCosts.fit(totals, per_pair_s=c2)
+    assert max(map(abs, fitted.errors(totals))) < 0.01
+    unseen = SlicePlan([300, 250, 250, 200, 200, 200, 200, 150, 150, 148])
+    assert fitted.total_s(unseen, 24, 3) == pytest.approx(true.total_s(unseen, 24, 3), rel=0.02)
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ParametricCostError, match="0 totals.*give at least one total"):
+        ParametricCosts.fit([])
+    with pytest.raises(ParametricCostError, match="per_pair_s = -1.0"):
+        ParametricCosts.fit([StepTotal(SlicePlan([8]), 2, 1, 1.0)], per_pair_s=-1.0)
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ParametricCostError, match="give positive, finite seconds"):
+            StepTotal(SlicePlan([8]), 2, 1, wrong)
+    with pytest.raises(ParametricCostError, match="counts"):
+        StepTotal(SlicePlan([8]), 0, 1, 1.0)
+    one = ParametricCosts.fit([StepTotal(SlicePlan([8]), 2, 1, 1.0)])
+    assert one.total_s(SlicePlan([8]), 2, 1) == pytest.approx(1.0)

@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terapipe_ds.timeline import (
+    CriticalStep,
+    Timeline,
+    TimelineError,
+    TimelineEvent,
+    parse_file_name,
+    picture,
+    timeline_file_name,
+)
+from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+from terapipe_ds.timeline.picture import build_figure, draw_timelines
+from tests.unit.timeline.drawn_texts import overlaps, texts_of
+
+
+def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: int = 0) -> TimelineEvent:
+    kind = action.rstrip("0123456789.")
+    micro_batch_id, slice_id = map(int, action[len(kind) :].split(".")) if "." in action else (-1, -1)
+    return TimelineEvent(stage_id, action, micro_batch_id, slice_id, kind, start_s, end_s, chunk_id)
+
+
+def two_stages() -> Timeline:
+    """Stage 0 computes 4 of 6 seconds, stage 1 computes 3; what is no F, B or W does not count."""
+    return Timeline(
+        2,
+        (
+            event(0, "L0", 8.0, 10.0),
+            event(0, "F0.0", 10.0, 12.0),
+            event(1, "F0.0", 12.0, 13.0),
+            event(1, "B0.0", 13.0, 14.0),
+            event(0, "B0.0", 14.0, 16.0),
+            event(1, "W0.0", 14.0, 15.0),
+            event(0, "ST", 16.0, 20.0),
+        ),
+        name="seq1f1b",
+        peak_live_slices=(1, 1),
+    )
+
+
+def large(num_stages: int, num_units: int, slices: int = 4) -> Timeline:
+    events = []
+    for stage_id in range(num_stages):
+        for unit in range(num_units):
+            text = f"{unit // slices}.{unit % slices}"
+            start_s = 1e-3 * (stage_id + unit)
+            back_s = 1e-3 * (2 * num_stages + num_units - stage_id + 2 * unit)
+            events.append(event(stage_id, f"F{text}", start_s, start_s + 1e-3))
+            events.append(event(stage_id, f"B{text}", back_s, back_s + 2e-3))
+    return Timeline(num_stages, tuple(events))
+
+
+seconds = st.floats(0, 1e6, allow_nan=False)
+events = st.builds(
+    lambda stage_id, kind, m, s, start_s, length_s, chunk_id: TimelineEvent(
+        stage_id, f"{kind}{m}.{s}", m, s, kind, start_s, start_s + length_s, chunk_id
+    ),
+    st.integers(0, 3), st.sampled_from(["F", "B", "W", "SA", "ST"]), st.integers(-1, 20), st.integers(-1, 20),
+    seconds, seconds, st.integers(0, 2),
+)  # fmt: skip
+peaks = st.none() | st.lists(st.integers(0, 10**12), min_size=4, max_size=4)
+timelines = st.builds(Timeline, st.just(4), st.lists(events, max_size=12), st.text(max_size=8), peaks, peaks)
+
+
+def test_makespan_and_bubble_count_computation_only() -> None:
+    timeline = two_stages()
+    assert timeline.makespan_s == 6.0
+    assert timeline.busy_s() == (4.0, 3.0)
+    assert timeline.bubble_fraction == pytest.approx(5 / 12)
+    assert timeline.bubbles() == pytest.approx((1 / 3, 1 / 2))
+
+
+def test_overlapping_computations_are_busy_once() -> None:
+    timeline = Timeline(1, (event(0, "B0.0", 0, 4), event(0, "W0.1", 1, 3), event(0, "W0.0", 3, 5)))
+    assert timeline.busy_s() == (5.0,)
+    assert timeline.bubble_fraction == 0.0
+
+
+@pytest.mark.parametrize("events", [(), (event(0, "ST", 1, 2),), (event(0, "F0.0", 1, 1),)])
+def test_a_timeline_without_computation(events: tuple[TimelineEvent, ...]) -> None:
+    timeline = Timeline(3, events)
+    assert (timeline.makespan_s, timeline.bubble_fraction, timeline.bubbles()) == (0.0, 0.0, (0.0, 0.0, 0.0))
+
+
+@given(timelines)
+def test_the_bubble_is_a_share(timeline: Timeline) -> None:
+    assert 0.0 <= timeline.bubble_fraction <= 1.0
+    assert timeline.makespan_s >= max(timeline.busy_s()) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("start_s", "end_s"), [(1.0, 0.5), (math.nan, 1.0), (0.0, math.inf)])
+def test_impossible_times(start_s: float, end_s: float) -> None:
+    with pytest.raises(TimelineError, match=r"F0.0 on stage 0 runs from .* finite times"):
+        event(0, "F0.0", start_s, end_s)
+
+
+def test_impossible_timelines() -> None:
+    with pytest.raises(TimelineError, match="F0.0 is on stage 2 of 2 stages"):
+        Timeline(2, (event(2, "F0.0", 0, 1),))
+    with pytest.raises(TimelineError, match="num_stages is 0"):
+        Timeline(0, ())
+    with pytest.raises(TimelineError, match="peak_bytes has 1 entries for 2 stages"):
+        Timeline(2, (), peak_bytes=(1,))
+
+
+@given(timelines)
+def test_json_there_and_back(timeline: Timeline) -> None:
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def changed(key: str, value: Any) -> str:
+    return json.dumps(json.loads(two_stages().to_json()) | {key: value})
+
+
+def changed_event(**changes: Any) -> str:
+    data = json.loads(two_stages().to_json())
+    data["events"][1] |= changes
+    return json.dumps(data)
+
+
+def without(key: str) -> str:
+    data = json.loads(two_stages().to_json())
+    del data[key]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the text is no JSON"),
+        ("{}", "not a timeline"),
+        ("[" * 100_000, "the text is no JSON"),
+        (changed("format", "other"), "not a timeline"),
+        (changed("version", 2), "version = 2: Input should be 1; give a file"),
+        (changed("extra", 1), "extra = 1: Extra inputs are not permitted"),
+        (without("num_stages"), "num_stages is missing; give a file of"),
+        (changed("num_stages", 2.0), "num_stages = 2.0: Input should be a valid integer"),
+        (changed("num_stages", 1), "is on stage 1 of 1 stages"),
+        (changed("events", [3]), r"events\[0\] = 3: Input should be an object"),
+        (changed("peak_bytes", [1]), "peak_bytes has 1 entries"),
+        (changed_event(start_s="0"), r"events\[1\].start_s = '0': Input should be a valid number"),
+        (changed_event(start_s=1e9), "runs from 1000000000.0 s to 12.0 s"),
+        (changed_event(end_s=math.nan), "finite times"),
+        (changed_event(start_s=10**400), "finite times"),
+    ],
+)
+def test_other_json_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(TimelineError, match=reason):
+        Timeline.from_json(text)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from([*json.loads(two_stages().to_json()), "bytes_over_time", "critical_path"]), json_values)
+def test_any_value_in_any_field_raises_nothing_but_its_own_error(key: str, value: Any) -> None:
+    try:
+        timeline = Timeline.from_json(changed(key, value))
+    except TimelineError:
+        return
+    assert timeline.num_stages >= 1
+
+
+def test_chrome_trace() -> None:
+    rows = json.loads(to_chrome_trace(two_stages()))["traceEvents"]
+    names = [row["args"]["name"] for row in rows if row["ph"] == "M"]
+    assert names == ["stage 0", "stage 1"]
+    forward = next(row for row in rows if row["name"] == "F0.0" and row["tid"] == 0)
+    assert (forward["ts"], forward["dur"], forward["cat"]) == (2e6, 2e6, "F")
+    assert forward["args"] == {"micro_batch_id": 0, "slice_id": 0, "chunk_id": 0}
+    assert sum(row["ph"] == "X" for row in rows) == 7
+    counters = [(row["name"], row["ts"], row["args"]) for row in rows if row["ph"] == "C"]
+    assert counters == [
+        ("live slices, stage 0", 4e6, {"slices": 1}),
+        ("live slices, stage 0", 8e6, {"slices": 0}),
+        ("live slices, stage 1", 5e6, {"slices": 1}),
+        ("live slices, stage 1", 7e6, {"slices": 0}),
+    ]
+
+
+def test_links_and_bytes_in_a_chrome_trace() -> None:
+    events = (
+        event(0, "F0.0", 0, 2), TimelineEvent(0, "SA0.0>1", 0, 0, "SA", 2, 5),
+        event(0, "F0.1", 2, 4), TimelineEvent(0, "SA0.1>1", 0, 1, "SA", 5, 8),
+        TimelineEvent(1, "SG0.0c1>0", 0, 0, "SG", 9, 9.5, chunk_id=1),
+    )  # fmt: skip
+    timeline = Timeline(2, events, bytes_over_time=(((0.0, 10), (2.0, 30)), ((0.0, 20),)))
+    rows = json.loads(to_chrome_trace(timeline))["traceEvents"]
+    threads = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert threads == {
+        (0, 0): "stage 0", (0, 1): "stage 1",
+        (1, 0): "activations, stage 0 > 1", (1, 1): "gradients, stage 1 chunk 1 > 0",
+    }  # fmt: skip
+    boxes: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["ph"] == "X":
+            boxes.setdefault((row["pid"], row["tid"]), []).append(row)
+    assert boxes.keys() == threads.keys() - {(0, 1)}
+    for mine in boxes.values():  # Perfetto drops what overlaps in one thread
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(mine))
+    memory = [(row["name"], row["ts"], row["args"]["bytes"]) for row in rows if row["name"].startswith("memory")]
+    assert memory == [("memory, stage 0", 0, 10), ("memory, stage 0", 2e6, 30), ("memory, stage 1", 0, 20)]
+
+
+@given(timelines)
+def test_csv_has_every_event(timeline: Timeline) -> None:
+    head, *rows = csv.reader(io.StringIO(to_csv(timeline)))
+    assert head == ["stage_id", "action", "micro_batch_id", "slice_id", "kind", "start_s", "end_s", "chunk_id"]
+    types = (int, str, int, int, str, float, float, int)
+    read = [TimelineEvent(*(kind(cell) for kind, cell in zip(types, row, strict=True))) for row in rows]
+    assert tuple(read) == timeline.events
+
+
+def test_live_slices_over_time() -> None:
+    assert two_stages().live_slices() == (((12.0, 1), (16.0, 0)), ((13.0, 1), (15.0, 0)))
+    chunks = Timeline(1, (event(0, "F0.0", 0, 1), event(0, "F0.0", 1, 2, chunk_id=1), event(0, "B0.0", 2, 3, 1)))
+    assert chunks.live_slices() == (((1, 1), (2, 2), (3, 1)),)
+    back_to_back = Timeline(1, (event(0, "B0.0", 2, 3), event(0, "F0.0", 0, 2), event(0, "F0.1", 2, 3)))
+    assert back_to_back.live_slices() == (((2, 1), (3, 1)),)
+
+
+def simulated() -> Timeline:
+    first = event(0, "F0.0", 0, 1)
+    second = event(0, "B0.0", 1, 3)
+    path = (CriticalStep(first, "start"), CriticalStep(second, "stage"))
+    return Timeline(1, (first, second), "made", (1,), (9,), bytes_over_time=(((0.0, 5), (1.5, 9)),), critical_path=path)
+
+
+def test_what_a_simulation_adds_comes_back_and_a_measured_file_does_not_have_it() -> None:
+    assert Timeline.from_json(simulated().to_json()) == simulated()
+    text = json.loads(two_stages().to_json())
+    assert text["version"] == 1
+    assert not {"critical_path", "bytes_over_time"} & text.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("bytes_over_time", [[[0, 1]], [[0, 1]]], "bytes_over_time has 2 entries for 1 stages"),
+        ("bytes_over_time", [[[0.0]]], r"bytes_over_time\[0\]\[0\]\[1\] is missing"),
+        ("bytes_over_time", [[[math.nan, 1]]], r"bytes_over_time\[0\]\[0\]\[0\] = nan: "),
+        ("critical_path", [[2, "stage"]], "critical_path has event 2: give numbers below 2"),
+        ("critical_path", [[-1, "stage"]], r"critical_path\[0\]\[0\] = -1"),
+        ("critical_path", [0], r"critical_path\[0\] = 0"),
+    ],
+)
+def test_other_json_of_a_simulation_is_refused(key: str, value: Any, reason: str) -> None:
+    with pytest.raises(TimelineError, match=reason):
+        Timeline.from_json(json.dumps(json.loads(simulated().to_json()) | {key: value}))
+
+
+def ranks_of(timeline: Timeline) -> list[Timeline]:
+    return [
+        dataclasses.replace(timeline, events=tuple(e for e in timeline.events if e.stage_id == stage_id))
+        for stage_id in range(timeline.num_stages)
+    ]
+
+
+def test_merge_puts_the_ranks_together() -> None:
+    whole = two_stages()
+    first, second = ranks_of(whole)
+    merged = Timeline.merge([second, dataclasses.replace(first, peak_live_slices=(3, 0))])
+    assert set(merged.events) == set(whole.events)
+    assert [e.start_s for e in merged.events] == sorted(e.start_s for e in whole.events)
+    assert (merged.makespan_s, merged.bubble_fraction) == (whole.makespan_s, whole.bubble_fraction)
+    assert (merged.name, merged.peak_live_slices, merged.peak_bytes) == ("seq1f1b", (3, 1), None)
+
+
+def test_merge_refuses_what_is_no_pipeline() -> None:
+    first, second = ranks_of(two_stages())
+    with pytest.raises(TimelineError, match="two timelines have stage 0"):
+        Timeline.merge([first, second, first])
+    with pytest.raises(TimelineError, match="of 2 and of 3 stages"):
+        Timeline.merge([first, Timeline(3, ())])
+    with pytest.raises(TimelineError, match="no timelines to merge"):
+        Timeline.merge([])
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / timeline_file_name(20, 3)
+    assert path.name == "timeline-step000020-rank0003.json"
+    assert parse_file_name(path.name) == (20, 3)
+    assert parse_file_name(timeline_file_name(12_345_678, 12_345)) == (12_345_678, 12_345)
+    for other in (f"{path.name}.tmp", f".{path.name}", "timeline-step1-rank0.json", "timeline.json"):
+        assert parse_file_name(other) is None
+    two_stages().save(path)
+    assert Timeline.load(path) == two_stages()
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(TimelineError, match=path.name):
+        Timeline.load(path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF"), (".PNG", b"\x89PNG")]
+)
+def test_pictures_are_written_whole_and_the_same_each_time(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    path = tmp_path / f"step{suffix}"
+    draw_timelines([("measured", two_stages())], path)
+    first = path.read_bytes()
+    draw_timelines([("measured", two_stages())], path)
+    assert path.read_bytes() == first and first.startswith(magic)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TimelineError, match=r"end the name in .png, .svg or .pdf"):
+        draw_timelines([("", two_stages())], tmp_path / "step.jpg")
+    with pytest.raises(TimelineError, match="nothing to draw"):
+        draw_timelines([("", Timeline(2, (event(0, "ST", 0, 1),)))], tmp_path / "step.png")
+    with pytest.raises(TimelineError, match="nothing to draw"):
+        draw_timelines([], tmp_path / "step.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(TimelineError, match="pip install matplotlib"):
+        draw_timelines([("", two_stages())], tmp_path / "step.png")
+    assert not list(tmp_path.iterdir())
+
+
+def words_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in texts_of(figure)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1),
+        (2, 16, 4),
+        (8, 64, 4),
+        pytest.param((16, 200, 2), marks=pytest.mark.full),
+        pytest.param((8, 64, 16), marks=pytest.mark.full),
+    ],
+)
+def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, int]) -> None:
+    figure = build_figure([("stock", large(*shape)), ("sliced", large(*shape))])
+    assert not overlaps(figure)
+
+
+def test_what_the_picture_says() -> None:
+    figure = build_figure([("stock", two_stages()), ("sliced", large(2, 4))])
+    texts = words_of(figure)
+    for expected in (
+        "stock",
+        "makespan 6 s, bubble 41.7 %",
+        "sliced",
+        "stage 0",
+        "stage 1",
+        "idle",
+        "33 %",
+        "50 %",
+    ):
+        assert expected in texts
+    for legend in ("micro-batch 0", "forward", "backward", "weight gradient", "reduce, optimizer", "waiting"):
+        assert legend in texts
+    first, second = figure.axes
+    assert first.get_xlim() == second.get_xlim()
+    assert (first.get_xlabel(), second.get_xlabel()) == ("", "time (s)")
+
+
+def test_every_box_that_has_room_has_its_label() -> None:
+    texts = words_of(build_figure([("", large(2, 16))]))
+    for unit in range(16):
+        assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
+
+
+def test_eight_stages_of_64_units_are_legible() -> None:
+    """Nine boxes of ten have their label, though a forward takes half of a backward and slices differ."""
+    from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.schedule import build
+    from terapipe_ds.simulator import UnitCosts, simulate
+
+    uneven = SlicePlan((20, 18, 17, 16, 15, 15, 14, 13))
+    timeline = simulate(build("seq1f1b", 8, 8, 8), uneven, UnitCosts(128, 0.1))
+    figure = build_figure([("seq1f1b", timeline)])
+    labels = [text for text in words_of(figure) if re.fullmatch(r"[0-7]\.[0-7]", text)]
+    assert len(labels) >= 0.9 * 8 * 128
+    assert not overlaps(figure)
+    assert all(text.get_fontsize() >= 5 for axes in figure.axes for text in axes.texts)
+
+
+def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
+    figure = build_figure([("", two_stages())])
+    boxes = {}
+    for collection in figure.axes[0].collections:
+        for path, colour in zip(collection.get_paths(), collection.get_facecolor(), strict=False):
+            extent = path.get_extents()
+            boxes[round(extent.x0, 6), round(extent.x1, 6), round((extent.y0 + extent.y1) / 2)] = tuple(colour[:3])
+    assert {(0, 6, 0), (0, 6, 1)} <= set(boxes), "the ground that shows where a stage waits"
+    forward, backward, weight = boxes[0, 2, 0], boxes[4, 6, 0], boxes[4, 5, 1]
+    assert (2, 3, 1) in boxes
+    assert (3, 4, 1) in boxes
+    assert (6, 10, 0) in boxes, "the optimizer step"
+    assert sum(forward) > sum(weight) > sum(backward), "forward is light, backward is dark"
+
+
+def test_colours_tell_micro_batches_apart() -> None:
+    shades = [picture._shade(m, kind) for m in range(10) for kind in ("F", "B", "W")]
+    distances = [math.dist(a, b) for index, a in enumerate(shades) for b in shades[index + 1 :]]
+    assert min(distances) > 0.05
+    neighbours = [math.dist(picture._shade(m, "B"), picture._shade(m + 1, "B")) for m in range(20)]
+    assert min(neighbours) > 0.3
+
+
+def test_importing_loads_neither_matplotlib_nor_torch() -> None:
+    code = "import sys, terapipe_ds.timeline; sys.exit(bool({'matplotlib', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest import approx
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import UnitCosts, simulate
+from terapipe_ds.timeline import Timeline, TimelineEvent
+from terapipe_ds.timeline.compare import CompareError, Row, compare
+
+
+def timeline(*rows: tuple[int, str, float, float]) -> Timeline:
+    events = [TimelineEvent(k, name, 0, int(name[-1]), name[0], start_s, end_s) for k, name, start_s, end_s in rows]
+    return Timeline(1 + max(row[0] for row in rows), tuple(events), "made")
+
+
+def predicted() -> Timeline:
+    return timeline(
+        (0, "F0.0", 0, 1), (0, "F0.1", 1, 2), (1, "F0.0", 1, 2), (1, "F0.1", 2, 3),
+        (1, "B0.1", 3, 5), (1, "B0.0", 5, 7), (0, "B0.1", 5, 7), (0, "B0.0", 7, 9),
+    )  # fmt: skip
+
+
+def measured() -> Timeline:
+    """The clock starts at 100; F0.1 of stage 0 takes three times as long, and stage 1 waits for it."""
+    return timeline(
+        (0, "F0.0", 100, 101), (0, "F0.1", 101, 104), (1, "F0.0", 101, 102), (1, "F0.1", 104, 105),
+        (1, "B0.1", 105, 107), (1, "B0.0", 107, 108), (0, "B0.1", 107, 109), (0, "B0.0", 109, 111),
+    )  # fmt: skip
+
+
+def values(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[float, float]]:
+    """(what, stage, action or kind) -> predicted and measured."""
+    return {(row.what, row.stage_id, row.action or row.kind): (row.predicted, row.measured) for row in rows}
+
+
+def test_by_hand() -> None:
+    result = compare(predicted(), measured())
+    assert values(result.summary) == {
+        ("makespan_s", None, None): (9, 11), ("bubble_fraction", None, None): approx((6 / 18, 9 / 22)),
+        ("busy_s", 0, "F"): (2, 4), ("busy_s", 0, "B"): (4, 4), ("wait_s", 0, None): (3, 3),
+        ("bubble_fraction", 0, None): approx((1 - 6 / 9, 1 - 8 / 11)),
+        ("busy_s", 1, "F"): (2, 2), ("busy_s", 1, "B"): (4, 3), ("wait_s", 1, None): (1, 3),
+        ("bubble_fraction", 1, None): approx((1 - 6 / 9, 1 - 5 / 11)),
+    }  # fmt: skip
+    sections = result.sections()
+    worst = sections["durations that differ most"]
+    assert [(row.stage_id, row.action, row.ratio) for row in worst[:2]] == [(0, "F0.1", 3.0), (1, "B0.0", 0.5)]
+    assert values(sections["waits longer than predicted"]) == {("wait_s", 1, "F0.1"): (0, 2)}
+    assert values(sections["start that differs most"]) == {("start_s", 1, "F0.1"): (2, 4)}
+    assert [result.median_ratio(kind) for kind in (None, "F", "B")] == [1.0, 1.0, 1.0]
+    assert {row.difference for row in result.of_actions("start_s")} == {0, 2}
+    assert result.median_drift_s() == 2
+
+
+def test_what_is_printed_names_the_places() -> None:
+    result = compare(predicted(), measured())
+    lines = [line.split() for line in result.render().splitlines()]
+    for expected in (
+        "makespan s 9 11 1.222", "bubble % 33.3 40.9", "stage 0 F s 2 4 2.000", "stage 1 wait s 1 3 3.000",
+        "stage 1 bubble % 33.3 54.5", "stage 0 F0.1 1 3 3.000", "median ratio of durations: 1.000 (F 1.000, B 1.000)",
+        "median difference of starts: +2 s",
+    ):  # fmt: skip
+        assert expected.split() in lines
+    data = result.to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["rows"][0] == {
+        "what": "makespan_s", "predicted": 9, "measured": 11, "stage_id": None, "action": None, "kind": None,
+        "ratio": 11 / 9,
+    }  # fmt: skip
+    assert (data["median_ratio"], data["median_start_drift_s"]) == ({"all": 1.0, "F": 1.0, "B": 1.0}, 2)
+
+
+def test_the_worst_are_ten() -> None:
+    costs = UnitCosts(64)
+    both = [simulate(build("gpipe", 2, 1, n), SlicePlan((1,) * n), costs) for n in (64, 64)]
+    result = compare(*both)
+    assert len(result.sections()["durations that differ most"]) == 10
+    assert result.sections()["waits longer than predicted"] == []
+    assert "waits longer" not in result.render()
+
+
+@given(st.floats(0.25, 4), st.floats(-1e3, 1e3))
+def test_a_slower_machine_and_another_clock(factor: float, zero_s: float) -> None:
+    """All durations times a factor: every ratio is that factor, the bubble stays, and the clock does not matter."""
+    schedule, plan = build("seq1f1b", 3, 2, 3), SlicePlan((4, 3, 1))
+    costs = UnitCosts(8, 0.125)
+    slower = SimpleNamespace(
+        forward_s=lambda t, p: factor * costs.forward_s(t, p), backward_s=lambda t, p: factor * costs.backward_s(t, p),
+        send_s=lambda t: factor * costs.send_s(t),
+    )  # fmt: skip
+    one, other = simulate(schedule, plan, costs), simulate(schedule, plan, slower)
+    shifted = [dataclasses.replace(e, start_s=e.start_s + zero_s, end_s=e.end_s + zero_s) for e in other.events]
+    result = compare(one, Timeline(3, tuple(shifted)))
+    ratios = [row.ratio for row in result.of_actions("duration_s")]
+    assert ratios == approx([factor] * 36, rel=1e-9)
+    for row in result.summary:
+        expected = row.predicted * (1.0 if row.what == "bubble_fraction" else factor)
+        assert row.measured == approx(expected, rel=1e-9, abs=1e-9), row
+
+
+def test_links_and_other_events_do_not_count() -> None:
+    extra = TimelineEvent(0, "ST", -1, -1, "ST", 7.0, 30.0)
+    with_more = dataclasses.replace(predicted(), events=(*predicted().events, extra))
+    assert compare(with_more, predicted()) == compare(predicted(), predicted())
+
+
+def test_durations_of_zero_have_no_ratio() -> None:
+    one = timeline((0, "F0.0", 0, 0), (0, "F0.1", 0, 1))
+    result = compare(one, timeline((0, "F0.0", 0, 1), (0, "F0.1", 1, 2)))
+    assert [row.ratio for row in result.sections()["durations that differ most"]] == [None, 1.0]
+    assert result.median_ratio() == 1.0
+    assert json.dumps(result.to_dict(), allow_nan=False)
+    assert not math.isnan(result.median_drift_s())
+    assert ["stage", "0", "F0.0", "0", "1", "-"] in [line.split() for line in result.render().splitlines()]
+
+
+def cut(timeline_: Timeline, *names: str) -> Timeline:
+    return dataclasses.replace(timeline_, events=tuple(e for e in timeline_.events if e.action not in names))
+
+
+def test_other_schedules_are_refused() -> None:
+    with pytest.raises(CompareError, match="not the same schedule: 2 stages predicted, 1 measured"):
+        compare(predicted(), timeline((0, "F0.0", 0, 1)))
+    few = cut(predicted(), "F0.1", "B0.1")
+    with pytest.raises(
+        CompareError, match=r"4 computations are only measured \(stage 0 F0.1, stage 0 B0.1, stage 1 F0.1, ...\); sim"
+    ):
+        compare(few, predicted())
+    with pytest.raises(CompareError, match="4 computations are only predicted"):
+        compare(predicted(), few)
+    with pytest.raises(CompareError, match="has F0.0 on stage 0 twice: give that of one step"):
+        compare(predicted(), dataclasses.replace(measured(), events=measured().events + predicted().events))
+    with pytest.raises(CompareError, match="the measured timeline holds no F, B or W"):
+        compare(predicted(), Timeline(2, ()))
+
+
+def test_another_order_is_another_schedule() -> None:
+    plan, costs = SlicePlan((1, 1)), UnitCosts(2)
+    gpipe, terapipe = (simulate(build(name, 2, 2, 2), plan, costs) for name in ("gpipe", "terapipe"))
+    with pytest.raises(CompareError, match="computation 4 of stage 0 is B0.1 as predicted, B1.1 as measured"):
+        compare(gpipe, terapipe)

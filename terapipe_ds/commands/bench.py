@@ -202,17 +202,10 @@ def job_of(options: BenchOptions) -> Job:
         dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
         for case in cases
     )
+    pairs, granularity = int(values.pairs or 0), min(options.granularity, work.sequence_length)
+    replayed = options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
     return Job(
-        work,
-        cases,
-        tuple(accumulations),
-        int(values.pairs or 0),
-        min(options.granularity, work.sequence_length),
-        options.device,
-        options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages,
-        ds_config,
-        gpt,
-        options.share_device,
+        work, cases, accumulations, pairs, granularity, options.device, replayed, ds_config, gpt, options.share_device
     )
 
 
@@ -253,14 +246,14 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     if ds_config is None and options.device == "cuda":
         ds_config = BF16_SETTINGS
-    keys = DeepSpeedJson.of(ds_config or {})
+    keys = DeepSpeedJson(ds_config or {})
     config, _, _ = model_of(options.model, keys.dtype)
     if options.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
     sizes["sequence_length"] = config.max_sequence_length
     if options.micro_batch is None:
-        sizes["micro_batch"] = keys.number("train_micro_batch_size_per_gpu")
+        sizes["micro_batch"] = keys.fixed_number("train_micro_batch_size_per_gpu")
     longest = max(options.sequence_length or 0, config.max_sequence_length)
     return ds_config, {**config.model_dump(), "max_sequence_length": longest}, sizes
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -120,7 +120,13 @@ class Options(BaseModel):
         try:
             return cls(**{name: value for name, value in vars(arguments).items() if name in cls.model_fields})
         except ValidationError as error:
-            raise refusal(error, lambda path, value: f"{cls.name_of(path[0])} {_show(value)}") from None
+            mistake = error.errors(include_url=False)[0]
+            context = mistake.get("ctx", {})
+            if isinstance(context.get("error"), CommandError):  # which says it all
+                raise context["error"] from None
+            allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
+            given = f"{cls.name_of(str(mistake['loc'][0]))} {_show(mistake['input'])}"
+            raise CommandError(f"{given}: give {context.get('error', allowed)}") from None
 
     @classmethod
     def name_of(cls, name: str) -> str:
@@ -149,7 +155,6 @@ class Options(BaseModel):
 
 _ALLOWED = {
     "int_parsing": "an integer",
-    "int_type": "an integer",
     "int_parsing_size": "a smaller integer",
     "float_parsing": "a number",
     "finite_number": "a finite number",
@@ -157,19 +162,8 @@ _ALLOWED = {
     "greater_than": "a number > {gt}",
     "less_than_equal": "a number <= {le}",
     "literal_error": "{expected}",
-    "model_type": "an object",
 }
 """The words for what pydantic expects."""
-
-
-def refusal(error: ValidationError, shown: Callable[[tuple[Any, ...], Any], str]) -> CommandError:
-    """Return the first mistake that pydantic has found, in one line: `shown(path, value)`, then what is allowed."""
-    mistake = error.errors(include_url=False)[0]
-    context = mistake.get("ctx", {})
-    if isinstance(context.get("error"), CommandError):  # which says it all
-        return context["error"]
-    allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
-    return CommandError(f"{shown(mistake['loc'], mistake['input'])}: give {context.get('error', allowed)}")
 
 
 def _show(value: Any) -> str:

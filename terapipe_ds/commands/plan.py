@@ -137,14 +137,9 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     from terapipe_ds.simulator import simulate
     from terapipe_ds.timeline.picture import draw_timelines
 
-    schedule = build(
-        result.schedule,
-        result.num_stages,
-        result.num_micro_batches,
-        result.plan.num_slices,
-        chunks_per_stage=result.chunks_per_stage,
-        **setup.options.schedule_options,
-    )
+    counts = result.num_stages, result.num_micro_batches, result.plan.num_slices
+    more = {"chunks_per_stage": result.chunks_per_stage, **setup.options.schedule_options}
+    schedule = build(result.schedule, *counts, **more)
     title = f"{result.schedule}, {result.plan.num_slices} slices, simulated"
     timeline = simulate(schedule, result.plan, setup.costs_of(schedule.num_parts))
     draw_timelines([(title, timeline)], path)

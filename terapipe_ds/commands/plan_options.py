@@ -95,18 +95,18 @@ def from_config(path: str | None) -> dict[str, Any]:
     given = ds_config.get("terapipe", {})
     if not isinstance(given, dict):
         raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
-    keys, section = DeepSpeedJson.of(ds_config), TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
+    keys, section = DeepSpeedJson(ds_config), TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
     values = {
-        "micro_batches": keys.gradient_accumulation_steps,
-        "micro_batch_size": keys.train_micro_batch_size_per_gpu,
-        "zero_stage": keys.zero_optimization.stage,
+        "micro_batches": keys.number("gradient_accumulation_steps"),
+        "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
+        "zero_stage": keys.number("zero_optimization.stage", least=0),
         "granularity": section.granularity_tokens if "granularity_tokens" in given else None,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in given else None,
         "schedule": section.schedule if "schedule" in given else None,
         "options_by_schedule": {section.schedule: section.schedule_options},
         "dtype": keys.precision,
-        "activation_checkpointing": keys.pipeline.activation_checkpoint_interval != 0 or None,
+        "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure, write the file, and say how good the numbers are."""
     options = ProfileOptions.read(arguments)
     section, keys = options.settings()
-    job = options.job(keys, options.stages, num_micro_batches=keys.number("gradient_accumulation_steps"))
+    job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
     job = dataclasses.replace(job, granularity_tokens=min(section.granularity_tokens, length))
     from tqdm import tqdm

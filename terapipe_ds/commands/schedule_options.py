@@ -77,12 +77,6 @@ class ScheduleOptions(Options):
         num_forwards = self.stages * units * self.chunks_per_stage
         if num_forwards > MAX_FORWARDS:
             raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
-        return build(
-            str(self.schedule),
-            self.stages,
-            self.micro_batches,
-            num_slices,
-            forward_only=self.forward_only,
-            chunks_per_stage=self.chunks_per_stage,
-            **self.schedule_options,
-        )
+        counts = self.stages, self.micro_batches, num_slices
+        more = {"chunks_per_stage": self.chunks_per_stage, **self.schedule_options}
+        return build(str(self.schedule), *counts, forward_only=self.forward_only, **more)

@@ -92,16 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
     """Return what the command prints with --json; seconds and bytes."""
-    critical_path = [
-        {
-            "stage_id": step.event.stage_id,
-            "action": step.event.action,
-            "start_s": step.event.start_s,
-            "end_s": step.event.end_s,
-            "waited_for": step.waited_for,
-        }
-        for step in timeline.critical_path or ()
-    ]
+    names, path = ("stage_id", "action", "start_s", "end_s"), timeline.critical_path or ()
     return {
         "schedule": timeline.name,
         "num_stages": timeline.num_stages,
@@ -109,7 +100,9 @@ def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
         "makespan_s": timeline.makespan_s,
         "bubble_fraction": timeline.bubble_fraction,
         "stages": _stages(timeline),
-        "critical_path": critical_path,
+        "critical_path": [
+            {name: getattr(step.event, name) for name in names} | {"waited_for": step.waited_for} for step in path
+        ],
     }
 
 

@@ -30,7 +30,7 @@ class ModelOptions(Options):
         from terapipe_ds.config import TeraPipeConfig
 
         ds_config = read_json(self.config, "--config")
-        return TeraPipeConfig.from_deepspeed(ds_config), DeepSpeedJson.of(ds_config)
+        return TeraPipeConfig.from_deepspeed(ds_config), DeepSpeedJson(ds_config)
 
     def job(self, keys: DeepSpeedJson, num_stages: int, **more: Any) -> OfflineJob:
         """Return the model with random tokens for it."""
@@ -43,21 +43,15 @@ class ModelOptions(Options):
             torch.set_num_threads(self.threads)
         config, layers, loss_fn = model_of(self.model, keys.dtype)
         length = self.sequence_length or config.max_sequence_length
-        rows = keys.number("train_micro_batch_size_per_gpu")
+        rows = keys.fixed_number("train_micro_batch_size_per_gpu")
         if rows * length > MAX_TOKENS:
             many = f"train_micro_batch_size_per_gpu = {show_value(rows)} in --config with {length} tokens each"
             raise CommandError(f"{many} is too much to measure: give at most {MAX_TOKENS} tokens altogether")
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, config.vocab_size, (rows, length + 1), generator=generator)
-        return OfflineJob(
-            layers,
-            loss_fn,
-            tokens[:, :-1].contiguous(),
-            tokens[:, 1:].contiguous(),
-            num_stages,
-            activation_checkpoint_interval=keys.pipeline.activation_checkpoint_interval,
-            **more,
-        )
+        inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        more["activation_checkpoint_interval"] = keys.fixed_number("pipeline.activation_checkpoint_interval", 0)
+        return OfflineJob(layers, loss_fn, inputs, labels, num_stages, **more)
 
 
 def model_of(name: str, dtype: str) -> tuple[Any, Any, Any]:

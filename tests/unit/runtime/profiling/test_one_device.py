@@ -102,7 +102,7 @@ def test_what_cannot_be_profiled(
 
 def test_a_config_with_another_micro_batch_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", *_files(tmp_path, train_micro_batch_size_per_gpu="auto")]) == 2
-    assert "train_micro_batch_size_per_gpu = 'auto'" in capsys.readouterr().err
+    assert "train_micro_batch_size_per_gpu = 'auto' in --config: give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The ``terapipe`` command: argument parsing only. What a command does stands in ``terapipe_ds.commands``."""
+"""The `terapipe` command: the commands themselves are in `terapipe_ds.commands`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from terapipe_ds import __version__
 from terapipe_ds.compat import CompatError
 
 COMMANDS = ("profile", "plan", "simulate", "show", "timeline", "bench", "verify")
@@ -28,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, or 2 after an error, which is told in one line on stderr."""
+    """Run one command and return the exit code: 0, or 2 after an error, which is told in one line on stderr."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(words, argparse.Namespace(words=words))
     try:
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Token-level pipeline parallelism for DeepSpeed: schedules and timelines.",
         epilog="Each command has examples: terapipe show --help",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument("--version", action="version", version=f"terapipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"terapipe_ds.commands.{name}")
@@ -70,14 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=module.run)
         module.add_arguments(command)
     return parser
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        from terapipe_ds import __version__
-
-        print(f"terapipe {__version__}")
-        parser.exit()
 
 
 if __name__ == "__main__":

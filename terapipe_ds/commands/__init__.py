@@ -1,12 +1,11 @@
-"""The commands of ``terapipe``, a module each.
+"""The commands of `terapipe`, a module each.
 
-A module has ``HELP`` (one line), ``DESCRIPTION``, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(arguments)``.
-Imports of anything heavy stand inside ``run``: looking at ``--help`` loads neither torch nor numpy.
+A module has `HELP` (one line), `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(arguments)`. Its options are
+a class of `commands.options`. Imports of anything heavy are inside functions: `--help` loads neither torch nor numpy.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ class CommandError(ValueError):
 
 
 def read_json(path: str, option: str) -> dict[str, Any]:
-    """The object in a JSON file that ``option`` names.
+    """Return the object in a JSON file that `option` names.
 
     Raises:
         CommandError: no JSON, or no object.
@@ -26,12 +25,12 @@ def read_json(path: str, option: str) -> dict[str, Any]:
     from terapipe_ds.messages import show_value
 
     try:
-        found = parse_json(Path(path).read_bytes())
+        content = parse_json(Path(path).read_bytes())
     except JsonError as error:
         raise CommandError(f"{option} {path} is no JSON: {error}; give a file that holds one object") from None
-    if not isinstance(found, dict):
-        raise CommandError(f"{option} {path} holds {show_value(found)}: give an object")
-    return found
+    if not isinstance(content, dict):
+        raise CommandError(f"{option} {path} holds {show_value(content)}: give an object")
+    return content
 
 
 def check_output(path: str | None, option: str) -> None:
@@ -52,18 +51,6 @@ def check_output(path: str | None, option: str) -> None:
     if not Path(path).absolute().parent.is_dir():
         raise CommandError(f"{option} {path}: there is no such folder; give a path in one that exists")
     check_writable(path)
-
-
-def check_counts(arguments: argparse.Namespace, limits: dict[str, int]) -> None:
-    """Refuse options that are given and not from 1 to their limit, before torch takes all memory for them.
-
-    Raises:
-        CommandError: it names the option and the limit.
-    """
-    for name, most in limits.items():
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= most:
-            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1 and at most {most}")
 
 
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}

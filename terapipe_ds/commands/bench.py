@@ -1,4 +1,4 @@
-"""``terapipe bench``: what token slices give against stock schedules, on this machine."""
+"""`terapipe bench`: what token slices give against stock schedules, on this machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from terapipe_ds.commands import CommandError, check_output, read_json
+from terapipe_ds.commands import CommandError, read_json
+from terapipe_ds.commands.deepspeed_json import DeepSpeedJson
+from terapipe_ds.commands.options import Group, Names, Numbers, Options, Output, Text, flag, option, switch
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES
 
 if TYPE_CHECKING:
-    from terapipe_ds.bench.cases import Job
+    from terapipe_ds.bench.cases import Case, Job
+    from terapipe_ds.bench.ranks import Workload
 
 HELP = "train side by side: DeepSpeed's stock engine, token slices, torch's pipelines"
 DESCRIPTION = (
@@ -42,206 +45,172 @@ Schedules of each system:
   deepspeed: 1f1b, dualpipev
   torch: gpipe, 1f1b, interleaved1f1b, zbv
 """ + textwrap.fill(
-    f"terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}",
-    118,
-    initial_indent="  ",
-    subsequent_indent="    ",
+    f"  terapipe: {', '.join(name for name in SCHEDULE_NAMES if name != 'dapple')}", 118, subsequent_indent="    "
 )
 
-PRESETS = ("cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer")
 REPLAY_TOLERANCE = 0.05
-_GRANULARITY = 64
-
-
-_NOT_ON_GPU = (
-    "systems", "schedules", "slices", "accumulation", "pairs", "config", "model", "check_replay", "share_device",
-)  # fmt: skip
-_ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
-"""A word that is an absolute path, or the one of --option=/path."""
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")
+_ABSOLUTE = re.compile(r"(?:^|(?<==))/.*", re.DOTALL)
+"""Matches a word that is an absolute path, or the one of `--option=/path`."""
+_RUNS, _SIZED, _OUTPUT = map(Group, ("what runs", "sizes", "output"))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command. None stands for what the preset says."""
-    parser.add_argument("preset", nargs="?", default="cpu-2stage", metavar="PRESET", help=f"{', '.join(PRESETS)}")
-    parser.add_argument("--full", action="store_true", help="every system that can run, and more accumulations")
-    narrow = parser.add_argument_group("what runs")
-    narrow.add_argument("--systems", type=_names, metavar="NAME[,...]", help="deepspeed, terapipe, torch")
-    narrow.add_argument("--schedules", type=_names, metavar="NAME[,...]", help="of any system; see below")
-    narrow.add_argument(
-        "--slices",
-        type=_names,
-        metavar="N[,...]",
-        help="numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the "
-        "numbers sum to the sequence length, one plan in tokens",
+def _size() -> Any:
+    return _SIZED.option("in the place of the preset's", "N", ge=1)
+
+
+class BenchOptions(Options):
+    """What runs, how large it is, and what is written; None stands for what the preset says."""
+
+    preset: Literal["cpu-2stage", "cpu-8stage", "gpu-attention", "gpu-layer"] = option(
+        "cpu-2stage (default), cpu-8stage, gpu-attention, gpu-layer", None, "cpu-2stage", flags=("preset",), nargs="?"
     )
-    narrow.add_argument("--accumulation", type=_numbers, metavar="M[,...]", help="micro-batches per step")
-    narrow.add_argument("--pairs", "--steps", type=int, metavar="N", help="timed turns (cpu-2stage: 5)")
-    sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--config", metavar="DS.json", help="a DeepSpeed config in the place of the usual one")
-    sizes.add_argument("--model", metavar="NAME_OR_JSON", help="as `terapipe profile` takes it")
-    for name in _SIZES:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="in the place of the preset's")
-    sizes.add_argument(
-        "--granularity",
-        type=int,
-        default=_GRANULARITY,
-        metavar="N",
-        help="plans cut at multiples (default: %(default)s)",
+    full: bool = switch("every system that can run, and more accumulations")
+    systems: Names | None = _RUNS.option("deepspeed, terapipe, torch", "NAME[,...]")
+    schedules: Names | None = _RUNS.option("of any system; see below", "NAME[,...]")
+    slices: Names | None = _RUNS.option(
+        "numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the numbers "
+        "sum to the sequence length, one plan in tokens",
+        "N[,...]",
     )
-    sizes.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
+    accumulation: Numbers | None = _RUNS.option("micro-batches per step", "M[,...]")
+    pairs: int | None = _RUNS.option("timed turns (cpu-2stage: 5)", "N", ge=1, flags=("--pairs", "--steps"))
+    config: Text | None = _SIZED.option("a DeepSpeed config in the place of the usual one", "DS.json")
+    model: Text | None = _SIZED.option("as `terapipe profile` takes it", "NAME_OR_JSON")
+    stages: int | None = _size()
+    micro_batch: int | None = _size()
+    sequence_length: int | None = _size()
+    hidden: int | None = _size()
+    layers: int | None = _size()
+    heads: int | None = _size()
+    granularity: int = _SIZED.option("plans cut at multiples (default: 64)", "N", default=64, ge=1)
+    device: Literal["cpu", "cuda"] = _SIZED.option(
+        "default: cpu. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
+        "{cpu,cuda}",
         default="cpu",
-        help="default: %(default)s. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
     )
-    sizes.add_argument(
-        "--share-device",
-        action="store_true",
-        help="with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
-        "pipeline runs where there is one device; its times are not those of stages with a device each",
+    share_device: bool = _SIZED.switch(
+        "with --device cuda: all stages on the first device, over gloo and by way of the host. It shows that the "
+        "pipeline runs where there is one device; its times are not those of stages with a device each"
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write machine and all figures here")
-    output.add_argument("--html", metavar="FILE", help="write a report for a browser, in one file")
-    output.add_argument(
-        "--from",
-        dest="result",
-        metavar="RESULT",
-        help="write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
+    as_json: Output | None = _OUTPUT.option("write machine and all figures here", "FILE", flags=("--json",))
+    html: Output | None = _OUTPUT.option("write a report for a browser, in one file", "FILE")
+    result: Text | None = _OUTPUT.option(
+        "write the report of this result, a file of --json or a bench.json.gz of a report, and run nothing",
+        "RESULT",
+        flags=("--from",),
     )
-    output.add_argument(
-        "--check-replay",
-        action="store_true",
-        help="fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage",
+    check_replay: bool = _OUTPUT.switch(
+        "fail unless replayed step times agree with measured ones within 5%%; needs a core for each stage"
     )
+
+
+add_arguments = BenchOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print, write."""
-    if arguments.result is not None:
-        _report_of(arguments)
+    options = BenchOptions.read(arguments)
+    if options.result is not None:
+        _report_of(options, options.result)
         return
-    if arguments.preset not in PRESETS:
-        raise CommandError(f"preset {arguments.preset!r}: known are {', '.join(PRESETS)}")
-    for option in ("json", "html"):
-        check_output(getattr(arguments, option), f"--{option}")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    if arguments.preset.startswith("gpu-"):
-        _check_gpu_options(arguments)
-        from terapipe_ds.bench.gpu import run_on_gpu
-
-        result = run_on_gpu(arguments.preset, full=arguments.full)
-    else:
-        if arguments.device == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
-        result = _train(arguments)
-    result = {"command": command_line(arguments.words), **result}
-    if arguments.json:  # first: whatever the table and the report come to, the figures are kept
+    result = {"command": command_line(arguments.words), **_measure(options)}
+    if options.as_json:  # first: whatever the table and the report come to, the figures are kept
         from terapipe_ds.files.atomic import write_text
 
-        write_text(arguments.json, json.dumps(result, indent=1, allow_nan=False))
+        write_text(options.as_json, json.dumps(result, indent=1, allow_nan=False))
     from terapipe_ds.bench.table import render
 
     print(render(result))
-    if arguments.html:
+    if options.html:
         from terapipe_ds.bench.report import write_report
 
-        write_report(result, arguments.html)
+        write_report(result, options.html)
     _check_success(result)
-    if arguments.check_replay:
+    if options.check_replay:
         _check_replay(result)
 
 
-def _report_of(arguments: argparse.Namespace) -> None:
+def _report_of(options: BenchOptions, result: str) -> None:
     """Write the report of a result that was kept. Other options are refused: they are those of a run."""
     from terapipe_ds.bench.report import load_result, write_report
 
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    usual = {name: value for name, value in vars(parser.parse_args([])).items() if name not in ("result", "html")}
-    given = [name for name, value in usual.items() if getattr(arguments, name) != value]
-    if given or arguments.html is None:
-        named = ", ".join(name if name == "preset" else f"--{name.replace('_', '-')}" for name in given)
-        problem = f"runs nothing and does not use {named}" if given else "needs --html"
+    given = [options.name_of(name) for name in options.given if name not in ("result", "html")]
+    if given or options.html is None:
+        problem = f"runs nothing and does not use {', '.join(given)}" if given else "needs --html"
         raise CommandError(f"--from {problem}: give --from RESULT --html FILE alone")
-    check_output(arguments.html, "--html")
-    if Path(arguments.html).resolve() == Path(arguments.result).resolve():
-        raise CommandError(f"--html {arguments.html} is the result itself: give another name")
-    write_report(load_result(arguments.result), arguments.html)
-    print(f"{arguments.html}: {Path(arguments.html).stat().st_size / 1024:.0f} KiB")
+    if Path(options.html).resolve() == Path(result).resolve():
+        raise CommandError(f"--html {options.html} is the result itself: give another name")
+    write_report(load_result(result), options.html)
+    print(f"{options.html}: {Path(options.html).stat().st_size / 1024:.0f} KiB")
 
 
-def _check_gpu_options(arguments: argparse.Namespace) -> None:
-    """Refuse what the presets for one device would not use."""
-    values = {name: getattr(arguments, name) for name in (*_NOT_ON_GPU, *_SIZES)}
-    given = [name for name, value in values.items() if value is not None and value is not False]
-    given += ["granularity"] if arguments.granularity != _GRANULARITY else []
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+def _measure(options: BenchOptions) -> dict[str, Any]:
+    if options.preset in ("gpu-attention", "gpu-layer"):
+        unused = [name for name in options.given if name not in ("preset", "full", "as_json", "html")]
+        if unused:
+            raise CommandError(
+                f"preset {options.preset} does not use {', '.join(map(flag, unused))}: its sizes are fixed, it takes "
+                "--full, --json, --html"
+            )
+        from terapipe_ds.bench.gpu import run_on_gpu
+
+        return run_on_gpu(options.preset, full=options.full)
+    from terapipe_ds.bench.run import run_benchmark
+
+    if options.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as in the ranks; else DeepSpeed says that it looked
+    job = job_of(options)
+    if options.check_replay and job.device != "cpu":
+        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
+    if options.check_replay and job.replayed:
+        cores = len(os.sched_getaffinity(0))
         raise CommandError(
-            f"preset {arguments.preset} does not use {options}: its sizes are fixed, it takes --full, --json, --html"
+            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
         )
+    _check_devices(job)
+    return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
 
-def job_of(arguments: argparse.Namespace) -> Job:
-    """What the preset and the options ask for.
+def job_of(options: BenchOptions) -> Job:
+    """Return what the preset and the options ask for.
 
     Raises:
         ValueError: options that contradict each other or the model.
     """
-    from terapipe_ds.bench.cases import PRESETS as ALL
-    from terapipe_ds.bench.cases import Job, choose
-    from terapipe_ds.bench.ranks import BF16_SETTINGS
+    from terapipe_ds.bench.cases import PRESETS, Job, choose
+    from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 
-    preset = ALL[arguments.preset]
-    given = {name: getattr(arguments, name) for name in _SIZES}
-    work = dataclasses.replace(preset.work, **{name: value for name, value in given.items() if value is not None})
-    ds_config, gpt = None, None
-    if arguments.config or arguments.model:
-        ds_config, gpt, work = _own_model(arguments, work, given)
-    elif arguments.device == "cuda":
+    preset = PRESETS[options.preset]
+    ds_config, gpt, sizes = None, None, dict[str, int]()
+    if options.config or options.model:
+        ds_config, gpt, sizes = _own_model(options)
+    elif options.device == "cuda":
         ds_config, gpt = BF16_SETTINGS, {"dtype": "bfloat16"}
-    counts = {**dataclasses.asdict(work), "pairs": _pairs(arguments, preset), "granularity": arguments.granularity}
-    _check_sizes(work, gpt, counts)
-    accumulations = arguments.accumulation or (preset.full_accumulations if arguments.full else preset.accumulations)
-    cases = choose(
-        preset,
-        full=arguments.full,
-        systems=arguments.systems,
-        schedules=arguments.schedules,
-        slices=_slices(arguments.slices, work.sequence_length),
-    )
-    if ds_config is not None and arguments.slices is None and arguments.schedules is None:
-        cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, arguments.systems))))
-    # a preset's competitor for some accumulations stands for all others as well
-    known = set(preset.accumulations)
+    values = options.filled(sizes, dataclasses.asdict(preset.work), {"pairs": preset.pairs})
+    work = Workload(accumulation=preset.work.accumulation, **{name: getattr(values, name) for name in _SIZES})
+    _check_sizes(work, gpt)
+    accumulations = options.accumulation or (preset.full_accumulations if options.full else preset.accumulations)
+    slices = _slices(options.slices, work.sequence_length)
+    cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
+    if ds_config is not None and options.slices is None and options.schedules is None:
+        cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, options.systems))))
+    # A preset's competitor for some accumulations runs at all others as well.
+    more, most = [m for m in accumulations if m not in preset.accumulations], max(preset.accumulations)
     cases = tuple(
-        dataclasses.replace(c, accumulations=(*c.accumulations, *(m for m in accumulations if m not in known)))
-        if c.accumulations and max(known) in c.accumulations
-        else c
-        for c in cases
+        dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
+        for case in cases
     )
-    replayed = arguments.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
+    pairs, granularity = int(values.pairs or 0), min(options.granularity, work.sequence_length)
+    replayed = options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
     return Job(
-        work,
-        cases,
-        tuple(accumulations),
-        _pairs(arguments, preset),
-        min(arguments.granularity, work.sequence_length),
-        arguments.device,
-        replayed,
-        ds_config,
-        gpt,
-        arguments.share_device,
+        work, cases, accumulations, pairs, granularity, options.device, replayed, ds_config, gpt, options.share_device
     )
 
 
-def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) -> None:
+def _check_sizes(work: Workload, gpt: dict[str, Any] | None) -> None:
     """Refuse in one line what ranks would find, each of them, after seconds."""
-    for name, value in counts.items():
-        if value < 1:
-            raise CommandError(f"--{name.replace('_', '-')} {value}: give a number >= 1")
     from terapipe_ds.bench.cases import num_layers
     from terapipe_ds.bench.ranks import gpt_config
     from terapipe_ds.models.gpt import GPTConfigError
@@ -259,56 +228,38 @@ def _check_sizes(work: Any, gpt: dict[str, Any] | None, counts: dict[str, int]) 
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command as a shell would read it, without the folders of this machine."""
+    """Return the command as a shell would read it, without the folders of this machine."""
     named = shlex.join(["terapipe", *(_ABSOLUTE.sub(lambda path: Path(path[0]).name, word) for word in words)])
     return named.encode("utf-8", "replace").decode()  # names of files need not be text
 
 
-def _train(arguments: argparse.Namespace) -> dict[str, Any]:
-    from terapipe_ds.bench.run import run_benchmark
-
-    job = job_of(arguments)
-    if arguments.check_replay and job.device != "cpu":
-        raise CommandError(f"--check-replay: replays take the CPU time of actions, which --device {job.device} has not")
-    if arguments.check_replay and job.replayed:
-        cores = len(os.sched_getaffinity(0))
-        raise CommandError(
-            f"--check-replay: {job.work.stages} stages on {cores} cores have no measured times; give fewer --stages"
-        )
-    _check_devices(job)
-    return run_benchmark(job, "config" if arguments.config or arguments.model else arguments.preset)
-
-
-def _own_model(
-    arguments: argparse.Namespace, work: Any, given: dict[str, int | None]
-) -> tuple[dict[str, Any] | None, dict[str, Any], Any]:
-    """The config, the fields of the model, and the workload with its sizes."""
+def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, Any], dict[str, int]]:
+    """Return the config, the fields of the model, and the sizes that they give the workload."""
     from terapipe_ds.bench.ranks import BF16_SETTINGS
-    from terapipe_ds.commands.user_model import dtype_of, model_of, number_of
+    from terapipe_ds.commands.user_model import model_of
 
-    ds_config = read_json(arguments.config, "--config") if arguments.config else None
-    if ds_config is None and arguments.device == "cuda":
-        ds_config = BF16_SETTINGS
-    if arguments.model is None:
+    for name in ("hidden", "layers", "heads"):
+        if name in options.given:
+            raise CommandError(f"{flag(name)} does not go with --model, which has its own: leave it out")
+    ds_config = read_json(options.config, "--config") if options.config else None
+    if options.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
-    config, _, _ = model_of(arguments.model, dtype_of(ds_config or {}))
-    if arguments.config is None and config.dtype != "bfloat16":  # by its own file
+    if ds_config is None and options.device == "cuda":
+        ds_config = BF16_SETTINGS
+    keys = DeepSpeedJson(ds_config or {})
+    config, _, _ = model_of(options.model, keys.dtype)
+    if options.config is None and config.dtype != "bfloat16":  # by its own file
         ds_config = None
-    length = given["sequence_length"] or config.max_sequence_length
-    gpt = {**config.model_dump(), "max_sequence_length": max(length, config.max_sequence_length)}
-    work = dataclasses.replace(
-        work,
-        hidden=config.hidden_size,
-        layers=config.num_layers,
-        heads=config.num_heads,
-        sequence_length=length,
-        micro_batch=given["micro_batch"] or number_of(ds_config or {}, "train_micro_batch_size_per_gpu"),
-    )
-    return ds_config, gpt, work
+    sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
+    sizes["sequence_length"] = config.max_sequence_length
+    if options.micro_batch is None:
+        sizes["micro_batch"] = keys.fixed_number("train_micro_batch_size_per_gpu")
+    longest = max(options.sequence_length or 0, config.max_sequence_length)
+    return ds_config, {**config.model_dump(), "max_sequence_length": longest}, sizes
 
 
-def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[Any]:
-    """What the config's own section says, as a competitor.
+def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> list[Case]:
+    """Return what the config's own section says, as a competitor.
 
     Raises:
         CommandError: it asks for an order, or a choice, that the benchmark does not run.
@@ -337,39 +288,21 @@ def _configured(ds_config: dict[str, Any], systems: list[str] | None) -> list[An
     return [case]
 
 
-def _pairs(arguments: argparse.Namespace, preset: Any) -> int:
-    return preset.pairs if arguments.pairs is None else int(arguments.pairs)
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give numbers >= 1")
-    return numbers
-
-
-def _slices(given: list[str] | None, length: int) -> list[Any] | None:
-    """Numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
+def _slices(given: tuple[str, ...] | None, length: int) -> list[Any] | None:
+    """Return numbers of slices and plans; several numbers that sum to the sequence length are one plan."""
     if given is None:
         return None
     found: list[Any] = []
     for text in given:
-        known = re.fullmatch(r"(plan|plan:)?(0*[1-9][0-9]{0,8})?", text, re.ASCII)
-        if known is None or text in ("", "plan:") or (known[1] == "plan" and known[2]):
+        known = re.fullmatch(r"plan(?::0*[1-9]\d{0,8})?|(0*[1-9]\d{0,8})", text, re.ASCII)
+        if known is None:
             raise CommandError(
                 f"--slices {text!r}: give numbers >= 1, 'plan', 'plan:N' with N >= 1, or lengths that sum to {length} "
                 "tokens"
             )
-        if not known[1] and int(text) > length:
+        if known[1] and int(text) > length:
             raise CommandError(f"--slices {text}: more slices than the {length} tokens of a sequence; give fewer")
-        found.append(text if known[1] else int(text))
+        found.append(int(text) if known[1] else text)
     numbers = [n for n in found if isinstance(n, int)]
     if len(numbers) > 1 and sum(numbers) == length:
         return [tuple(numbers), *(n for n in found if not isinstance(n, int))]
@@ -377,7 +310,7 @@ def _slices(given: list[str] | None, length: int) -> list[Any] | None:
 
 
 def _check_devices(job: Job) -> None:
-    """A device for each stage, or one for all of several."""
+    """Refuse to run without a device for each stage, or one for all of several."""
     if job.share_device and (job.device == "cpu" or job.work.stages == 1):
         why = "--device cpu has no device to share" if job.device == "cpu" else "one stage shares with no other"
         raise CommandError(f"--share-device: {why}; give --device cuda and --stages 2 or more, or leave it out")
@@ -392,8 +325,7 @@ def _check_devices(job: Job) -> None:
 
 
 def _check_success(result: dict[str, Any]) -> None:
-    """A benchmark in which every run, or every run with token slices, failed is no success; what others gave is
-    written."""
+    """Refuse to call it a success where every run, or every run with token slices, has failed."""
     ours = [row for row in result["runs"] if row["system"] == "terapipe"]
     for what, rows in (("", result["runs"]), (" of terapipe", ours)):
         if rows and all("error" in row for row in rows):
@@ -401,7 +333,7 @@ def _check_success(result: dict[str, Any]) -> None:
 
 
 def _check_replay(result: dict[str, Any]) -> None:
-    """Replayed against measured, row by row."""
+    """Compare replayed times with measured ones, row by row."""
     worst = 0.0
     for row in result["runs"]:
         if "error" not in row:

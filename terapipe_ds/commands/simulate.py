@@ -1,4 +1,4 @@
-"""``terapipe simulate``: how long a schedule takes with given costs."""
+"""`terapipe simulate`: how long a schedule takes with given costs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands import DTYPE_NAMES, CommandError, check_output
+from terapipe_ds.commands import DTYPE_NAMES, CommandError
+from terapipe_ds.commands.options import Group, Output, Picture, Text, option, switch
+from terapipe_ds.commands.schedule_options import MAX_FORWARDS, ScheduleOptions
 
 if TYPE_CHECKING:
     from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.planner import MemoryModel
     from terapipe_ds.schedule import Schedule
     from terapipe_ds.timeline import Timeline
 
@@ -32,54 +35,38 @@ mixed precision, live slices, keys and values; without ZeRO or activation checkp
 --trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
 """
 
-_MAX_FORWARDS = 1_000_000
+_COSTS = Group("costs", "exactly one")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    _add_schedule(parser)
-    costs = parser.add_mutually_exclusive_group(required=True)
-    costs.add_argument("--profile", metavar="FILE", help="costs fitted to a measured profile")
-    costs.add_argument("--model", metavar="NAME", help="costs of a model size, computed; needs --device")
-    costs.add_argument(
-        "--unit", action="store_true", help="a stage's forward over the whole sequence takes 1 s, its backward 2 s"
-    )
-    parser.add_argument("--device", metavar="NAME", help="with --model: the device, as v100 or h100")
-    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="with --model: ranks per stage (default 1)")
-    parser.add_argument("--micro-batch-size", type=int, metavar="B", help="with --model: sequences (default 1)")
-    parser.add_argument("--dtype", metavar="NAME", help="with --model: bf16, fp16 or fp32 (default: by the device)")
-    parser.add_argument("--unit-send", type=float, metavar="S", help="with --unit: a whole sequence's message (0)")
-    parser.add_argument("--no-overlap", action="store_true", help="a stage does nothing else while it sends")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (opens in ui.perfetto.dev)")
-    parser.add_argument("--picture", metavar="FILE", help="draw to a .png, .svg or .pdf file")
-    parser.add_argument("--csv", metavar="FILE", help="write the events as CSV")
-    parser.add_argument("--timeline", metavar="FILE", help="write the timeline, for `terapipe timeline --against`")
+class SimulateOptions(ScheduleOptions):
+    """A schedule with the plan of each micro-batch, what its slices cost, and what to write of it."""
 
-
-def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    from terapipe_ds.commands.show import OPTION_HELP, SCHEDULE_HELP
-
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help=SCHEDULE_HELP)
-    source.add_argument("--from-csv", metavar="FILE", help="read a schedule: a row per stage, cells such as F0.3")
-    parser.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
-    parser.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches per step (default 1)")
-    parser.add_argument(
-        "--slices",
+    slices: tuple[Text, ...] = option(
+        "slice lengths in tokens as 512,384,128, or a number of equal slices with --sequence-length; once, or once per"
+        " micro-batch",
+        "S",
         action="append",
         required=True,
-        metavar="S",
-        help="slice lengths in tokens as 512,384,128, or a number of equal slices with --sequence-length; once,"
-        " or once per micro-batch",
     )
-    parser.add_argument("--sequence-length", type=int, metavar="L", help="tokens of a sequence")
-    parser.add_argument(
-        "--granularity-tokens", type=int, metavar="G", help="a number of slices cuts at its multiples (default 1)"
-    )
-    parser.add_argument("--chunks-per-stage", type=int, metavar="V", help="parts that each stage holds (default 1)")
-    parser.add_argument("--option", action="append", metavar="NAME=VALUE", help=OPTION_HELP)
-    parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
+    sequence_length: int | None = option("tokens of a sequence", "L", ge=1)
+    granularity_tokens: int = option("a number of slices cuts at its multiples (default 1)", "G", default=1, ge=1)
+    profile: Text | None = _COSTS.option("costs fitted to a measured profile", "FILE")
+    model: Text | None = _COSTS.option("costs of a model size, computed; needs --device", "NAME")
+    unit: bool = _COSTS.switch("a stage's forward over the whole sequence takes 1 s, its backward 2 s")
+    device: Text | None = option("with --model: the device, as v100 or h100", "NAME")
+    tensor_parallel: int = option("with --model: ranks per stage (default 1)", "N", default=1, ge=1)
+    micro_batch_size: int = option("with --model: sequences (default 1)", "B", default=1, ge=1)
+    dtype: Text = option("with --model: bf16, fp16 or fp32 (default: by the device)", "NAME", default="auto")
+    unit_send: float = option("with --unit: a whole sequence's message (0)", "S", default=0.0, ge=0)
+    no_overlap: bool = switch("a stage does nothing else while it sends")
+    as_json: bool = switch("print as JSON", "--json")
+    trace: Output | None = option("write a Chrome trace (opens in ui.perfetto.dev)", "FILE")
+    picture: Picture | None = option("draw to a .png, .svg or .pdf file", "FILE")
+    csv: Output | None = option("write the events as CSV", "FILE")
+    timeline: Output | None = option("write the timeline, for `terapipe timeline --against`", "FILE")
+
+
+add_arguments = SimulateOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -87,47 +74,48 @@ def run(arguments: argparse.Namespace) -> None:
     from terapipe_ds.schedule import validate
     from terapipe_ds.simulator import simulate
 
-    _check_options(arguments)
-    schedule, plans = _schedule_and_plans(arguments)
+    options = SimulateOptions.read(arguments)
+    options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype")
+    options.refuse_without("unit", "unit_send")
+    if options.model is not None and options.device is None:
+        raise CommandError("--model needs --device NAME: on which device shall it run?")
+    schedule, plans = _schedule_and_plans(options)
     validate(schedule)
-    costs, memory = _costs(arguments, schedule, plans), _memory(arguments, schedule)
-    timeline = simulate(schedule, plans, costs, memory=memory, overlap=not arguments.no_overlap)
-    _write_files(arguments, timeline)
-    if arguments.json:
+    costs, memory = _costs(options, schedule, plans)
+    timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
+    _write_files(options, timeline)
+    if options.as_json:
         print(json.dumps(to_dict(timeline, plans), indent=1, allow_nan=False))
     else:
         print("\n".join(_lines(timeline, plans)))
 
 
 def to_dict(timeline: Timeline, plans: list[SlicePlan]) -> dict[str, Any]:
-    """What the command prints with --json; seconds and bytes."""
+    """Return what the command prints with --json; seconds and bytes."""
+    names, path = ("stage_id", "action", "start_s", "end_s"), timeline.critical_path or ()
     return {
         "schedule": timeline.name,
         "num_stages": timeline.num_stages,
         "plans": [list(plan.lengths) for plan in plans],
         "makespan_s": timeline.makespan_s,
         "bubble_fraction": timeline.bubble_fraction,
-        "stages": [
-            {
-                "stage_id": stage_id,
-                "busy_s": busy_s,
-                "bubble_fraction": bubble,
-                "peak_live_slices": timeline.peak_live_slices[stage_id] if timeline.peak_live_slices else None,
-                "peak_bytes": timeline.peak_bytes[stage_id] if timeline.peak_bytes else None,
-            }
-            for stage_id, (busy_s, bubble) in enumerate(zip(timeline.busy_s(), timeline.bubbles(), strict=True))
-        ],
+        "stages": _stages(timeline),
         "critical_path": [
-            {
-                "stage_id": step.event.stage_id,
-                "action": step.event.action,
-                "start_s": step.event.start_s,
-                "end_s": step.event.end_s,
-                "waited_for": step.waited_for,
-            }
-            for step in timeline.critical_path or ()
+            {name: getattr(step.event, name) for name in names} | {"waited_for": step.waited_for} for step in path
         ],
     }
+
+
+def _stages(timeline: Timeline) -> list[dict[str, Any]]:
+    unknown = (None,) * timeline.num_stages
+    columns = {
+        "stage_id": range(timeline.num_stages),
+        "busy_s": timeline.busy_s(),
+        "bubble_fraction": timeline.bubbles(),
+        "peak_live_slices": timeline.peak_live_slices or unknown,
+        "peak_bytes": timeline.peak_bytes or unknown,
+    }
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
@@ -138,20 +126,24 @@ def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
         "",
         f"{'stage':<6}{'busy s':>12}{'bubble %':>10}{'live slices':>13}" + "      peak GiB" * bool(timeline.peak_bytes),
     ]
-    for stage_id, (busy_s, bubble) in enumerate(zip(timeline.busy_s(), timeline.bubbles(), strict=True)):
-        live = timeline.peak_live_slices[stage_id] if timeline.peak_live_slices else "-"
-        size = f"{timeline.peak_bytes[stage_id] / 2**30:>14.3f}" if timeline.peak_bytes else ""
-        lines.append(f"{stage_id:<6}{busy_s:>12.6g}{100 * bubble:>10.1f}{live:>13}{size}")
-    path = timeline.critical_path or ()
-    by_kind: dict[str, float] = {}
-    for step in path:
-        kind = step.event.kind
-        by_kind[kind] = by_kind.get(kind, 0.0) + step.event.end_s - step.event.start_s
+    for stage in _stages(timeline):
+        live = "-" if stage["peak_live_slices"] is None else stage["peak_live_slices"]
+        size = "" if stage["peak_bytes"] is None else f"{stage['peak_bytes'] / 2**30:>14.3f}"
+        bubble = 100 * stage["bubble_fraction"]
+        lines.append(f"{stage['stage_id']:<6}{stage['busy_s']:>12.6g}{bubble:>10.1f}{live:>13}{size}")
+    return [*lines, "", _critical_path(timeline)]
+
+
+def _critical_path(timeline: Timeline) -> str:
     names = {"F": "forward", "B": "backward", "W": "weight gradients"}
     names |= {"SA": "activations on links", "SG": "gradients on links"}
+    events = [step.event for step in timeline.critical_path or ()]
+    by_kind: dict[str, float] = {}
+    for event in events:
+        by_kind[event.kind] = by_kind.get(event.kind, 0.0) + event.end_s - event.start_s
     shares = ", ".join(f"{names[kind]} {seconds:.6g} s" for kind, seconds in by_kind.items())
-    stages = _many(len({step.event.stage_id for step in path}))
-    return [*lines, "", f"critical path: {len(path)} steps on {stages}; {shares}"]
+    stages = _many(len({event.stage_id for event in events}))
+    return f"critical path: {len(events)} steps on {stages}; {shares}"
 
 
 def _many(count: int, noun: str = "stage") -> str:
@@ -159,129 +151,79 @@ def _many(count: int, noun: str = "stage") -> str:
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Options that mean nothing without another one are refused rather than ignored."""
-    for option in ("device", "tensor_parallel", "micro_batch_size", "dtype"):
-        if getattr(arguments, option) is not None and arguments.model is None:
-            raise CommandError(f"--{option.replace('_', '-')} goes with --model only: leave it out")
-    if arguments.model is not None and arguments.device is None:
-        raise CommandError("--model needs --device NAME: on which device shall it run?")
-    if arguments.unit_send is not None and not arguments.unit:
-        raise CommandError("--unit-send goes with --unit only: leave it out")
-    for option in ("trace", "csv", "timeline"):
-        check_output(getattr(arguments, option), f"--{option}")
-
-
-def _schedule_and_plans(arguments: argparse.Namespace) -> tuple[Schedule, list[SlicePlan]]:
-    from terapipe_ds.commands.show import MAX_STAGES, read_options, read_schedule
-    from terapipe_ds.schedule import build
-
-    given = [_plan(text, arguments) for text in arguments.slices]
-    if arguments.from_csv:
-        shape = argparse.Namespace(**vars(arguments) | {"slices": None})  # here they are lengths, not counts
-        schedule = read_schedule(shape)
-        return schedule, given * schedule.num_micro_batches if len(given) == 1 else given
-    if arguments.stages is None:
-        raise CommandError("--stages is missing: give the number of pipeline stages")
-    num_micro_batches = arguments.micro_batches or (1 if arguments.micro_batches is None else 0)
-    if arguments.stages > MAX_STAGES or num_micro_batches > _MAX_FORWARDS:
-        many = f"{arguments.stages} stages with {num_micro_batches} micro-batches"
-        raise CommandError(f"{many} are too many: ask for at most {MAX_STAGES} stages and {_MAX_FORWARDS} forwards")
-    plans = given * num_micro_batches if len(given) == 1 else given
-    if len(given) > 1 and len(given) != num_micro_batches:
+def _schedule_and_plans(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan]]:
+    plans = [_plan(text, options) for text in options.slices]
+    if options.from_csv is not None:
+        schedule = options.load(options.from_csv)
+        return schedule, plans * schedule.num_micro_batches if len(plans) == 1 else plans
+    if len(plans) not in (1, options.micro_batches):
         raise CommandError(
-            f"--slices stands {len(given)} times for {num_micro_batches} micro-batches: give it once, or once for each"
+            f"--slices is given {len(plans)} times for {options.micro_batches} micro-batches: give it once, or once for"
+            " each"
         )
-    counts = [plan.num_slices for plan in plans]
-    chunks = 1 if arguments.chunks_per_stage is None else arguments.chunks_per_stage
-    num_forwards = arguments.stages * sum(counts) * chunks
-    if num_forwards > _MAX_FORWARDS:
-        raise CommandError(f"{num_forwards} forwards are too many: ask for at most {_MAX_FORWARDS}")
-    schedule = build(
-        arguments.schedule,
-        arguments.stages,
-        num_micro_batches,
-        counts,
-        forward_only=arguments.forward_only,
-        chunks_per_stage=chunks,
-        **read_options(arguments),
-    )
-    return schedule, plans
+    if len(plans) > 1:
+        return options.build([plan.num_slices for plan in plans]), plans
+    return options.build(plans[0].num_slices), plans * options.micro_batches
 
 
-def _plan(text: str, arguments: argparse.Namespace) -> SlicePlan:
+def _plan(text: str, options: SimulateOptions) -> SlicePlan:
     from terapipe_ds.plan import SlicePlan
 
-    length, granularity = arguments.sequence_length, arguments.granularity_tokens
+    length = options.sequence_length
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise CommandError(f"--slices is {text!r}: give slice lengths as 512,384,128, or a number of slices") from None
+        raise CommandError(f"--slices {text!r}: give slice lengths as 512,384,128, or a number of slices") from None
     if len(numbers) > 1:
-        if granularity is not None:
-            raise CommandError("--granularity-tokens goes with a number of slices, not with their lengths")
+        if "granularity_tokens" in options.model_fields_set:
+            raise CommandError("--granularity-tokens goes with a number of slices only: leave it out")
         plan = SlicePlan(tuple(numbers))
-        if length is not None and plan.sequence_length != length:
-            raise CommandError(f"--slices {text} has {plan.sequence_length} tokens, --sequence-length is {length}")
+        if length not in (None, plan.sequence_length):
+            raise CommandError(
+                f"--slices {text} has {plan.sequence_length} tokens, --sequence-length is {length}: give the same"
+            )
         return plan
     if length is None:
         raise CommandError(
             f"--slices {text} is a number of slices: give --sequence-length too, or the lengths as 512,384,128"
         )
-    if numbers[0] > _MAX_FORWARDS:
-        raise CommandError(f"--slices {text}: too many to simulate; ask for at most {_MAX_FORWARDS} slices")
-    return SlicePlan.equal(length, numbers[0], 1 if granularity is None else granularity)
+    if numbers[0] > MAX_FORWARDS:
+        raise CommandError(f"--slices {text}: too many to simulate; ask for at most {MAX_FORWARDS} slices")
+    return SlicePlan.equal(length, numbers[0], options.granularity_tokens)
 
 
-def _costs(arguments: argparse.Namespace, schedule: Schedule, plans: list[SlicePlan]) -> Any:
-    if arguments.profile is not None:
+def _costs(options: SimulateOptions, schedule: Schedule, plans: list[SlicePlan]) -> tuple[Any, MemoryModel | None]:
+    """Return the costs, and with `--model` the bytes counted for Adam, without ZeRO and activation checkpointing."""
+    if options.profile is not None:
         from terapipe_ds.costs.fitted import CostModel
         from terapipe_ds.costs.profile import Profile
 
-        return CostModel.from_profile(Profile.load(arguments.profile))
-    if arguments.model is not None:
-        from terapipe_ds.costs.analytic import analytic_costs
+        return CostModel.from_profile(Profile.load(options.profile)), None
+    if options.model is None:
+        from terapipe_ds.simulator import UnitCosts
 
-        return analytic_costs(
-            arguments.model,
-            arguments.device,
-            dtype=arguments.dtype or "auto",
-            num_stages=schedule.num_parts,
-            micro_batch=1 if arguments.micro_batch_size is None else arguments.micro_batch_size,
-            tensor_parallel=1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
-        )
-    from terapipe_ds.simulator import UnitCosts
-
-    tokens = max(plan.sequence_length for plan in plans)
-    return UnitCosts(tokens, arguments.unit_send or 0.0, schedule.part_share)
-
-
-def _memory(arguments: argparse.Namespace, schedule: Schedule) -> Any:
-    """With --model: bytes counted from its sizes, for Adam, without ZeRO and activation checkpointing."""
-    if arguments.model is None:
-        return None
+        return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, schedule.part_share), None
+    from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.costs.model_sizes import model_size
-    from terapipe_ds.planner.memory import MemoryModel
+    from terapipe_ds.planner import MemoryModel
 
-    dtype = device_card(arguments.device).resolve_dtype(arguments.dtype or "auto")
-    return MemoryModel.of_model(
-        model_size(arguments.model),
-        num_stages=schedule.num_parts,
-        dtype=DTYPE_NAMES.get(dtype, dtype),
-        micro_batch=1 if arguments.micro_batch_size is None else arguments.micro_batch_size,
-        tensor_parallel=1 if arguments.tensor_parallel is None else arguments.tensor_parallel,
-    )
+    device, dtype = str(options.device), options.dtype
+    counts = {"micro_batch": options.micro_batch_size, "tensor_parallel": options.tensor_parallel}
+    shape: Any = {"num_stages": schedule.num_parts, **counts}
+    costs = analytic_costs(options.model, device, dtype=dtype, **shape)
+    dtype = device_card(device).resolve_dtype(dtype)
+    return costs, MemoryModel.of_model(model_size(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)
 
 
-def _write_files(arguments: argparse.Namespace, timeline: Timeline) -> None:
+def _write_files(options: SimulateOptions, timeline: Timeline) -> None:
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.timeline.export import to_chrome_trace, to_csv
     from terapipe_ds.timeline.picture import draw_timelines
 
-    if arguments.picture:
-        draw_timelines([(timeline.name, timeline)], arguments.picture)
-    texts = ((arguments.trace, to_chrome_trace), (arguments.csv, to_csv), (arguments.timeline, type(timeline).to_json))
+    if options.picture:
+        draw_timelines([(timeline.name, timeline)], options.picture)
+    texts = ((options.trace, to_chrome_trace), (options.csv, to_csv), (options.timeline, type(timeline).to_json))
     for path, make in texts:
         if path:
             write_text(path, make(timeline))

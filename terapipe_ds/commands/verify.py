@@ -1,14 +1,16 @@
-"""``terapipe verify``: are the layers of a model safe to slice?"""
+"""`terapipe verify`: are the layers of a model safe to slice?"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
 
-from terapipe_ds.commands import CommandError, check_counts, read_json
-from terapipe_ds.commands.user_model import MAX_THREADS, MAX_TOKENS, StdoutToStderr, offline_job
+from terapipe_ds.commands import CommandError
+from terapipe_ds.commands.options import Numbers, option
+from terapipe_ds.commands.user_model import ModelOptions
 
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
@@ -35,27 +37,22 @@ docs/verify.md explains the report.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("--config", required=True, metavar="DS.json", help="the DeepSpeed config")
-    parser.add_argument("--model", required=True, metavar="NAME_OR_JSON", help="a named size, or a JSON file")
-    parser.add_argument(
-        "--sequence-length", type=int, metavar="L", help="tokens (default: the model's longest sequence)"
-    )
-    parser.add_argument("--slices", type=int, nargs="+", metavar="T", help="slice lengths (default: the config's)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's choice)")
+class VerifyOptions(ModelOptions):
+    """What is checked."""
+
+    slices: Numbers | None = option("slice lengths (default: the config's)", "T", nargs="+")
+
+
+add_arguments = VerifyOptions.add_to
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
-    check_counts(arguments, {"sequence_length": MAX_TOKENS, "threads": MAX_THREADS})
-    from terapipe_ds.config import TeraPipeConfig
-
-    ds_config = read_json(arguments.config, "--config")
-    section = TeraPipeConfig.from_deepspeed(ds_config)
-    job = offline_job(arguments, ds_config, num_stages=1)
-    plan, begin_s = _plan(section, job.inputs.shape[1], arguments.slices), time.monotonic()
-    with StdoutToStderr():
+    options = VerifyOptions.read(arguments)
+    section, keys = options.settings()
+    job = options.job(keys, num_stages=1)
+    plan, begin_s = _plan(section, job.inputs.shape[1], options.slices), time.monotonic()
+    with redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
         found = verify_model(job, plan, section)
     print(found.text(time.monotonic() - begin_s))
     if found.findings:
@@ -91,12 +88,12 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     return check.found
 
 
-def _plan(section: Any, length: int, lengths: list[int] | None) -> Any:
-    """The slices: given, of the config, or four equal ones."""
+def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None) -> SlicePlan:
+    """Return the slices: given, of the config, or four equal ones."""
     from terapipe_ds.plan import SlicePlan
 
     if lengths is not None:
-        plan = SlicePlan(tuple(lengths))
+        plan = SlicePlan(lengths)
         if plan.sequence_length != length:
             what = f"--slices add up to {plan.sequence_length} tokens, the sequence has {length}"
             raise CommandError(f"{what}: give others, or another --sequence-length")

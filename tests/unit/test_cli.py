@@ -59,20 +59,8 @@ def test_show_prints_the_grid(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_show_takes_one_number_of_slices_per_micro_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(
-        capsys,
-        "show",
-        "--schedule",
-        "gpipe",
-        "--stages",
-        "2",
-        "--micro-batches",
-        "2",
-        "--slices",
-        "3,1",
-        "--csv",
-        "-",
-    )
+    words = "--schedule gpipe --stages 2 --micro-batches 2 --slices 3,1 --csv -"
+    text = shown(capsys, "show", *words.split())
     assert from_csv(text, name="gpipe") == build("gpipe", 2, 2, [3, 1])
 
 
@@ -112,13 +100,16 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("show", *SEQ1F1B, "--from-csv", "x.csv"), "not allowed with argument --schedule"),
         (("show", "--schedule", "seq1f1", "--stages", "2"), "did you mean 'seq1f1b'?"),
         (("show", "--schedule", "gpipe"), "--stages is missing"),
-        (("show", "--schedule", "gpipe", "--stages", "0"), "num_stages = 0"),
-        (("show", "--schedule", "gpipe", "--stages", "two"), "invalid int value: 'two'"),
-        (("show", "--schedule", "gpipe", "--stages", "2", "--slices", "3,x"), "--slices is '3,x'"),
+        (("show", "--schedule", "gpipe", "--stages", "0"), "--stages 0: give a number >= 1"),
+        (("show", "--schedule", "gpipe", "--stages", "two"), "--stages two: give an integer"),
+        (
+            ("show", "--schedule", "gpipe", "--stages", "2", "--slices", "3,x"),
+            "--slices '3,x': give a number, or one per",
+        ),
         (("show", "--schedule", "gpipe", "--stages", "2", "--slices", "3,3"), "give one to each of 1"),
-        (("show", "--schedule", "gpipe", "--stages", "99999999"), "too many to show"),
+        (("show", "--schedule", "gpipe", "--stages", "99999999"), "--stages 99999999: give a number <= 10000"),
         (("show", *SEQ1F1B, "--stage", "4"), "no stage 4"),
-        (("show", *SEQ1F1B, "--lowered"), "--lowered needs --stage"),
+        (("show", *SEQ1F1B, "--lowered"), "--lowered goes with --stage only"),
         (("show", "--from-csv", "no/such.csv"), "no/such.csv: No such file"),
         (("show", "no/such.csv"), "no/such.csv: No such file"),
         (("show", "x.csv", *SEQ1F1B), "not allowed with argument"),
@@ -135,16 +126,16 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
         (("simulate", "--stages", "2", "--slices", "4", "--unit"), "one of the arguments --schedule --from-csv"),
         (("simulate", "--schedule", "gpipe", "--slices", "4,4", "--unit"), "--stages is missing"),
         (("simulate", "--schedule", "gpipe", "--stages", "2", "--unit"), "required: --slices"),
-        (("simulate", *UNIT, "--slices", "8,8"), "--slices stands 2 times for 1 micro-batch"),
+        (("simulate", *UNIT, "--slices", "8,8"), "--slices is given 2 times for 1 micro-batch"),
         (("simulate", *UNIT, "--sequence-length", "9"), "--slices 5,3 has 8 tokens, --sequence-length is 9"),
         (("simulate", *UNIT, "--granularity-tokens", "2"), "--granularity-tokens goes with a number of slices"),
         (("simulate", *UNIT, "--device", "h100"), "--device goes with --model only"),
         (("simulate", *UNIT, "--tensor-parallel", "2"), "--tensor-parallel goes with --model only"),
-        (("simulate", *UNIT, "--unit-send", "-1"), "send_s gives -0.625 for 5 tokens after 0"),
-        (("simulate", *UNIT, "--micro-batches", "0"), "num_micro_batches = 0"),
+        (("simulate", *UNIT, "--unit-send", "-1"), "--unit-send -1: give a number >= 0"),
+        (("simulate", *UNIT, "--micro-batches", "0"), "--micro-batches 0: give a number >= 1"),
         (("simulate", *UNIT, "--picture", "x.jpg"), "end the name in .png"),
         (("simulate", *UNIT, "--trace", "no/such/dir.json"), "there is no such folder"),
-        (("simulate", *UNIT[:-3], "--slices", "x", "--unit"), "--slices is 'x'"),
+        (("simulate", *UNIT[:-3], "--slices", "x", "--unit"), "--slices 'x': give slice lengths"),
         (("simulate", *UNIT[:-3], "--slices", "4", "--unit"), "is a number of slices: give --sequence-length"),
         (("simulate", *UNIT[:-3], "--slices", "0", "--sequence-length", "8", "--unit"), "num_slices = 0"),
         (("simulate", *UNIT[:-1], "--model", "tiny"), "--model needs --device"),
@@ -287,12 +278,9 @@ def test_simulate_takes_plans_in_several_forms(capsys: pytest.CaptureFixture[str
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(build("seq1f1b", 2, 2, [2, 1])))
     assert plans("--from-csv", str(path), "--slices", "5,3", "--slices", "1", "--sequence-length", "8") == [[5, 3], [8]]
-    assert "--stages does not go with --from-csv" in refused(
-        capsys, "simulate", "--from-csv", str(path), "--stages", "2", "--slices", "5,3", "--unit"
-    )
-    assert "micro-batch 1 has 2 slices (5, 3), the schedule 1" in refused(
-        capsys, "simulate", "--from-csv", str(path), "--slices", "5,3", "--unit"
-    )
+    words = ["simulate", "--from-csv", str(path), "--slices", "5,3", "--unit"]
+    assert "--stages does not go with --from-csv" in refused(capsys, *words, "--stages", "2")
+    assert "micro-batch 1 has 2 slices (5, 3), the schedule 1" in refused(capsys, *words)
 
 
 def test_simulate_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -447,10 +435,15 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert (process.returncode, error) == (0, b"")
 
 
-def test_no_command_here_loads_torch() -> None:
+def test_no_help_loads_numpy_and_no_command_here_torch() -> None:
     code = (
-        "import sys, terapipe_ds.cli as cli\n"
-        "early = {'torch', 'deepspeed', 'numpy', 'matplotlib', 'terapipe_ds.schedule'} & set(sys.modules)\n"
+        "import contextlib, io, sys, terapipe_ds.cli as cli\n"
+        "assert 'terapipe_ds.schedule' not in sys.modules\n"
+        "for name in cli.COMMANDS:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):\n"
+        "        cli.main([name, '--help'])\n"
+        "    assert 'examples:' in text.getvalue()\n"
+        "early = {'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)\n"
         "cli.main(['show', '--schedule', '1f1b', '--stages', '2'])\n"
         "cli.main(['simulate', '--schedule', '1f1b', '--stages', '2', '--slices', '4,4', '--unit'])\n"
         "sys.exit(str(early) if early else bool({'torch', 'deepspeed'} & set(sys.modules)))"

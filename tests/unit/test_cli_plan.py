@@ -1,4 +1,4 @@
-"""``terapipe plan``: what it prints and writes, what it takes from files, and what it refuses in one line."""
+"""`terapipe plan`: what it prints and writes, what it takes from files, and what it refuses in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.devices import device_card
@@ -20,16 +19,15 @@ from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartPr
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import simulate
+from tests.unit.test_cli import refused as refused_command
+from tests.unit.test_cli import shown
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model", "gpt3-1b", "--device", "v100", "--stages", "4", "--micro-batches", "2", "--granularity", "128")
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
+    return shown(capsys, "plan", *arguments)
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -38,14 +36,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    try:
-        code: object = main(["plan", *arguments])
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("terapipe plan: error: ")
-    return error
+    return refused_command(capsys, "plan", *arguments)
 
 
 def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +88,21 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = (
-        "--micro-batch-size", "2", "--micro-batches", "3", "--dtype", "fp16", "--zero-stage", "1", "--schedule", "1f1b",
-        "--granularity", "256", "--memory-limit-gb", "14",
-    )  # fmt: skip
+        "--micro-batch-size",
+        "2",
+        "--micro-batches",
+        "3",
+        "--dtype",
+        "fp16",
+        "--zero-stage",
+        "1",
+        "--schedule",
+        "1f1b",
+        "--granularity",
+        "256",
+        "--memory-limit-gb",
+        "14",
+    )
     assert found == as_json(capsys, *options, *same)
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
@@ -220,7 +223,7 @@ def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "cannot be cut in 28 parts" in refused(
         capsys, *SMALL, "--chunks-per-stage", "7", "--schedule", "interleaved"
     )
-    assert "give a number >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
+    assert "--chunks-per-stage 0: give a number >= 1" in refused(capsys, *SMALL, "--chunks-per-stage", "0")
     assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
 
 

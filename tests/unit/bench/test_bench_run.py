@@ -210,10 +210,10 @@ def test_what_cannot_run_says_why() -> None:
     assert "in 6 parts, it has 5" in (Case("terapipe", "interleaved", 1, given_chunks=3).problem(WORK, 1) or "")
 
 
-def arguments(*words: str) -> argparse.Namespace:
+def arguments(*words: str) -> command.BenchOptions:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return parser.parse_args(words)
+    return command.BenchOptions.read(parser.parse_args(words))
 
 
 def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["gpu-attention", "--slices", "8", "--check-replay"], "does not use --slices, --check-replay"),
     (["gpu-layer", "--pairs", "2", "--hidden", "64", "--granularity", "8"], "use --pairs, --hidden, --granularity"),
     (["gpu-layer"], "needs a CUDA device"),
-    (["cpu-3stage"], "known are cpu-2stage"),
+    (["cpu-3stage"], "preset cpu-3stage: give 'cpu-2stage', 'cpu-8stage'"),
     (["--slices", "many"], "--slices 'many'"),
     (["--slices", "plan8"], "--slices 'plan8'"),
     (["--slices", "plan:0"], "--slices 'plan:0'"),
@@ -434,6 +434,8 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--html", "/"], "--html '/' has no file name"),
     (["--html", "/usr"], "--html /usr is a folder: give the name of a file"),
     (["--config", "ds.json"], "ds.json"),
+    (["--model", "tiny", "--hidden", "64"], "--hidden does not go with --model, which has its own: leave it out"),
+    (["--device", "tpu"], "--device tpu: give 'cpu' or 'cuda'"),
     (["--device", "cuda"], "need 2 CUDA devices"),
     (["--check-replay", "--stages", "8", "--layers", "8"], "no measured times"),
     (["--check-replay", "--device", "cuda"], "replays take the CPU time"),

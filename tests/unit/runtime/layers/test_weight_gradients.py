@@ -385,7 +385,7 @@ class TestLayersOfOnesOwn:
     UNITS = ((0, 0, 1), (0, 0, 0))
 
     def projection(self) -> nn.Module:
-        text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
+        text = (Path(__file__).parents[4] / "docs" / "how-it-works.md").read_text()
         code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
         names: dict[str, Any] = {
             "nn": nn,

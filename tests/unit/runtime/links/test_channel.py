@@ -23,10 +23,10 @@ from terapipe_ds.runtime.links.channel import (
     ReceiveChannel,
     SendChannel,
     TensorSpec,
-    Unit,
     Wire,
 )
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
+from terapipe_ds.schedule.action import SliceKey
 
 SPEC = MessageSpec((TensorSpec((2, 3), torch.float32, True),), is_tuple=False)
 
@@ -79,7 +79,7 @@ def wire(name: str = "activations to stage 1") -> Wire:
     return Wire(peer=1, group="data", control="control", device=torch.device("cpu"), name=name)
 
 
-def signature_of(unit: Unit) -> str:
+def signature_of(unit: SliceKey) -> str:
     """Units of even micro-batches look alike, and so do those of odd ones."""
     return "odd" if unit[0] % 2 else "even"
 
@@ -89,7 +89,7 @@ def receiving_end() -> ReceiveChannel:
     return ReceiveChannel(wire("activations from stage 0"), announced.spec_of, announced.learn)
 
 
-def send(channel: SendChannel, unit: Unit, *tensors: Tensor, at: int = 0) -> None:
+def send(channel: SendChannel, unit: SliceKey, *tensors: Tensor, at: int = 0) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=len(tensors) > 1)
     channel.announce(signature_of(unit), spec, consumed_at=at)
     channel.send(tensors, consumed_at=at)

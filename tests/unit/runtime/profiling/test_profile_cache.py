@@ -108,6 +108,7 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
     config = TeraPipeConfig(enabled=True, planner={"profile": str(path)}, **section).with_multiple(multiple)
     alone: Any = SimpleNamespace(world=None)
     planner = AutoPlanner(SimpleNamespace(terapipe_config=config), alone, pytest.fail)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     monkeypatch.setattr(auto_planner, "key_of", lambda engine, groups, length, rows: key)
     with caplog.at_level("WARNING", logger="terapipe_ds"):
         given = planner._profile_for(768, [], [MicroBatchShape(2, 768)])

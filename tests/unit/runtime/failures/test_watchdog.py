@@ -443,7 +443,7 @@ class TestTimer:
     SCRIPT = """
 import os, sys, threading, time
 from torch import distributed
-from terapipe_ds.runtime import watchdog
+from terapipe_ds.runtime.failures import watchdog
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 distributed.get_world_size = lambda group=None: 2
 watchdog._TIMER_S = 1.0

@@ -112,6 +112,7 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> Iterator[
             parsed = parse(*args, **kwargs)
             depth -= 1
             if depth == 0:
+                assert not isinstance(parsed, tuple) or parsed[1] == [], words  # of parse_known_args: what is unknown
                 raise Parsed
             return parsed
 

@@ -21,7 +21,10 @@ import pytest
 
 from terapipe_ds import cli
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.config.conflicts import CONFLICTS
+from terapipe_ds.schedule import SCHEDULE_NAMES
 from terapipe_ds.timeline import Timeline, timeline_file_name
+from tests.test_imports import MOST_NAMES, RINGS, WINGS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -363,3 +366,21 @@ def test_the_configuration_lists_all_keys_with_their_defaults() -> None:
     defaults = {name: getattr(config, name) for name in TeraPipeConfig.model_fields if name != "planner"}
     defaults |= {f"planner.{name}": getattr(config.planner, name) for name in type(config.planner).model_fields}
     assert {key: json.loads(default) for key, default in rows} == defaults
+
+
+def test_the_configuration_lists_all_schedules_and_conflicts() -> None:
+    names = set(spans(ROOT / "docs/configuration.md"))
+    assert set(SCHEDULE_NAMES) <= names
+    for conflict in CONFLICTS:
+        *parents, key = conflict.key.split(".")
+        assert conflict.key in names or key in names or parents[-1] in names, conflict.key
+    assert f"[{len(SCHEDULE_NAMES)} schedules]" in (ROOT / "README.md").read_text()
+
+
+def test_contributing_has_the_rings_and_wings() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [re.findall(r"`(\w+)/?`", row) for row in re.findall(r"^\| \d \| (.*?) \|", text, re.MULTILINE)]
+    assert {name: ring for ring, names in enumerate(rows) for name in names} == RINGS
+    wings = text.partition("| wing | what it does |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)/?` \|", wings, re.MULTILINE)) == WINGS["runtime"]
+    assert f"`runtime/` has at most\n{MOST_NAMES['runtime']} names." in text

@@ -380,12 +380,12 @@ class TestSplitBackward:
 
 
 class TestLayersOfOnesOwn:
-    """What `docs/how-it-works.md` shows, run as it stands there."""
+    """What `docs/how-it-works.md` shows, run as it is printed there."""
 
     UNITS = ((0, 0, 1), (0, 0, 0))
 
     def projection(self) -> nn.Module:
-        text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
+        text = (Path(__file__).parents[4] / "docs" / "how-it-works.md").read_text()
         code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
         names: dict[str, Any] = {
             "nn": nn,

@@ -380,7 +380,7 @@ class TestSplitBackward:
 
 
 class TestLayersOfOnesOwn:
-    """What `docs/how-it-works.md` shows, run as it stands there."""
+    """What `docs/how-it-works.md` shows, run as it is printed there."""
 
     UNITS = ((0, 0, 1), (0, 0, 0))
 

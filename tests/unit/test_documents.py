@@ -1,0 +1,386 @@
+"""The documents: commands run as printed or at least parse, and links, paths, keys and names exist."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from terapipe_ds import cli
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.config.conflicts import CONFLICTS
+from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.timeline import Timeline, timeline_file_name
+from tests.test_imports import MOST_NAMES, RINGS, WINGS
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "patches/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PROGRAMS = ("terapipe", "python", "deepspeed", "make", "pip", "git", "cd")
+FOREIGN = {"tests/unit/runtime/pipe", "tests/unit/pipe", "tests/unit/checkpoint/test_pipeline.py"}  # of DeepSpeed
+FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "terapipe_ds").iterdir()) if path.is_dir()} - {"out"}
+in_each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+class Block(NamedTuple):
+    """A fenced or indented block."""
+
+    language: str
+    text: str
+
+
+class Command(NamedTuple):
+    """A command without its comment, and what the document prints below it."""
+
+    words: list[str]
+    output: str
+
+
+def blocks(document: Path) -> list[Block]:
+    text = document.read_text(encoding="utf-8")
+    fenced = [Block(*match.groups()) for match in _FENCED.finditer(text)]
+    indented = re.findall(r"(?<=\n\n)(?:    .*\n|\n(?=    ))+", _FENCED.sub("", text))
+    return fenced + [Block("", re.sub("^    ", "", text, flags=re.MULTILINE)) for text in indented]
+
+
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def spans(document: Path) -> list[str]:
+    """Return the inline code."""
+    return re.findall(r"`([^`]+)`", _FENCED.sub("", document.read_text(encoding="utf-8")))
+
+
+def without_variables(words: list[str]) -> list[str]:
+    """Return a command without the assignments in front of it."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return words
+
+
+def commands(document: Path) -> Iterator[Command]:
+    """Yield the commands of all blocks. In a block that begins with a program, each line is a command."""
+    for block in blocks(document):
+        if block.text.startswith("$ "):
+            line, _, output = block.text.removeprefix("$ ").partition("\n")
+            yield Command(shlex.split(line), output)
+            continue
+        lines = block.text.replace("\\\n", " ").strip().splitlines()
+        first = without_variables(lines[0].split())
+        if not block.language and first and first[0] in PROGRAMS:
+            for line in filter(None, lines):
+                for words in split_at_and(shlex.split(line, comments=True)):
+                    yield Command(without_variables(words), "")
+
+
+def split_at_and(words: list[str]) -> Iterator[list[str]]:
+    while "&&" in words:
+        end = words.index("&&")
+        yield words[:end]
+        words = words[end + 1 :]
+    yield words
+
+
+# --- what a command is checked by
+
+
+class Parsed(BaseException):
+    """Ends a program whose options were parsed."""
+
+
+@contextlib.contextmanager
+def only_parsing(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> Iterator[None]:
+    """Let a program that is started inside parse `words`, and end it there; fail if it does not come so far."""
+    depth = 0
+
+    def ending(parse: Any) -> Any:
+        def parse_and_end(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            parsed = parse(*args, **kwargs)
+            depth -= 1
+            if depth == 0:
+                assert not isinstance(parsed, tuple) or parsed[1] == [], words  # of parse_known_args: what is unknown
+                raise Parsed
+            return parsed
+
+        return parse_and_end
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        for name in ("parse_args", "parse_known_args"):
+            patch.setattr(argparse.ArgumentParser, name, ending(getattr(argparse.ArgumentParser, name)))
+        with pytest.raises((Parsed, SystemExit)) as end:
+            yield
+        assert getattr(end.value, "code", 0) == 0, words  # 0 after --help, 2 where a word was refused
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a command names a program, option, target, module or file that does not exist."""
+    program, *rest = words
+    assert program in PROGRAMS, words
+    for word in rest:
+        check_path(word, ROOT)
+    if program == "terapipe":
+        with only_parsing(monkeypatch, words):
+            cli.main(rest)
+    elif program == "python":
+        check_python(rest, monkeypatch)
+    elif program == "deepspeed":
+        check_launch(rest, monkeypatch)
+    elif program == "make":
+        check_make(rest)
+    elif program == "pip":
+        check_extras(rest)
+
+
+def check_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[:2] == ["-m", "pytest"]:
+        file, option, expression = words[2:]
+        assert option == "-k"
+        assert expression in (ROOT / file).read_text()
+    elif words[0] == "-m":
+        name = words[1]
+        assert importlib.util.find_spec(name) is not None, name
+        if name.partition(".")[0] != "torch":
+            with only_parsing(monkeypatch, words[1:]):
+                runpy.run_module(name, run_name="__main__")
+    else:
+        with only_parsing(monkeypatch, words):
+            monkeypatch.syspath_prepend(str(ROOT / Path(words[0]).parent))
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+
+
+def check_launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.launcher.runner import parse_args
+
+    from terapipe_ds.run import split_arguments, take_verify
+
+    launch = parse_args(words)
+    if launch.module:
+        assert launch.user_script == "terapipe_ds.run"
+        _, arguments = take_verify(launch.user_args)
+        assert split_arguments(arguments)[0] == "train.py"
+    else:
+        check_python([launch.user_script, *launch.user_args], monkeypatch)
+
+
+def check_make(words: list[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        assert (f"$({name})" if assigned else f"\n{name}:") in makefile, f"make {word}"
+
+
+def check_extras(words: list[str]) -> None:
+    extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    for word in words:
+        for extra in re.findall(r"\[([\w,]+)\]", word):
+            assert set(extra.split(",")) <= set(extras), word
+
+
+def check_path(path: str, folder: Path) -> None:
+    """Fail where a path begins with one of our folders and leads nowhere."""
+    if re.fullmatch(r"[\w.-]+(/[\w.*-]+)*/?", path) and path.partition("/")[0] in FOLDERS and "/" in path:
+        bases = (folder, ROOT, ROOT / "terapipe_ds")
+        assert path in FOREIGN or any(list(base.glob(path.rstrip("/"))) for base in bases), path
+
+
+@in_each_document
+def test_every_command_parses(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in commands(document):
+        check(command.words, monkeypatch)
+
+
+@in_each_document
+def test_every_command_in_a_sentence_exists(document: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sentence a command may lack arguments: its name and its options must exist."""
+    for span in spans(document):
+        words = without_variables(shlex.split(span) if span.startswith((*PROGRAMS, "TERAPIPE_")) else [])
+        if len(words) < 2 or words[0] not in PROGRAMS or "..." in span:
+            continue
+        if words[0] == "terapipe":
+            assert words[1] in cli.COMMANDS, span
+            options = {word for word in words if word.startswith("--")}
+            assert options <= set(re.findall(r"--[\w-]+", help_of(words[1]))), span
+        else:
+            check(words, monkeypatch)
+
+
+def help_of(command: str) -> str:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"terapipe_ds.commands.{command}").add_arguments(parser)
+    return parser.format_help()
+
+
+# --- what runs
+
+RUN = ("show", "simulate", "timeline")
+
+
+@in_each_document
+def test_fast_commands_run_as_printed(
+    document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    made = False
+    for words, output in commands(document):
+        if words[0] != "terapipe" or words[1] not in RUN:
+            continue
+        if not made:
+            make_traces(tmp_path)
+            made = True
+        capsys.readouterr()
+        assert cli.main(words[1:]) == 0
+        shown = capsys.readouterr().out
+        assert not output or shown.strip() == output.strip()
+
+
+def make_traces(folder: Path) -> None:
+    """Write what the timelines of the documents are drawn from: `predicted.json` and a step of two ranks."""
+    plan = ["--schedule", "seq1f1b", "--stages", "4", "--micro-batches", "2", "--slices", "512,384,128", "--unit"]
+    assert cli.main(["simulate", *plan, "--timeline", str(folder / "predicted.json")]) == 0
+    predicted = Timeline.load(folder / "predicted.json")
+    (folder / "traces").mkdir()
+    for rank in range(predicted.num_stages):
+        events = tuple(event for event in predicted.events if event.stage_id == rank)
+        own = dataclasses.replace(predicted, events=events, critical_path=())
+        (folder / "traces" / timeline_file_name(3, rank)).write_text(own.to_json())
+
+
+@in_each_document
+def test_python_imports_what_exists(document: Path) -> None:
+    for block in blocks(document):
+        if block.language != "python":
+            continue
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("terapipe_ds"):
+                assert all(is_there(f"{node.module}.{alias.name}") for alias in node.names), ast.unparse(node)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "terapipe_ds":
+                assert is_there(ast.unparse(node)), ast.unparse(node)
+
+
+def test_the_picture_of_the_readme_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (drawing,) = [block.text for block in blocks(ROOT / "docs/bench.md") if block.language == "python"]
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(drawing, "docs/bench.md", "exec"), {})
+    (picture,) = tmp_path.glob("*.svg")
+    assert f"docs/pictures/{picture.name}" in (ROOT / "README.md").read_text()
+    shapes = picture.read_text().count("<path")
+    assert shapes == (ROOT / "docs/pictures" / picture.name).read_text().count("<path") > 50
+
+
+# --- links, paths, names
+
+
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of the headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@in_each_document
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"`[^`]*`", "", _FENCED.sub("", document.read_text(encoding="utf-8")))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = document.parent / name if name else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@in_each_document
+def test_paths_and_names_exist(document: Path) -> None:
+    for span in spans(document):
+        check_path(span, document.parent)
+        for name in re.findall(r"\bterapipe_ds(?:\.\w+)+", span):
+            assert is_there(name), span
+
+
+def is_there(name: str) -> bool:
+    """Return whether a dotted name is a module or in the source of one; importing megatron-core takes seconds."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    module, attribute = path.parent, path.name
+    source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return source.exists() and re.search(rf"\b{attribute}\b", source.read_text(encoding="utf-8")) is not None
+
+
+def test_sources_mention_documents_that_exist() -> None:
+    for folder in ("terapipe_ds", "studies", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r"\b(?:docs|patches)/[\w-]+\.md\b", path.read_text(encoding="utf-8")):
+                assert (ROOT / name).exists(), f"{path}: {name}"
+
+
+def test_the_index_has_all_documents() -> None:
+    targets = re.findall(r"\]\(([\w-]+\.md)", (ROOT / "docs/index.md").read_text())
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == {*targets, "index.md"}
+
+
+def test_the_readme_is_short_and_says_how_to_test() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 170
+    assert "\nmake test " in text
+
+
+# --- the section
+
+
+@in_each_document
+def test_json_is_right(document: Path) -> None:
+    for block in blocks(document):
+        text = block.text.strip()
+        if block.language != "json" and not text.startswith('"'):
+            continue
+        data = json.loads(text if text.startswith("{") else f"{{{text}}}")
+        if "terapipe" in data:
+            assert TeraPipeConfig.from_deepspeed(data).enabled
+        if "planner" in data:
+            TeraPipeConfig(enabled=True, **data)
+
+
+def test_the_configuration_lists_all_keys_with_their_defaults() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.+?)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE)
+    config = TeraPipeConfig()
+    defaults = {name: getattr(config, name) for name in TeraPipeConfig.model_fields if name != "planner"}
+    defaults |= {f"planner.{name}": getattr(config.planner, name) for name in type(config.planner).model_fields}
+    assert {key: json.loads(default) for key, default in rows} == defaults
+
+
+def test_the_configuration_lists_all_schedules_and_conflicts() -> None:
+    names = set(spans(ROOT / "docs/configuration.md"))
+    assert set(SCHEDULE_NAMES) <= names
+    for conflict in CONFLICTS:
+        *parents, key = conflict.key.split(".")
+        assert conflict.key in names or key in names or parents[-1] in names, conflict.key
+    assert f"[{len(SCHEDULE_NAMES)} schedules]" in (ROOT / "README.md").read_text()
+
+
+def test_contributing_has_the_rings_and_wings() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [re.findall(r"`(\w+)/?`", row) for row in re.findall(r"^\| \d \| (.*?) \|", text, re.MULTILINE)]
+    assert {name: ring for ring, names in enumerate(rows) for name in names} == RINGS
+    wings = text.partition("| wing | what it does |")[2].partition("\n\n")[0]
+    assert tuple(re.findall(r"^\| `(\w+)/?` \|", wings, re.MULTILINE)) == WINGS["runtime"]
+    assert f"`runtime/` has at most\n{MOST_NAMES['runtime']} names." in text

@@ -55,19 +55,7 @@ def test_slice_plans(data: bytes) -> None:
 
 # -- profiles
 
-KEY = ProfileKey(
-    model_fingerprint="5f2c",
-    model="tiny, 4 layers",
-    device="cpu",
-    dtype="fp32",
-    micro_batch=2,
-    tensor_parallel=1,
-    num_stages=2,
-    activation_checkpointing=False,
-    sequence_length=512,
-    attention_backend="cpu_flash",
-    versions={"torch": "2.13.0"},
-)
+KEY = ProfileKey("5f2c", "tiny, 4 layers", "cpu", "fp32", 2, 1, 2, False, 512, "cpu_flash", {"torch": "2.13.0"})
 SAMPLES = tuple(
     CostSample(tokens, prefix, 1e-5 * tokens + 1e-8 * tokens * prefix, 3e-5 * tokens, 0.05, 0.04, 5)
     for tokens in (64, 128, 256)

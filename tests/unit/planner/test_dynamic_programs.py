@@ -70,28 +70,3 @@ def test_least_sums(
                 cells = starts, np.array(lengths) - shortest
                 assert band.total[cells].sum() == pytest.approx(expected)
                 assert (band.forward[cells] <= pair[0]).all() and (band.backward[cells] <= pair[1]).all()
-
-
-def test_through_is_the_best_plan_with_that_slice() -> None:
-    rng = np.random.default_rng(0)
-    band = random_band(rng, 7, 1, 7)
-    through = band.through(least_heads(band), least_tails(band)[0, 0])
-    for row in range(7):
-        for column in range(7 - row):
-            sums = [
-                sum(band.total[start, length - 1] for length, start in slices)
-                for slices in compositions(7, 1)
-                if (column + 1, row) in slices
-            ]
-            assert through[row, column] == pytest.approx(min(sums))
-
-
-def test_keep_narrows_the_band() -> None:
-    rng = np.random.default_rng(0)
-    band = random_band(rng, 8, 1, 8)
-    allowed = np.zeros((8, 8), dtype=bool)
-    allowed[:, 2:4] = True
-    kept = band.keep(allowed)
-    assert (kept.shortest, kept.width) == (3, 2)
-    np.testing.assert_array_equal(kept.total, band.total[:, 2:4])
-    assert band.keep(np.zeros((8, 8), dtype=bool)).total.shape == (8, 1)

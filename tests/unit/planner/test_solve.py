@@ -58,25 +58,6 @@ def test_equals_brute_force_with_twelve_granules(kind: str, num_stages: int) -> 
     check_best(random_costs(rng, 12, 1, kind), 12, 1, num_stages, 2, most=4)
 
 
-times = st.one_of(st.sampled_from([0.0, 1.0, 2.0, 1e-300, 1e6]), st.floats(0, 10, allow_subnormal=False))
-
-
-@given(
-    st.integers(1, 5).flatmap(
-        lambda n: st.tuples(st.just(n), *[st.lists(times, min_size=n * n, max_size=n * n) for _ in range(2)])
-    ),
-    st.integers(1, 96),
-    st.integers(1, 8),
-    st.none() | st.integers(1, 5),
-)
-def test_any_table(
-    case: tuple[int, list[float], list[float]], num_stages: int, micro_batches: int, most: int | None
-) -> None:
-    n, forward, backward = case
-    costs = TableCosts(lambda t, p: forward[p * n + t - 1], lambda t, p: backward[p * n + t - 1])
-    check_best(costs, n, 1, num_stages, micro_batches, most)
-
-
 def by_thresholds(costs: TableCosts, n: int, num_stages: int, micro_batches: int) -> float:
     """The optimum by one plain program for every pair of limits that a slice has; proportional costs need no pairs."""
     slices = [(stop - start, start) for start, stop in itertools.combinations(range(n + 1), 2)]
@@ -153,11 +134,6 @@ def test_the_fewest_slices_of_equally_good_plans(seed: int, n: int, num_stages: 
         and max(costs.backward(*x) for x in slices) <= solution.max_backward_s
     ]
     assert solution.plan.num_slices == min(counts)
-
-
-def test_the_same_twice_is_the_same() -> None:
-    costs = random_costs(np.random.default_rng(0), 40, 1, "measured")
-    assert solve(costs, 40, 12, 2, 1) == solve(costs, 40, 12, 2, 1)
 
 
 def test_a_list_of_one_and_the_same_object_is_the_equal_case() -> None:

@@ -5,9 +5,9 @@ from collections import defaultdict, deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import OTHER_KINDS, chunked_schedules, names, ragged_shapes, v_shaped
+from schedule_cases import chunked_schedules, names, ragged_shapes, v_shaped
 
-from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build
+from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 FED_BY = {Kind.FORWARD: Kind.RECV_ACTIVATION, Kind.BACKWARD: Kind.RECV_GRAD}
@@ -60,14 +60,6 @@ def test_lowered_schedules_run(name: str, shape: tuple[int, list[int]], receive_
     schedule = build(name, num_stages, len(num_slices), num_slices, forward_only=forward_only)
     messages = run_as_an_engine(schedule, receive_ahead)
     assert messages == (num_stages - 1) * sum(num_slices) * (1 if forward_only else 2)
-
-
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-@pytest.mark.parametrize("receive_ahead", [0, 2, 9])
-def test_lowered_schedules_of_other_kinds_run(kind: str, receive_ahead: int) -> None:
-    schedule = OTHER_KINDS[kind]()
-    wires = 2 if kind == "v_shaped" else schedule.num_parts - 1  # at the foot of the V there is none
-    assert run_as_an_engine(schedule, receive_ahead) == wires * sum(schedule.num_slices) * 2
 
 
 @given(chunked_schedules(), st.integers(0, 5))
@@ -161,14 +153,3 @@ def test_a_computation_without_its_neighbour_is_an_error() -> None:
 def test_receive_ahead_is_not_negative() -> None:
     with pytest.raises(ScheduleError, match="receive_ahead is -1"):
         build("gpipe", 2, 1, 2).lowered(receive_ahead=-1)
-
-
-def test_receives_know_both_ends_of_the_link() -> None:
-    middle = build("gpipe", 3, 1, 1).for_stage(1)
-    messages = {action.kind: action for action in middle.actions if action.peer_stage_id >= 0}
-    assert messages == {
-        Kind.RECV_ACTIVATION: Action(Kind.RECV_ACTIVATION, 0, 0, 1, 0, 0, 0),
-        Kind.SEND_ACTIVATION: Action(Kind.SEND_ACTIVATION, 0, 0, 1, 0, 2, 2),
-        Kind.RECV_GRAD: Action(Kind.RECV_GRAD, 0, 0, 1, 0, 2, 2),
-        Kind.SEND_GRAD: Action(Kind.SEND_GRAD, 0, 0, 1, 0, 0, 0),
-    }

@@ -103,30 +103,13 @@ def test_no_slower_and_with_waits_to_fill_faster(shape: tuple[int, int, int]) ->
 
 def test_the_rule_by_hand() -> None:
     """With room for two units the third forward waits for the oldest W; after the last forward W follow their B."""
-    F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
-    order = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (F, 2, 0), (B, 1, 0), (B, 2, 0)]
-    assert with_weights(order, 2) == [
-        (F, 0, 0),
-        (F, 1, 0),
-        (B, 0, 0),
-        (W, 0, 0),
-        (F, 2, 0),
-        (B, 1, 0),
-        (W, 1, 0),
-        (B, 2, 0),
-        (W, 2, 0),
-    ]
-    assert with_weights(order, 3) == [
-        (F, 0, 0),
-        (F, 1, 0),
-        (B, 0, 0),
-        (F, 2, 0),
-        (B, 1, 0),
-        (W, 0, 0),
-        (B, 2, 0),
-        (W, 1, 0),
-        (W, 2, 0),
-    ]
+
+    def units(text: str) -> list[tuple[Kind, int, int]]:
+        return [(Kind(word[0]), int(word[1]), 0) for word in text.split()]
+
+    order = units("F0 F1 B0 F2 B1 B2")
+    assert with_weights(order, 2) == units("F0 F1 B0 W0 F2 B1 W1 B2 W2")
+    assert with_weights(order, 3) == units("F0 F1 B0 F2 B1 W0 B2 W1 W2")
 
 
 @pytest.mark.parametrize("name", SPLIT_SCHEDULES)

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench.drivers.orders import looped_placement, of_dualpipev, of_torch, v_placement
-from terapipe_ds.bench.metrics import (
-    StepTrace,
-    bound_s,
-    ideal_bubble,
-    median_index,
-    ratio,
-    replay_s,
-    unsliced_s,
-)
+from terapipe_ds.bench.metrics import StepTrace, bound_s, ideal_bubble, median_index, ratio, replay_s, unsliced_s
 from terapipe_ds.bench.noise import drift, off_core_s, sentences
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, validate
@@ -62,12 +54,6 @@ def test_exposed_communication_begins_where_stage_and_input_are_ready() -> None:
     # stage 0: B1 is computed at 104.3, starts at 104.5; B0 is computed at 105.3, but stage 0 is free at 106.5 only
     # stage 1: F0 is computed at 101.0, starts at 101.1; F1 is computed at 102.0, stage 1 is free at 102.1
     assert TRACE.exposed_comm_s(SCHEDULE) == pytest.approx((0.2 + 0.1, 0.1 + 0.2))
-
-
-def test_the_timeline_of_a_step_begins_at_zero() -> None:
-    timeline = TRACE.timeline("step")
-    assert [e.action for e in timeline.events if e.stage_id == 0] == ["F0.0", "F0.1", "B0.1", "B0.0"]
-    assert timeline.events[0].start_s == 0.0 and timeline.makespan_s == pytest.approx(8.6)
 
 
 @pytest.mark.parametrize(("name", "stages", "m", "slices"), [

@@ -22,7 +22,6 @@ from terapipe_ds.timeline import Timeline, TimelineError
 from terapipe_ds.timeline.compare import CompareError, compare
 from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.export import to_csv as events_as_csv
-from terapipe_ds.timeline.picture import draw_timelines
 from tests.fuzz.damage import json_files, spoilt_bytes
 from tests.fuzz.outcome import accepted, cases
 
@@ -232,17 +231,6 @@ def test_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
     if comparison is not None:
         comparison.render()
         json.dumps(comparison.to_dict(), allow_nan=False)
-
-
-@cases(3, 150)
-@given(json_files(json.loads(SIMULATED.to_json())))
-def test_pictures_of_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed.svg"
-    try:
-        timeline = Timeline.from_json(data.decode())
-    except (TimelineError, UnicodeDecodeError):
-        return
-    accepted("picture", TimelineError, lambda: draw_timelines([("", timeline)], path))
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])

@@ -21,24 +21,13 @@ def event(kind: str, slice_id: int, start_s: float, end_s: float, cpu_s: float =
 #            0    1    2    3    4    5    6    7    8
 # stage 0    F0   F1             .    .B1  .    .B0  .      closing 8.7 to 9.0
 # stage 1         .F0  .F1  B1   B0
-TRACE = StepTrace.of(
-    [
-        [
-            event("F", 0, 100.0, 101.0, 0.9),
-            event("F", 1, 101.0, 102.0, 0.8),
-            event("B", 1, 104.5, 106.5, 1.9),
-            event("B", 0, 106.6, 108.6, 1.8),
-            ["ST", -1, -1, 0, 108.7, 109.0, 0.2],
-        ],
-        [
-            event("F", 0, 101.1, 102.1, 1.0),
-            event("F", 1, 102.3, 103.3, 1.0),
-            event("B", 1, 103.3, 104.3, 0.7),
-            event("B", 0, 104.3, 105.3, 0.6),
-            ["RD", -1, -1, 0, 105.3, 105.4, 0.1],
-        ],
-    ]
-)
+TRACE = StepTrace.of([[
+    event("F", 0, 100.0, 101.0, 0.9), event("F", 1, 101.0, 102.0, 0.8), event("B", 1, 104.5, 106.5, 1.9),
+    event("B", 0, 106.6, 108.6, 1.8), ["ST", -1, -1, 0, 108.7, 109.0, 0.2],
+], [
+    event("F", 0, 101.1, 102.1, 1.0), event("F", 1, 102.3, 103.3, 1.0), event("B", 1, 103.3, 104.3, 0.7),
+    event("B", 0, 104.3, 105.3, 0.6), ["RD", -1, -1, 0, 105.3, 105.4, 0.1],
+]])  # fmt: skip
 SCHEDULE = build("seq1f1b", 2, 1, 2)
 
 
@@ -146,15 +135,8 @@ def test_drift_compares_whole_micro_batches() -> None:
 
 
 def _row(accumulation: int, label: str, drifted: float | None, lost_s: float | None, **more: Any) -> dict[str, Any]:
-    return {
-        "accumulation": accumulation,
-        "label": label,
-        "drift": drifted,
-        "off_core_s": lost_s,
-        "step_s": 2.0,
-        "replayed": False,
-        **more,
-    }
+    figures = {"accumulation": accumulation, "label": label, "drift": drifted, "off_core_s": lost_s}
+    return figures | {"step_s": 2.0, "replayed": False} | more
 
 
 def test_only_a_machine_that_was_not_quiet_is_told_of() -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
@@ -454,18 +452,3 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
 
 
 # --- anything at all
-
-
-@given(
-    st.integers(1, 40) | st.lists(st.integers(1, 300), min_size=1, max_size=5),
-    st.integers(1, 300),
-    st.integers(1, 2000),
-)
-def test_any_plan_covers_the_sequence_or_is_refused(slices: Any, granularity: int, sequence_length: int) -> None:
-    config = read({"slices": slices, "granularity_tokens": granularity})
-    try:
-        plan = config.plan_for(sequence_length)
-    except TeraPipeConfigError as error:
-        assert str(error).startswith(("terapipe.slices = ", "terapipe.granularity_tokens = "))
-        return
-    assert plan.sequence_length == sequence_length

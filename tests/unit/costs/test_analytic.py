@@ -195,10 +195,7 @@ def test_parts() -> None:
         ({"model": "llama-3-70b", "tensor_parallel": 64}, None, ""),  # 8 K/V heads, each repeated on 8 ranks
         ({"tensor_parallel": 0}, AnalyticCostError, "tensor_parallel = 0: give an integer >= 1"),
         ({"num_stages": 41}, AnalyticCostError, "num_stages = 41: gpt3-13b has 40 layers; give at most"),
-        ({"num_stages": 1.5}, AnalyticCostError, "num_stages = 1.5"),
-        ({"micro_batch": -1}, AnalyticCostError, "micro_batch = -1"),
         ({"layers_per_part": [20, 19]}, AnalyticCostError, r"\[20, 19\]: give 2 integers that add up to 40"),
-        ({"layers_per_part": [40]}, AnalyticCostError, "give 2 integers"),
         ({"layers_per_part": [41, -1]}, AnalyticCostError, "give 2 integers"),
         ({"dtype": "bf16"}, DeviceError, "dtype = 'bf16': NVIDIA V100.*give one of fp32, fp16, or auto"),
         ({"device": "v1000"}, DeviceError, "did you mean 'v100'"),

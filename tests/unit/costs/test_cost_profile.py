@@ -10,19 +10,8 @@ import pytest
 
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 
-KEY = ProfileKey(
-    model_fingerprint="5f2c",
-    model="tiny, 4 layers",
-    device="cpu",
-    dtype="fp32",
-    micro_batch=2,
-    tensor_parallel=1,
-    num_stages=2,
-    activation_checkpointing=False,
-    sequence_length=1024,
-    attention_backend="cpu_flash",
-    versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
-)
+VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8"}
+KEY = ProfileKey("5f2c", "tiny, 4 layers", "cpu", "fp32", 2, 1, 2, False, 1024, "cpu_flash", VERSIONS)
 SAMPLES = (CostSample(256, 0, 0.01, 0.02, 0.05, 0.04, 5), CostSample(256, 512, 0.013, 0.029, 0.01, 0.02, 5))
 
 
@@ -40,15 +29,9 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     assert (written["format"], written["version"]) == ("terapipe_ds.profile", 1)
     assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages"}
     assert written["parts"][0]["samples"][1] == {
-        "tokens": 256,
-        "prefix": 512,
-        "forward_s": 0.013,
-        "backward_s": 0.029,
-        "forward_spread": 0.01,
-        "backward_spread": 0.02,
-        "repeats": 5,
-        "weight_s": None,
-    }
+        "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
+        "backward_spread": 0.02, "repeats": 5, "weight_s": None,
+    }  # fmt: skip
     (link,) = written["links"]
     assert link == {"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None}
     assert written["key"]["versions"] == {"deepspeed": "0.19.8", "torch": "2.13.0"}
@@ -133,11 +116,7 @@ SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
         ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
         ("parts.0.samples", [], r"parts\[0\].samples = .*: expected at least 1 item"),
         ("parts.0.layer_shares", [{"forward": 1.0, "backward": 1.0}], r"layer_shares\[0\] lacks parameters"),
-        (
-            "parts.0.layer_shares",
-            [SHARE | {"backward": 0.5}],
-            r"parts\[0\]: layer_shares, sum of backward = 0.5: expec",
-        ),
+        ("parts.0.layer_shares", [SHARE | {"backward": 0.5}], "layer_shares, sum of backward = 0.5: expec"),
         (
             "parts.0.layer_shares",
             [SHARE | {"trained_parameters": 8}],

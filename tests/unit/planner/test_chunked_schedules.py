@@ -50,17 +50,6 @@ def test_against_brute_force(
     assert 0 < climbed.lower_bound_s <= best_s * (1 + 1e-9)
 
 
-def test_which_schedules_are_compared() -> None:
-    on_a_line = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
-    assert ranked_schedules(4, 1, 4) == on_a_line
-    assert ranked_schedules(4, 1, 4, knows_weights=False) == on_a_line[:4]
-    assert ranked_schedules(4, 2, 8) == ("interleaved", "seq1f1b-interleaved", "zbv")
-    assert ranked_schedules(4, 2, 8, knows_weights=False) == ("interleaved", "seq1f1b-interleaved")
-    assert ranked_schedules(4, 3, 12) == ("interleaved", "seq1f1b-interleaved")
-    assert ranked_schedules(4, 2, 4) == ("chimera", "chimera-seq")
-    assert ranked_schedules(3, 2, 3) == ()
-
-
 def test_auto_is_the_best_of_each() -> None:
     for num_parts in (4, 8):
         parts = split_parts(3, num_parts)

@@ -208,17 +208,6 @@ def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:
     assert sequence.slice_bytes_per_token == pytest.approx(one.slice_bytes_per_token / 8, rel=0.01)
 
 
-def test_layers_are_spread_evenly_or_as_they_are_given() -> None:
-    size = model_size("mini")
-    options: dict[str, Any] = {"num_stages": 3, "dtype": "float32", "micro_batch": 1}
-    even, given = (
-        [part.store_bytes_per_token / (2 * 512 * 4) for part in MemoryModel.of_model(size, **options, **more).parts]
-        for more in ({}, {"layers_per_part": [2, 4, 2]})
-    )
-    assert even == [3, 3, 2]
-    assert given == [2, 4, 2]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

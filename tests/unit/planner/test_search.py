@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from terapipe_ds.planner import (
     plan_slices,
     solve,
 )
-from terapipe_ds.planner.search import search
+from terapipe_ds.planner.search import candidates, search
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
@@ -137,6 +136,12 @@ def test_the_same_question_gives_the_same_answer_and_asks_once(schedule: str) ->
             assert set(part.asked.values()) == {1}
             assert all(tokens + prefix <= 30 for _, tokens, prefix in part.asked)
     assert answers[0] == answers[1]
+
+
+def test_granules_move_between_any_two_slices() -> None:
+    found = sorted(candidates.moved((2, 3, 2), 1))
+    assert found == [(1, 3, 3), (1, 4, 2), (2, 2, 3), (2, 4, 1), (3, 2, 2), (3, 3, 1)]
+    assert list(candidates.moved((3, 2), 2)) == [(1, 4)]
 
 
 def test_max_slices() -> None:
@@ -287,10 +292,3 @@ def test_granularity_for() -> None:
     assert granularity_for(60, 8, False) == 60
     with pytest.raises(PlannerError, match="tensor_parallel = 0"):
         granularity_for(60, 0, True)
-
-
-def test_a_result_as_plain_numbers() -> None:
-    result = plan_slices(parts_of(1, 3), 10, 3, 2, 1, "seq1f1b")
-    numbers = result.to_dict()
-    assert numbers["plan"] == list(result.plan.lengths)
-    assert set(numbers) == {field.name for field in dataclasses.fields(result)} | {"gap"}

@@ -13,6 +13,7 @@ from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, rand
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlannerError, solve
+from terapipe_ds.planner.slice_program import dynamic_programs
 from terapipe_ds.planner.slice_program.cost_table import tabulate
 from terapipe_ds.planner.slice_program.solve import equal_time
 
@@ -50,12 +51,18 @@ def test_equals_brute_force(kind: str) -> None:
         check_best(costs, length, granularity, num_stages, micro_batches, most)
 
 
-@pytest.mark.parametrize("num_stages", [2, 8, 96])
+@pytest.mark.parametrize(("narrow", "block"), [(dynamic_programs.NARROW, 1 << 16), (0, 1), (0, 20)])
+@pytest.mark.parametrize("num_stages", [2, 96])
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_brute_force_with_twelve_granules(kind: str, num_stages: int) -> None:
+def test_equals_brute_force_with_eleven_granules(
+    kind: str, num_stages: int, narrow: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the programs go through a band: row by row, or in blocks of a few numbers."""
+    monkeypatch.setattr(dynamic_programs, "NARROW", narrow)
+    monkeypatch.setattr(dynamic_programs, "BLOCK_ELEMENTS", block)
     rng = np.random.default_rng(100 + KINDS.index(kind))
-    check_best(random_costs(rng, 12, 1, kind), 12, 1, num_stages, 1)
-    check_best(random_costs(rng, 12, 1, kind), 12, 1, num_stages, 2, most=4)
+    check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 1)
+    check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 2, most=4)
 
 
 def by_thresholds(costs: TableCosts, n: int, num_stages: int, micro_batches: int) -> float:

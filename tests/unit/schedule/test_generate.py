@@ -121,17 +121,6 @@ def test_length_in_unit_slots(shape: tuple[int, int, int]) -> None:
     assert count_slots(build("terapipe", *shape)).num_slots == 2 * (m * s + num_stages - 1)
 
 
-@given(even_shapes)
-def test_seq1f1b_warms_up_and_then_alternates(shape: tuple[int, int, int]) -> None:
-    num_stages, m, s = shape
-    schedule = build("seq1f1b", *shape)
-    for stage_id, order in enumerate(schedule.orders):
-        kinds = "".join(action.kind.value for action in order)
-        warm_up = min(num_stages - stage_id + s - 2, m * s)
-        rest = m * s - warm_up
-        assert kinds == "F" * warm_up + "FB" * rest + "B" * warm_up
-
-
 @given(ragged_shapes)
 def test_seq1f1b_with_unequal_numbers_of_slices(shape: tuple[int, list[int]]) -> None:
     num_stages, num_slices = shape

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from schedule_cases import (
     bidirectional,
     chunked_schedules,
-    even_shapes,
     interleaved,
     names,
     ragged_shapes,
@@ -69,17 +68,6 @@ def test_the_grid_has_every_entry_once_and_nothing_else(name: str, shape: tuple[
     assert all(len(line) <= width for line in text.splitlines() if line.startswith(("slot ", "stage ")))
 
 
-@given(even_shapes)
-def test_columns_stand_under_their_slots(shape: tuple[int, int, int]) -> None:
-    lines = render(build("gpipe", *shape)).splitlines()
-    for top, line in enumerate(lines):
-        if line.startswith("slot"):
-            columns = {index for index, letter in enumerate(line) if letter != " " and line[index - 1] == " "}
-            for row in lines[top + 1 : top + 1 + shape[0]]:
-                starts = {i for i, letter in enumerate(row) if letter != " " and row[i - 1] == " "} - {6}
-                assert {i for i in starts if i > 7} <= columns
-
-
 def test_long_grids_are_cut_with_a_note() -> None:
     schedule = build("gpipe", 2, 50, 10)
     text = render(schedule, max_slots=100)
@@ -101,13 +89,6 @@ def test_without_a_backward_nothing_is_kept_for_it() -> None:
     text = render(build("gpipe", 2, 2, 2, forward_only=True))
     assert "live" not in text
     assert "2 of 10 slots idle (20.0 %)" in text
-
-
-@given(even_shapes)
-def test_the_bubble_of_unit_slots(shape: tuple[int, int, int]) -> None:
-    num_stages, m, s = shape
-    bubble = count_slots(build("terapipe", *shape)).bubble_fraction
-    assert bubble == pytest.approx((num_stages - 1) / (m * s + num_stages - 1))
 
 
 def test_the_dict_is_json() -> None:

@@ -20,17 +20,9 @@ def torch_order(num_stages: int, num_micro_batches: int, rank: int) -> list[str]
 
     warm_up = min(num_stages - 1 - rank, num_micro_batches)
     actions: Any = schedules._get_1f1b_rank_ops(
-        1,
-        num_stages,
-        warm_up,
-        num_micro_batches - warm_up,
-        warm_up,
-        rank,
-        lambda step: rank,
-        lambda step: rank,
-        num_1f1b_microbatches=rank,
-        enable_zero_bubble=True,
-    )
+        1, num_stages, warm_up, num_micro_batches - warm_up, warm_up, rank, lambda step: rank, lambda step: rank,
+        num_1f1b_microbatches=rank, enable_zero_bubble=True,
+    )  # fmt: skip
     letters = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
     return [f"{letters[a.computation_type.name]}{a.microbatch_index}.0" for a in actions if a is not None]
 

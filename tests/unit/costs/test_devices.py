@@ -67,6 +67,8 @@ def test_dtypes() -> None:
         ("matmul_efficiency", 1.5, "matmul_efficiency = 1.5: expected less than or equal to 1"),
         ("node_link", {"bandwidth_bytes_per_s": 1e9, "latency_s": float("inf")}, "node_link.latency_s = inf: expected"),
         ("network_link", {"latency_s": 1.0}, "network_link lacks bandwidth_bytes_per_s"),
+        ("devices_per_node", -1, "devices_per_node = -1: expected greater than or equal to 1"),
+        ("peak_flops", {"tf32": 1e12}, "peak_flops = {'tf32': 1"),
         ("peak_flops", {"fp64": 1e12}, "peak_flops = {'fp64': 1"),
         ("surprise", 1, "has unknown 'surprise'"),
     ],

@@ -131,12 +131,14 @@ def without(key: str) -> str:
     [
         ("", "the text is no JSON"),
         (changed("format", "other"), "not a timeline"),
+        (changed("version", 2), "version = 2: Input should be 1; give a file"),
         (changed("extra", 1), "extra = 1: Extra inputs are not permitted"),
         (without("num_stages"), "num_stages is missing; give a file of"),
         (changed("num_stages", 2.0), "num_stages = 2.0: Input should be a valid integer"),
         (changed("num_stages", 1), "is on stage 1 of 1 stages"),
         (changed("events", [3]), r"events\[0\] = 3: Input should be an object"),
         (changed_event(start_s="0"), r"events\[1\].start_s = '0': Input should be a valid number"),
+        (changed_event(start_s=10**400), "finite times"),
         (changed_event(start_s=1e9), "runs from 1000000000.0 s to 12.0 s"),
     ],
 )

@@ -132,15 +132,6 @@ def test_the_maxima_may_stand_on_different_slices() -> None:
     assert (solution.max_forward_s, solution.max_backward_s) == (4.0, 4.5)
 
 
-def test_fewer_slices_where_times_tie() -> None:
-    free = TableCosts(lambda t, p: 0.0, lambda t, p: 0.0)
-    assert solve(free, 16, 8, 1, 1).plan == SlicePlan((16,))
-    linear = TableCosts(lambda t, p: float(t), lambda t, p: float(t))
-    assert solve(linear, 8, 1, 1, 1).plan == SlicePlan((8,))
-    capped = TableCosts(lambda t, p: float(max(t, 4)), lambda t, p: float(max(t, 4)))
-    assert solve(capped, 16, 96, 1, 1).plan == SlicePlan((4, 4, 4, 4))
-
-
 @given(st.integers(0, 10**6), st.integers(1, 7), st.sampled_from([1, 2, 8]), st.none() | st.integers(1, 7))
 def test_the_fewest_slices_of_equally_good_plans(seed: int, n: int, num_stages: int, most: int | None) -> None:
     """Of all plans with the best time and maxima no larger, none has fewer slices (whole numbers: ties are exact)."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from schedule_cases import even_shapes, ragged_shapes
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import SPLIT_SCHEDULES, Action, Kind, build, validate
+from terapipe_ds.schedule import Kind, build, validate
 from terapipe_ds.schedule.zero_bubble import with_weights
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -102,10 +102,3 @@ def test_the_rule_by_hand() -> None:
     order = units("F0 F1 B0 F2 B1 B2")
     assert with_weights(order, 2) == units("F0 F1 B0 W0 F2 B1 W1 B2 W2")
     assert with_weights(order, 3) == units("F0 F1 B0 F2 B1 W0 B2 W1 W2")
-
-
-@pytest.mark.parametrize("name", SPLIT_SCHEDULES)
-def test_evaluation_has_forwards_alone(name: str) -> None:
-    schedule = build(name, 3, 2, 2, forward_only=True)
-    assert {action.kind for order in schedule.orders for action in order} == {Kind.FORWARD}
-    assert Action(Kind.FORWARD, 1, 1, part_id=2) in schedule.orders[2]

@@ -187,21 +187,6 @@ def test_bytes_are_those_of_a_scan(case: Case) -> None:
     assert Replay(case.schedule).peak_bytes(case.plans, Memory()) == timeline.peak_bytes
 
 
-def test_bytes_by_hand() -> None:
-    """1f1b over two stages, two micro-batches of two slices: stage 0 holds both micro-batches at once."""
-    memory = SimpleNamespace(
-        static_bytes=lambda part_id: 1000,
-        store_bytes=lambda part_id, length: 100 * length,
-        store_grad_bytes=lambda part_id, length: 200 * length,
-        slice_bytes=lambda part_id, tokens, prefix: 10 * tokens,
-        working_bytes=lambda part_id, tokens, prefix: tokens,
-    )
-    timeline = simulate(build("1f1b", 2, 2, 2), SlicePlan((3, 1)), UnitCosts(4), memory=memory)
-    # B0.1 on stage 0: two stores of 4 tokens, one of gradients, 8 live tokens, 1 token at work; B0.0 after it has 3 at
-    # work but 1 live token less, which is 10 bytes.
-    assert timeline.peak_bytes == (1000 + 2 * 400 + 800 + 80 + 1, 1000 + 400 + 800 + 40 + 1)
-
-
 # --- how costs are asked
 
 

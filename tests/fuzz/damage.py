@@ -12,33 +12,9 @@ from hypothesis import strategies as st
 DEPTH = 100_000  # far beyond what any parser follows
 NEARLY_TOO_DEEP = 900  # what json.loads still reads, and a recursive walk over the result may not
 
-numbers = st.sampled_from(
-    [
-        0,
-        1,
-        -1,
-        2,
-        7,
-        10,
-        2**31,
-        2**63 - 1,
-        2**63,
-        -(2**63) - 1,
-        10**30,
-        10**400,
-        0.0,
-        -0.0,
-        0.5,
-        1.5,
-        -1.5,
-        1e-320,
-        1e308,
-        -1e308,
-        float("nan"),
-        float("inf"),
-        float("-inf"),
-    ]
-)
+wholes = [0, 1, -1, 2, 7, 10, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**30, 10**400]
+reals = [0.0, -0.0, 0.5, 1.5, -1.5, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
+numbers = st.sampled_from([*wholes, *reals])
 texts = st.sampled_from(
     ["", " ", "auto", "1", "null", "true", "F0.0", "seq1f1b", "x" * 5000, "\0", "\ud800", "é\u202e", "../x", "a.json"]
 )

@@ -120,25 +120,11 @@ def test_device_cards(data: bytes) -> None:
 
 def row(system: str, step_s: float, **changes: Any) -> dict[str, Any]:
     return {
-        "system": system,
-        "schedule": "1f1b",
-        "slices": [1024],
-        "accumulation": 1,
-        "stages": 2,
-        "step_s": step_s,
-        "step_s_all": [step_s, step_s * 1.1],
-        "tokens_per_s": 1024.0,
-        "bound_s": step_s * 0.9,
-        "predicted_s": step_s,
-        "bubble": 0.25,
-        "peak_bytes": [2**30, 2**29],
-        "predicted_peak_bytes": [2**30, None],
-        "exposed_comm_s": 0.01,
-        "loss": 10.5,
-        "planned": False,
-        "replayed": False,
-        **changes,
-    }
+        "system": system, "schedule": "1f1b", "slices": [1024], "accumulation": 1, "stages": 2, "step_s": step_s,
+        "step_s_all": [step_s, step_s * 1.1], "tokens_per_s": 1024.0, "bound_s": step_s * 0.9, "predicted_s": step_s,
+        "bubble": 0.25, "peak_bytes": [2**30, 2**29], "predicted_peak_bytes": [2**30, None], "exposed_comm_s": 0.01,
+        "loss": 10.5, "planned": False, "replayed": False, **changes,
+    }  # fmt: skip
 
 
 RESULT = {

@@ -22,7 +22,6 @@ from terapipe_ds.timeline import Timeline, TimelineError
 from terapipe_ds.timeline.compare import CompareError, compare
 from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.export import to_csv as events_as_csv
-from terapipe_ds.timeline.picture import draw_timelines
 from tests.fuzz.damage import json_files, spoilt_bytes
 from tests.fuzz.outcome import accepted, cases
 
@@ -55,19 +54,7 @@ def test_slice_plans(data: bytes) -> None:
 
 # -- profiles
 
-KEY = ProfileKey(
-    model_fingerprint="5f2c",
-    model="tiny, 4 layers",
-    device="cpu",
-    dtype="fp32",
-    micro_batch=2,
-    tensor_parallel=1,
-    num_stages=2,
-    activation_checkpointing=False,
-    sequence_length=512,
-    attention_backend="cpu_flash",
-    versions={"torch": "2.13.0"},
-)
+KEY = ProfileKey("5f2c", "tiny, 4 layers", "cpu", "fp32", 2, 1, 2, False, 512, "cpu_flash", {"torch": "2.13.0"})
 SAMPLES = tuple(
     CostSample(tokens, prefix, 1e-5 * tokens + 1e-8 * tokens * prefix, 3e-5 * tokens, 0.05, 0.04, 5)
     for tokens in (64, 128, 256)
@@ -244,17 +231,6 @@ def test_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
     if comparison is not None:
         comparison.render()
         json.dumps(comparison.to_dict(), allow_nan=False)
-
-
-@cases(3, 150)
-@given(json_files(json.loads(SIMULATED.to_json())))
-def test_pictures_of_timelines(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "fuzzed.svg"
-    try:
-        timeline = Timeline.from_json(data.decode())
-    except (TimelineError, UnicodeDecodeError):
-        return
-    accepted("picture", TimelineError, lambda: draw_timelines([("", timeline)], path))
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])

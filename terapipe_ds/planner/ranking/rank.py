@@ -16,9 +16,10 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult, choose, memory_and_preference
+from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.search.judge import Progress
-from terapipe_ds.planner.search.pipeline import pipeline_of
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.planner.search.search import BUDGET, Problem
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
@@ -119,9 +120,9 @@ def rank_schedules(
     chosen: list[Lengths] = []  # what is good under one schedule is a start for the others
 
     def best_of_layout(layout: _Layout) -> _Best:
-        shape = num_stages, num_micro_batches, granularity_tokens, layout.chunks_per_stage
-        limits = layout.memory, memory_limit_bytes
-        pipeline = pipeline_of(layout.costs, layout.num_parts, sequence_length, *shape, *limits)
+        parts = cache_parts(layout.costs, layout.num_parts, sequence_length, granularity_tokens)
+        shape = num_micro_batches, num_stages, layout.chunks_per_stage
+        pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, layout.memory, memory_limit_bytes)
         problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
         return problem.best_of_each(budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget))
 

@@ -16,12 +16,15 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
     equal = result.equal_plan.num_slices
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
+    extra = (
+        [f"          {_time(result.extra_s)} more to sum and step what stands at two places"] if result.extra_s else []
+    )
     proven = [f"proof     {proof}"] if result.lower_bound_s > 0 else []
     return [
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         f"plan      {plan.num_slices} slice{'s' * (plan.num_slices > 1)}: {slices}",
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
-        *_extra_lines(result),
+        *extra,
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
         *proven,
@@ -57,12 +60,6 @@ def _extra(result: PlanResult) -> str:
     if result.extra_s is None:
         return "unknown"
     return f"+{_time(result.extra_s)}" if result.extra_s else ""
-
-
-def _extra_lines(result: PlanResult) -> list[str]:
-    if not result.extra_s:
-        return []
-    return [f"          {_time(result.extra_s)} more to sum and step what stands at two places"]
 
 
 def _memory_lines(result: PlanResult) -> list[str]:

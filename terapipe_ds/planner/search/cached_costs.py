@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.plan import count_granules
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, check_seconds, tabulate
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
@@ -101,7 +102,8 @@ def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_to
     if len(parts) != num_parts:
         raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")
     kinds = {id(cost): cost for cost in parts}
-    with_tables = len(kinds) * (-(-sequence_length // granularity_tokens)) ** 2 <= MAX_TABLE_ELEMENTS
+    num_granules = count_granules(sequence_length, granularity_tokens, PlannerError)
+    with_tables = len(kinds) * num_granules**2 <= MAX_TABLE_ELEMENTS
     cached = {key: CachedCosts(cost, sequence_length, granularity_tokens, with_tables) for key, cost in kinds.items()}
     if not with_tables:
         slowest = max(cached, key=lambda key: cached[key].whole_s(sequence_length))

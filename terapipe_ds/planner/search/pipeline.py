@@ -8,16 +8,20 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import SlicePlan, count_granules
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.search.cached_costs import CachedCosts, cache_parts
+from terapipe_ds.planner.search.cached_costs import CachedCosts
 from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is planned for: the costs of every part, the shape of the pipeline and of a batch, and memory."""
+    """What is planned for.
+
+    Raises:
+        PlannerError: a number that cannot be.
+    """
 
     parts: tuple[CachedCosts, ...]
     sequence_length: int
@@ -27,6 +31,14 @@ class Pipeline:
     chunks_per_stage: int = 1
     memory: Any = None
     memory_limit_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_micro_batches", check_count("num_micro_batches", self.num_micro_batches))
+        limit = self.memory_limit_bytes
+        if limit is not None and self.memory is None:
+            raise PlannerError("memory_limit_bytes needs memory: give a MemoryModel, or leave the limit out")
+        if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+            raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
 
     @property
     def num_granules(self) -> int:
@@ -48,31 +60,3 @@ class Pipeline:
         """Return the seconds of all computations of all stages."""
         forward, backward, _ = self.times(lengths)
         return self.num_micro_batches * float(forward.sum() + backward.sum())
-
-
-def pipeline_of(
-    costs: Any,
-    num_parts: int,
-    sequence_length: int,
-    num_stages: int,
-    num_micro_batches: int,
-    granularity_tokens: int,
-    chunks_per_stage: int,
-    memory: Any,
-    memory_limit_bytes: float | None,
-) -> Pipeline:
-    """Return the arguments of a caller as a `Pipeline`, checked, with costs that are asked once.
-
-    Raises:
-        PlannerError: an argument that cannot be.
-    """
-    count_granules(sequence_length, granularity_tokens, PlannerError)
-    num_micro_batches = check_count("num_micro_batches", num_micro_batches)
-    limit = memory_limit_bytes
-    if limit is not None and memory is None:
-        raise PlannerError("memory_limit_bytes needs memory: give a MemoryModel, or leave the limit out")
-    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-        raise PlannerError(f"memory_limit_bytes = {show_value(limit)}: give a number of bytes > 0")
-    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
-    shape = num_micro_batches, num_stages, chunks_per_stage
-    return Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, limit)

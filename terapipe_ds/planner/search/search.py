@@ -23,10 +23,11 @@ from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_cou
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search import candidates
 from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
+from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.candidates import Lengths
 from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
 from terapipe_ds.planner.search.local_search import climb
-from terapipe_ds.planner.search.pipeline import Pipeline, pipeline_of
+from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
 from terapipe_ds.planner.slice_program.cost_table import CostTable
 from terapipe_ds.planner.slice_program.solve import equal_time
@@ -90,9 +91,9 @@ def plan_slices(
     options = schedule_options or {}
     _check_options(schedule, num_stages, chunks_per_stage, options)
     num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
-    limits = memory, memory_limit_bytes
-    shape = num_stages, num_micro_batches, granularity_tokens
-    pipeline = pipeline_of(costs, num_parts, sequence_length, *shape, chunks_per_stage, *limits)
+    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
+    shape = num_micro_batches, num_stages, chunks_per_stage
+    pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, memory_limit_bytes)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
     if schedule != "auto":
         if schedule in SPLIT_SCHEDULES and not problem.knows_weights:

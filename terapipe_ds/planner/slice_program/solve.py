@@ -10,12 +10,7 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.slice_program.branch_and_bound import (
-    Objective,
-    greedy_plan,
-    search_plans,
-    weigh,
-)
+from terapipe_ds.planner.slice_program.branch_and_bound import Objective, greedy_plan, search_plans, weigh
 from terapipe_ds.planner.slice_program.cost_table import CostTable, tabulate
 from terapipe_ds.planner.slice_program.dynamic_programs import Band, least_tails, trace
 

@@ -50,14 +50,8 @@ def result(*runs: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 def failed(system: str, schedule: str, accumulation: int, why: str, stages: int = 2) -> dict[str, Any]:
     """A run that could not be made."""
-    return {
-        "system": system,
-        "schedule": schedule,
-        "slices": [LENGTH],
-        "accumulation": accumulation,
-        "stages": stages,
-        "error": why,
-    }
+    named = {"system": system, "schedule": schedule, "slices": [LENGTH], "accumulation": accumulation}
+    return named | {"stages": stages, "error": why}
 
 
 class Maker:

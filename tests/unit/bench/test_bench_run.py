@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
 from terapipe_ds.bench.metrics import SliceMeasurements
 from terapipe_ds.bench.planned_cases import PlannedCases
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
+from terapipe_ds.bench.report.data import Run, read_result
 from terapipe_ds.bench.run import result_of
 from terapipe_ds.bench.table import render
 from terapipe_ds.cli import main
@@ -28,26 +28,6 @@ from terapipe_ds.timeline import Timeline
 WORK = Workload(stages=2, accumulation=1, sequence_length=8, micro_batch=2, hidden=4, layers=2, heads=1)
 
 
-class RunForm(BaseModel):
-    """A run in the JSON, as programs read it; more keys are allowed."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    system: str
-    schedule: str
-    slices: list[int]
-    accumulation: int
-    stages: int
-    step_s: float
-    step_s_all: list[float]
-    tokens_per_s: float
-    bound_s: float
-    predicted_s: float | None
-    bubble: float
-    peak_bytes: list[int]
-    exposed_comm_s: float
-    loss: float
-
-
 def record(case: int, stage_id: int, name: str, slices: list[int], scale: float, loss: float | None) -> dict[str, Any]:
     """A rank's record of two steps in which every F takes ``scale`` and every B twice that, back to back."""
     schedule = build(name, 2, 1, len(slices))
@@ -57,16 +37,10 @@ def record(case: int, stage_id: int, name: str, slices: list[int], scale: float,
         events.append([action.kind.value, 0, action.slice_id, 0, 10.0 * i, 10.0 * i + seconds, seconds])
     events.append(["ST", -1, -1, 0, 500.0, 500.5, 0.5])
     return {
-        "case": case,
-        "accumulation": 1,
-        "slices": slices,
-        "seconds": [8.0 * scale, 6.0 * scale + stage_id],
-        "losses": [None if loss is None else loss + 0.1, loss, loss],
-        "events": [events, events],
-        "peak_bytes": 1000 + stage_id,
-        "static_bytes": 600,
-        "schedule": schedule,
-    }
+        "case": case, "accumulation": 1, "slices": slices, "seconds": [8.0 * scale, 6.0 * scale + stage_id],
+        "losses": [None if loss is None else loss + 0.1, loss, loss], "events": [events, events],
+        "peak_bytes": 1000 + stage_id, "static_bytes": 600, "schedule": schedule,
+    }  # fmt: skip
 
 
 def ranks(**changes: Any) -> list[dict[str, Any]]:
@@ -90,8 +64,11 @@ def test_the_json_has_the_agreed_form() -> None:
     result = json.loads(json.dumps(result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())))
     assert set(result) >= {"machine", "preset", "runs"} and result["machine"] == MACHINE
     stock, sliced, failed = result["runs"]
+    assert [run.label for run in read_result(result).runs if isinstance(run, Run)] == [
+        "deepspeed 1f1b",
+        "terapipe seq1f1b, 2 slices",
+    ]
     for row in (stock, sliced):
-        RunForm.model_validate(row)
         assert Timeline.from_json(json.dumps(row["timeline"])).num_stages == 2
     assert failed["error"] == "no such thing" and "step_s" not in failed
     assert (failed["system"], failed["schedule"], failed["accumulation"]) == ("torch", "zbv", 1)

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench import train_in_turns
-from terapipe_ds.bench.cases import Job
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.runtime.profiling import slice_timer
-from tests.unit.bench.test_bench_run import WORK
 
 
 class Accelerator:
@@ -81,14 +79,3 @@ def test_on_the_cpu_they_are_the_same_step(happened: list[str], monkeypatch: pyt
     train_in_turns._timed_step(run, OneAction(happened), None)  # type: ignore[arg-type]
     assert happened == ["barrier", "clock", "recorded step", "clock"]
     assert run["losses"] == [1.0] and len(run["events"]) == 1
-
-
-def test_links_are_timed_until_the_device_has_the_message(happened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, happened, on_device=True)
-    monkeypatch.setattr(train_in_turns.torch_dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(train_in_turns.torch_dist, "send", lambda tensor, rank: happened.append("send"))
-    monkeypatch.setattr(train_in_turns.torch_dist, "recv", lambda tensor, rank: happened.append("receive"))
-    found = train_in_turns.measure_links(Job(WORK, (), (1,), 1), [8])
-    assert found == {8: 0.5}  # the clock ticks once a trip
-    trip = ["synchronize", "clock", "send", "receive", "synchronize", "clock"]
-    assert happened == ["barrier", *trip * (1 + train_in_turns._PINGS), "barrier"]

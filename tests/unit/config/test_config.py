@@ -10,31 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.plan import PlanError, SlicePlan
-from terapipe_ds.schedule import SCHEDULE_NAMES, build
 
 DEFAULTS = {
-    "enabled": False,
-    "schedule": "seq1f1b",
-    "chunks_per_stage": 1,
-    "schedule_options": {},
-    "slices": "auto",
-    "sequence_dim": 1,
-    "sliced_inputs": None,
-    "granularity_tokens": 64,
-    "loss_reduction": "mean_valid",
-    "ignore_index": -100,
-    "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None},
-    "verify": None,
-    "check_finite": "off",
-    "stall_timeout_s": 300,
-    "trace_dir": None,
-}
+    "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "schedule_options": {}, "slices": "auto",
+    "sequence_dim": 1, "sliced_inputs": None, "granularity_tokens": 64, "loss_reduction": "mean_valid",
+    "ignore_index": -100, "planner": {"profile": "measure", "cache_dir": None, "memory_limit_gb": None}, "verify": None,
+    "check_finite": "off", "stall_timeout_s": 300, "trace_dir": None,
+}  # fmt: skip
 
 
 def read(section: Any, **ds_config: Any) -> TeraPipeConfig:
@@ -60,37 +46,23 @@ def test_defaults_are_those_of_the_documentation() -> None:
     config = TeraPipeConfig.from_deepspeed({"train_batch_size": 8})
     assert config.model_dump() == DEFAULTS
     assert config == read({}) == read(copy.deepcopy(DEFAULTS))
+    with pytest.raises(ValidationError):
+        config.enabled = True  # type: ignore[misc]
 
 
 def test_every_key() -> None:
     section = {
-        "enabled": True,
-        "schedule": "zbv",
-        "chunks_per_stage": 2,
-        "schedule_options": {"slots": [4, 5, 3]},
-        "slices": [512, 384, 128],
-        "sequence_dim": 0,
-        "sliced_inputs": [0, 2],
-        "granularity_tokens": 128,
-        "loss_reduction": "sum",
-        "ignore_index": 0,
+        "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
+        "slices": [512, 384, 128], "sequence_dim": 0, "sliced_inputs": [0, 2], "granularity_tokens": 128,
+        "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "check_finite": "every_step",
         "planner": {"profile": "costs/h200.json", "cache_dir": "/tmp/plans", "memory_limit_gb": 80},
-        "verify": "off",
-        "check_finite": "every_step",
-        "stall_timeout_s": 12.5,
-        "trace_dir": "traces",
-    }
+        "stall_timeout_s": 12.5, "trace_dir": "traces",
+    }  # fmt: skip
     config = read(copy.deepcopy(section))
     dumped = json.loads(config.model_dump_json())
     assert dumped == section
     assert (config.slices, config.sliced_inputs) == ((512, 384, 128), (0, 2))
     assert config.planner.memory_limit_gb == 80.0
-
-
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_known_schedules(name: str) -> None:
-    assert read({"enabled": True, "slices": 4, "schedule": name}).schedule == name
-    assert build(name, 2, 2, 2).name == name
 
 
 def test_what_comes_later_is_accepted_while_switched_off() -> None:
@@ -101,12 +73,6 @@ def test_what_comes_later_is_accepted_while_switched_off() -> None:
 
 def test_an_ordered_dict_is_a_dict() -> None:  # what hjson reads
     assert read(OrderedDict(enabled=True, slices=2, planner=OrderedDict(cache_dir="x"))).slices == 2
-
-
-def test_the_config_cannot_be_changed() -> None:
-    config = read({})
-    with pytest.raises(ValidationError):
-        config.enabled = True  # type: ignore[misc]
 
 
 def test_the_given_dict_stays_as_it_is() -> None:
@@ -123,24 +89,24 @@ def test_the_given_dict_stays_as_it_is() -> None:
     ("key", "value"),
     [
         *(("enabled", value) for value in (1, "true", None)),
-        *(("schedule", value) for value in ("gpip", "SEQ1F1B", ".csv", 1, None)),
-        *(("chunks_per_stage", value) for value in (0, True, 2.0, "2")),
-        *(("slices", value) for value in (0, -1, True, 8.0, "8", None, [], [512, 0], [512, True], [512, 1.0], [[512]])),
-        *(("slices", value) for value in ({"a": 1}, 10**30)),
-        pytest.param("slices", 10**5000, id="slices-huge"),
-        *(("sequence_dim", value) for value in (-1, True, 1.0)),
-        *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], 0, "all")),
-        *(("granularity_tokens", value) for value in (0, True, 64.0, None)),
-        *(("loss_reduction", value) for value in ("average", None)),
+        *(("schedule", value) for value in ("gpip", ".csv", 1, "\ud800.csv")),
+        *(("chunks_per_stage", value) for value in (0, True, 2.0)),
+        *(
+            ("slices", value)
+            for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], [[512]], {"a": 1}, 10**30)
+        ),
+        ("sequence_dim", -1),
+        *(("sliced_inputs", value) for value in ([], [-1], [1, 1], [True], "all")),
+        *(("granularity_tokens", value) for value in (0, 64.0)),
+        ("loss_reduction", "average"),
         *(("ignore_index", value) for value in ("none", True, 2**70)),
-        *(("planner", value) for value in (None, "measure", [])),
+        *(("planner", value) for value in (None, "measure")),
         *(("verify", value) for value in (True, "on")),
-        *(("check_finite", value) for value in (True, "on")),
-        *(("stall_timeout_s", value) for value in (0, -3, True, float("nan"), float("inf"), 1e300, "300", None)),
-        *(("trace_dir", value) for value in ("", 3, True)),
-        pytest.param("trace_dir", "\ud800", id="trace_dir-surrogate"),
-        pytest.param("schedule", "\ud800.csv", id="schedule-surrogate"),
+        ("check_finite", True),
+        *(("stall_timeout_s", value) for value in (0, True, float("nan"), float("inf"), 1e300, "300")),
+        *(("trace_dir", value) for value in ("", 3, "\ud800")),
     ],
+    ids=ascii,
 )
 def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: str, value: Any) -> None:
     message = problem({key: value})
@@ -149,18 +115,14 @@ def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: st
     assert len(message) < 300
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("profile", value) for value in ("mesure", None, ".json")),
-        *(("cache_dir", value) for value in ("", 1)),
-        *(("memory_limit_gb", value) for value in (0, -1.0, True, float("nan"), float("inf"), "80")),
-        pytest.param("memory_limit_gb", 10**400, id="memory_limit_gb-huge"),
-    ],
-)
-def test_a_wrong_value_of_the_planner(key: str, value: Any) -> None:
-    message = problem({"planner": {key: value}})
-    assert message.startswith(f"terapipe.planner.{key} = ") and ": must be " in message
+@pytest.mark.parametrize(("key", "values"), [
+    ("profile", ["mesure", None, ".json"]), ("cache_dir", ["", 1]),
+    ("memory_limit_gb", [0, -1.0, True, float("nan"), float("inf"), "80", 10**400]),
+])  # fmt: skip
+def test_a_wrong_value_of_the_planner(key: str, values: list[Any]) -> None:
+    for value in values:
+        message = problem({"planner": {key: value}})
+        assert message.startswith(f"terapipe.planner.{key} = ") and ": must be " in message
 
 
 def test_the_value_stands_in_the_message() -> None:
@@ -191,17 +153,12 @@ def test_a_key_like_no_other_gets_all_of_them() -> None:
     assert problem({"planner": {"zzz": 1}}).endswith("unknown key; known keys: profile, cache_dir, memory_limit_gb")
 
 
-@pytest.mark.parametrize("key", [1, None, (1, 2), 2.5, True, b"slices"])
-def test_a_key_that_is_no_string(key: Any) -> None:
-    assert "unknown key" in problem({key: 1})
-    assert "unknown key" in problem({"planner": {key: 1}})
-
-
 @pytest.mark.parametrize(
-    "key", ["self", "section", "cls", "model_config", "__init__", "", "\ud800", "a" * 5000, "a\nb"], ids=ascii
+    "key", [1, None, b"slices", "self", "model_config", "", "\ud800", "a" * 5000, "a\nb"], ids=ascii
 )
-def test_strange_keys(key: str) -> None:
-    assert problem({key: 1}).count("\n") == 0
+def test_strange_keys(key: Any) -> None:
+    message = problem({key: 1})
+    assert "unknown key" in message and "\n" not in message
     assert "unknown key" in problem({"planner": {key: 1}})
 
 
@@ -209,32 +166,25 @@ def test_everything_wrong_is_reported_at_once() -> None:
     section = {
         "enabled": True,
         "slices": 0,
-        "schdule": "gpipe",
+        "schdule": "x",
         "planner": {"profile": 3, "x": 1},
         "verify": "always",
         7: 7,
     }
     found = problems(section, zero_optimization={"stage": 3})
     names = sorted(line.split(" = ")[0] for line in found)
-    assert names == [
-        "terapipe.7",
-        "terapipe.planner.profile",
-        "terapipe.planner.x",
-        "terapipe.schdule",
-        "terapipe.slices",
-        "terapipe.verify",
-        "zero_optimization.stage",
-    ]
+    ours = [f"terapipe.{key}" for key in ("7", "planner.profile", "planner.x", "schdule", "slices", "verify")]
+    assert names == [*ours, "zero_optimization.stage"]
     with pytest.raises(TeraPipeConfigError, match="^7 problems with the DeepSpeed config:\n  - terapipe"):
         read(section, zero_optimization={"stage": 3})
 
 
-@pytest.mark.parametrize("section", [None, True, 1, "auto", [], [1]])
+@pytest.mark.parametrize("section", [None, True, "auto", []])
 def test_a_section_that_is_no_object(section: Any) -> None:
     assert problem(section).startswith(f"terapipe = {section!r}: give an object")
 
 
-@pytest.mark.parametrize("name", ["terapip", "TeraPipe", "terapipe_ds", "tera_pipe", " terapipe"])
+@pytest.mark.parametrize("name", ["terapip", "TeraPipe", "terapipe_ds", " terapipe"])
 def test_a_misspelt_section_is_not_passed_over(name: str) -> None:
     with pytest.raises(TeraPipeConfigError, match="unknown section; did you mean terapipe?"):
         TeraPipeConfig.from_deepspeed({name: {"enabled": True, "slices": 8}})
@@ -245,7 +195,7 @@ def test_other_sections_are_no_misspelling() -> None:
     assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
 
 
-@pytest.mark.parametrize("ds_config", [None, "ds_config.json", 3, []])
+@pytest.mark.parametrize("ds_config", [None, "ds_config.json", []])
 def test_a_config_that_is_no_dict(ds_config: Any) -> None:
     with pytest.raises(TeraPipeConfigError, match="give it as a dict"):
         TeraPipeConfig.from_deepspeed(ds_config)
@@ -327,25 +277,16 @@ def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> No
         ("dapple", {"policy": "C"}, "policy is 'C': give 'A' "),
         ("dapple", {"warm_up": "B"}, "takes no option 'warm_up': leave it out; it takes policy"),
         ("dapple", {"forward_only": "B"}, "takes no option 'forward_only'"),
-        ("dapple", {"name": "zbv"}, "takes no option 'name'"),
         ("seq1f1b", {"policy": "B"}, "takes no option 'policy': leave it out"),
         ("zbv", {"slots": [4, 5]}, "slots is [4, 5]: give what F, B and W take"),
-        ("zbv", {"slots": [4, 5, 0]}, "slots is [4, 5, 0]"),
-        ("zbv", {"slots": "4,5,3"}, "slots is '4,5,3'"),
         ("auto", {"policy": "B"}, "with the name of one schedule, not with 'auto'"),
         ("dapple", {"policy": 2}, "must be an object"),
-        ("dapple", "B", "must be an object"),
         ("dapple", {1: "B"}, "must be an object"),
     ],
 )
 def test_options_that_it_does_not_take(name: str, options: Any, message: str) -> None:
     found = problem({"enabled": True, "slices": 4, "schedule": name, "schedule_options": options})
     assert found.startswith("terapipe.schedule_options = ") and message in found
-
-
-@pytest.mark.parametrize("value", ["first_batch", "off", None])
-def test_the_check_of_the_first_batch(value: str | None) -> None:
-    assert read({"enabled": True, "slices": 4, "verify": value}).verify == value
 
 
 # --- what DeepSpeed's own config may not have beside an enabled section
@@ -441,11 +382,7 @@ def test_plan_for_a_number() -> None:
     config = read({"enabled": True, "slices": 8})
     assert config.plan_for(2048) == SlicePlan((256,) * 8)
     assert config.plan_for(1000) == SlicePlan.equal(1000, 8, 64)
-
-
-@pytest.mark.parametrize("changes", [{}, {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"granularity_tokens": 64}])
-def test_one_slice_is_the_sequence_whatever_the_granularity(changes: dict[str, Any]) -> None:
-    assert read({"slices": 1, **changes}).plan_for(3) == SlicePlan((3,))
+    assert read({"slices": 1, "granularity_tokens": 64}).plan_for(3) == SlicePlan((3,)), "one slice has no cut"
 
 
 @pytest.mark.parametrize(
@@ -515,54 +452,3 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
 
 
 # --- anything at all
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.binary(max_size=4),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(max_size=8) | st.integers() | st.none(), inner, max_size=4)
-        | st.tuples(inner, inner)
-    ),
-    max_leaves=6,
-)
-values = {key: anything | st.just(default) for key, default in DEFAULTS.items()}
-sections = st.fixed_dictionaries({}, optional=values) | st.dictionaries(
-    st.sampled_from([*DEFAULTS, "slcies", "profile"]) | st.text(max_size=8) | st.integers(),
-    anything,
-    max_size=6,
-)
-planners = st.fixed_dictionaries({}, optional=dict.fromkeys(DEFAULTS["planner"], anything))  # type: ignore[call-overload]
-beside = st.dictionaries(st.sampled_from([key.split(".")[0] for key, _, _ in CONFLICTS]), anything, max_size=4)
-
-
-@settings(max_examples=settings.default.max_examples * 2)
-@given(sections | anything, planners | st.none(), st.booleans() | st.none(), beside)
-def test_anything_gives_a_config_or_our_error(
-    section: Any, planner: Any, enabled: Any, ds_config: dict[str, Any]
-) -> None:
-    if isinstance(section, dict):
-        section = {**section, **({} if planner is None else {"planner": planner})}
-        section = {**section, **({} if enabled is None else {"enabled": enabled})}
-    try:
-        config = TeraPipeConfig.from_deepspeed({**ds_config, "terapipe": section})
-    except TeraPipeConfigError as error:
-        assert error.problems
-        assert all("\n" not in line and len(line) < 1000 for line in error.problems)
-        return
-    assert TeraPipeConfig(**config.model_dump()) == config
-    assert len(config.fingerprint()) == 16
-
-
-@given(
-    st.integers(1, 40) | st.lists(st.integers(1, 300), min_size=1, max_size=5),
-    st.integers(1, 300),
-    st.integers(1, 2000),
-)
-def test_any_plan_covers_the_sequence_or_is_refused(slices: Any, granularity: int, sequence_length: int) -> None:
-    config = read({"slices": slices, "granularity_tokens": granularity})
-    try:
-        plan = config.plan_for(sequence_length)
-    except TeraPipeConfigError as error:
-        assert str(error).startswith(("terapipe.slices = ", "terapipe.granularity_tokens = "))
-        return
-    assert plan.sequence_length == sequence_length

@@ -13,48 +13,11 @@ from terapipe_ds.costs.devices import DeviceCard, DeviceError, LinkCard, device_
 from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 
 # One layer of round numbers, on a device that does 1000 FLOP and moves 100 bytes a second.
-TINY = ModelSize(
-    "round",
-    2,
-    hidden_size=4,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=2,
-    ffn_size=8,
-    vocab_size=10,
-    max_sequence_length=64,
-    gated_mlp=True,
-)
-SLOW = DeviceCard(
-    "slow",
-    "a slow device",
-    {"fp32": 1000.0},
-    100.0,
-    10**6,
-    1e-9,
-    1.0,
-    1.0,
-    1.0,
-    4,
-    LinkCard(50.0, 0.5),
-    LinkCard(5.0, 2.0),
-)
-
+TINY = ModelSize("round", 2, 4, 2, 1, head_dim=2, ffn_size=8, vocab_size=10, max_sequence_length=64, gated_mlp=True)
+NEAR, FAR, ANY = LinkCard(50.0, 0.5), LinkCard(5.0, 2.0), LinkCard(1e40, 1e-40)
+SLOW = DeviceCard("slow", "a slow device", {"fp32": 1000.0}, 100.0, 10**6, 1e-9, 1.0, 1.0, 1.0, 4, NEAR, FAR)
 # One FLOP a second, and everything but arithmetic for nothing: its seconds are FLOPs.
-COUNTER = DeviceCard(
-    "counter",
-    "a counter",
-    {"fp32": 1.0},
-    1e40,
-    10**6,
-    1e-40,
-    1.0,
-    1.0,
-    1.0,
-    4,
-    LinkCard(1e40, 1e-40),
-    LinkCard(1e40, 1e-40),
-)
+COUNTER = DeviceCard("counter", "a counter", {"fp32": 1.0}, 1e40, 10**6, 1e-40, 1.0, 1.0, 1.0, 4, ANY, ANY)
 
 
 def forward_flops(costs: AnalyticCosts, tokens: int, prefix: int) -> Any:
@@ -69,13 +32,6 @@ def part(**changes: Any) -> AnalyticCosts:
 def compositions(total: int) -> st.SearchStrategy[list[int]]:
     cuts = st.lists(st.integers(1, total - 1), unique=True).map(sorted)
     return cuts.map(lambda at: [b - a for a, b in zip([0, *at], [*at, total], strict=True)])
-
-
-@given(st.integers(2, 5000).flatmap(compositions))
-def test_pairs_of_the_slices_add_up_to_those_of_the_sequence(lengths: list[int]) -> None:
-    starts = np.cumsum([0, *lengths[:-1]]).tolist()
-    total = sum(attention_pairs(i, j) for i, j in zip(lengths, starts, strict=True))
-    assert total == sum(lengths) * (sum(lengths) + 1) / 2
 
 
 def test_pairs_counted_one_by_one() -> None:
@@ -239,10 +195,7 @@ def test_parts() -> None:
         ({"model": "llama-3-70b", "tensor_parallel": 64}, None, ""),  # 8 K/V heads, each repeated on 8 ranks
         ({"tensor_parallel": 0}, AnalyticCostError, "tensor_parallel = 0: give an integer >= 1"),
         ({"num_stages": 41}, AnalyticCostError, "num_stages = 41: gpt3-13b has 40 layers; give at most"),
-        ({"num_stages": 1.5}, AnalyticCostError, "num_stages = 1.5"),
-        ({"micro_batch": -1}, AnalyticCostError, "micro_batch = -1"),
         ({"layers_per_part": [20, 19]}, AnalyticCostError, r"\[20, 19\]: give 2 integers that add up to 40"),
-        ({"layers_per_part": [40]}, AnalyticCostError, "give 2 integers"),
         ({"layers_per_part": [41, -1]}, AnalyticCostError, "give 2 integers"),
         ({"dtype": "bf16"}, DeviceError, "dtype = 'bf16': NVIDIA V100.*give one of fp32, fp16, or auto"),
         ({"device": "v1000"}, DeviceError, "did you mean 'v100'"),

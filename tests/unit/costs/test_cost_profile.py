@@ -7,24 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileError, ProfileKey
 
-KEY = ProfileKey(
-    model_fingerprint="5f2c",
-    model="tiny, 4 layers",
-    device="cpu",
-    dtype="fp32",
-    micro_batch=2,
-    tensor_parallel=1,
-    num_stages=2,
-    activation_checkpointing=False,
-    sequence_length=1024,
-    attention_backend="cpu_flash",
-    versions={"torch": "2.13.0", "deepspeed": "0.19.8"},
-)
+VERSIONS = {"torch": "2.13.0", "deepspeed": "0.19.8"}
+KEY = ProfileKey("5f2c", "tiny, 4 layers", "cpu", "fp32", 2, 1, 2, False, 1024, "cpu_flash", VERSIONS)
 SAMPLES = (CostSample(256, 0, 0.01, 0.02, 0.05, 0.04, 5), CostSample(256, 512, 0.013, 0.029, 0.01, 0.02, 5))
 
 
@@ -42,83 +29,16 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     assert (written["format"], written["version"]) == ("terapipe_ds.profile", 1)
     assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages"}
     assert written["parts"][0]["samples"][1] == {
-        "tokens": 256,
-        "prefix": 512,
-        "forward_s": 0.013,
-        "backward_s": 0.029,
-        "forward_spread": 0.01,
-        "backward_spread": 0.02,
-        "repeats": 5,
-        "weight_s": None,
-    }
+        "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
+        "backward_spread": 0.02, "repeats": 5, "weight_s": None,
+    }  # fmt: skip
     (link,) = written["links"]
     assert link == {"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None}
     assert written["key"]["versions"] == {"deepspeed": "0.19.8", "torch": "2.13.0"}
 
 
-seconds = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
-spreads = st.floats(min_value=0, allow_infinity=False, allow_nan=False)
-counts = st.integers(1, 10**6)
-
-
-@st.composite
-def samples(draw: st.DrawFn) -> CostSample:
-    backward_s = draw(seconds)
-    weight_s = draw(st.none() | st.floats(min_value=0, exclude_min=True, max_value=backward_s))
-    return CostSample(
-        draw(counts),
-        draw(st.integers(0, 10**6)),
-        draw(seconds),
-        backward_s,
-        draw(spreads),
-        draw(spreads),
-        draw(counts),
-        weight_s,
-    )
-
-
-@st.composite
-def profiles(draw: st.DrawFn) -> Profile:
-    key = ProfileKey(
-        draw(st.text()),
-        draw(st.text()),
-        draw(st.text()),
-        draw(st.text()),
-        draw(counts),
-        draw(counts),
-        draw(counts),
-        draw(st.booleans()),
-        2 * 10**6,
-        draw(st.text()),
-        draw(st.dictionaries(st.text(), st.text(), max_size=3)),
-    )
-    lists = st.lists(samples(), min_size=1, max_size=4, unique_by=lambda s: (s.tokens, s.prefix))
-    ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=3, unique=True))
-    halves = (LayerShare(0.25, 0.5, 7, draw(st.none() | st.integers(0, 7))), LayerShare(0.75, 0.5, 0))
-    shares = st.none() | st.just(halves)
-    parts = tuple(PartProfile(part_id, tuple(draw(lists)), draw(st.none() | seconds), draw(shares)) for part_id in ids)
-    link = st.builds(LinkSample, counts, seconds, st.none() | st.integers(0, 99), spreads, counts)
-    links = draw(st.lists(link, max_size=4, unique_by=lambda x: (x.tokens, x.part_id)))
-    return Profile(key, parts, tuple(links), draw(st.none() | st.integers(1, key.num_stages)))
-
-
-@given(profiles())
-def test_the_round_trip_is_exact(profile: Profile) -> None:
-    again = Profile.from_json(profile.to_json())
-    assert again == profile
-    assert again.to_json() == profile.to_json()
-
-
-@given(profiles(), st.data())
-def test_a_file_cut_short_is_never_read(profile: Profile, data: st.DataObject) -> None:
-    text = profile.to_json().rstrip()
-    with pytest.raises(ProfileError, match="corrupt or cut short.*measure again"):
-        Profile.from_json(text[: data.draw(st.integers(0, len(text) - 1))])
-
-
 @pytest.mark.parametrize(
-    "path",
-    ["parts.0.layer_shares", "parts.0.memory", "pipeline_stages", "key.layers_fingerprint", "links.0.num_bytes"],
+    "path", ["parts.0.layer_shares", "parts.0.memory", "pipeline_stages", "key.layers_fingerprint", "links.0.num_bytes"]
 )
 def test_files_of_earlier_versions_are_still_read(path: str) -> None:
     older = document()
@@ -185,35 +105,22 @@ SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
         ("format", "something", "is not a profile.*give the file"),
         ("version", 2, "version 2, this package reads 1: update terapipe_ds"),
         ("version", 0, "version 0.*measure again"),
-        ("version", True, "version True"),
         ("extra", 1, "the file has unknown 'extra'"),
-        ("parts", {}, "parts = {}: expected a valid array"),
         ("parts", [], "parts = .*: expected at least 1 item"),
         ("parts", [1], r"parts\[0\] = 1: expected an object"),
         ("links", None, "links = None: expected a valid array"),
-        ("key", None, "key = None: expected an object"),
-        ("key.dtype", 32, "key.dtype = 32: expected a valid string"),
         ("key.micro_batch", 0, "key.micro_batch = 0: expected greater than or equal to 1"),
-        ("key.micro_batch", True, "key.micro_batch = True: expected a valid integer"),
-        ("key.activation_checkpointing", 1, "activation_checkpointing = 1: expected a valid boolean"),
         ("key.versions", {"torch": 2}, "key.versions.torch = 2: expected a valid string"),
         ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
-        ("key.layers_fingerprint", 3, "layers_fingerprint = 3: expected a valid string"),
         ("key.surprise", 1, "key has unknown 'surprise'"),
         ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
-        ("pipeline_stages", 0, "pipeline_stages = 0: expected greater than or equal to 1"),
-        ("pipeline_stages", "2", "pipeline_stages = '2': expected a valid integer"),
         ("parts.0.part_id", -1, r"parts\[0\].part_id = -1: expected greater than or equal to 0"),
-        ("parts.0.samples", [], r"parts\[0\].samples = .*: expected at least 1 item"),
-        ("parts.0.layer_shares", 1, r"parts\[0\].layer_shares = 1: expected a valid array"),
-        ("parts.0.layer_shares", [{"forward": 1.0, "backward": 1.0}], r"layer_shares\[0\] lacks parameters"),
-        (
-            "parts.0.layer_shares",
-            [SHARE | {"backward": 0.5}],
-            r"parts\[0\]: layer_shares, sum of backward = 0.5: expec",
-        ),
         ("parts.0.layer_shares", [SHARE | {"forward": -1}], "forward = -1: expected greater than or equal to 0"),
-        ("parts.0.layer_shares", [SHARE | {"parameters": True}], "parameters = True: expected a valid integer"),
+        ("parts.0.samples.0.tokens", 0, "tokens = 0: expected greater than or equal to 1"),
+        ("parts.0.samples.0.forward_spread", -1, "forward_spread = -1: expected greater than or equal to 0"),
+        ("parts.0.samples", [], r"parts\[0\].samples = .*: expected at least 1 item"),
+        ("parts.0.layer_shares", [{"forward": 1.0, "backward": 1.0}], r"layer_shares\[0\] lacks parameters"),
+        ("parts.0.layer_shares", [SHARE | {"backward": 0.5}], "layer_shares, sum of backward = 0.5: expec"),
         (
             "parts.0.layer_shares",
             [SHARE | {"trained_parameters": 8}],
@@ -221,24 +128,14 @@ SHARE = {"forward": 1.0, "backward": 1.0, "parameters": 7}
         ),
         ("parts.0.layer_shares", [], "layer_shares, sum of forward = 0"),
         ("parts.0.memory", {"static_bytes": -1}, "memory.static_bytes.* = -1: expected greater than or equal to 0"),
-        ("parts.0.memory", {"static_bytes": True}, "memory.static_bytes.* = True: expected a valid"),
         ("parts.0.step_s", 0.0, "step_s = 0.0: expected greater than 0"),
         ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].forward_s = nan: expected a finite"),
-        ("parts.0.samples.0.forward_s", math.inf, "forward_s = inf: expected a finite"),
-        ("parts.0.samples.0.backward_s", -0.1, "backward_s = -0.1"),
         ("parts.0.samples.0.backward_s", 0, "backward_s = 0"),
-        ("parts.0.samples.0.backward_s", "0.1", "backward_s = '0.1'"),
-        ("parts.0.samples.0.backward_s", None, "backward_s = None"),
         ("parts.0.samples.0.backward_s", True, "backward_s = True"),
-        ("parts.0.samples.0.forward_spread", -1, "forward_spread = -1: expected greater than or equal to 0"),
-        ("parts.0.samples.0.tokens", 0, "tokens = 0"),
         ("parts.0.samples.0.tokens", 1.5, "tokens = 1.5: expected a valid integer"),
-        ("parts.0.samples.0.prefix", -1, "prefix = -1: expected greater than or equal to 0"),
         ("parts.0.samples.0.weight_s", 0.5, "weight_s = 0.5: expected at most the whole backward"),
         ("parts.0.samples.0.prefix", 512, r"\(tokens, prefix\) = \(256, 512\) occurs twice"),
         ("links.0.send_s", -1e-4, r"links\[0\].send_s = -0.0001"),
-        ("links.0.tokens", None, "tokens = None"),
-        ("links.0.num_bytes", 0, "num_bytes = 0: expected greater than or equal to 1"),
     ],
 )
 def test_bad_fields(path: str, value: Any, message: str) -> None:

@@ -82,15 +82,6 @@ def test_any_data_gives_positive_times_never_below_no_prefix(rows: list[tuple[in
     assert model.report.startswith("part 0, forward: ")
 
 
-@given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=8))
-def test_rising_points_give_a_rising_base(times: list[float]) -> None:
-    points = [CostSample(10 * (n + 1), 0, t, t) for n, t in enumerate(sorted(times))]
-    model = CostModel(points, allow_extrapolation=True)
-    curve = model.forward_s(np.arange(1, 150), 0)
-    assert (np.diff(curve) >= -1e-15).all()
-    assert [model.forward_s(s.tokens, 0) for s in points] == pytest.approx([s.forward_s for s in points])
-
-
 def test_held_out_error_on_noisy_data() -> None:
     rng = np.random.default_rng(7)
     spread = 0.01

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
 
 Slices = list[tuple[int, int]]  # (tokens, prefix)
 
@@ -124,3 +130,69 @@ def makespan_by_grid(rows: list[list[float]]) -> float:
         for i, seconds in enumerate(row):
             ends[i] = before = max(before, ends[i]) + seconds
     return ends[-1]
+
+
+class Costs:
+    """A launch floor, growth with tokens and prefix, and noise that is the same whenever a pair is asked."""
+
+    def __init__(self, seed: int, scale: float = 1.0, send_s: float | None = None, noise: float = 0.1) -> None:
+        draw = random.Random(seed)
+        self.seed, self.scale, self.noise = seed, scale, noise
+        self.floor, self.per_pair = draw.uniform(0.2, 3.0), draw.uniform(0.0, 0.3)
+        self.backward = draw.uniform(1.0, 3.0)
+        self.asked: Counter[tuple[str, int, int]] = Counter()
+        if send_s is not None:
+            self.send_s = lambda tokens: 0.1 + send_s * tokens
+
+    def forward_s(self, tokens: int, prefix: int) -> float:
+        return self._seconds("forward", tokens, prefix)
+
+    def backward_s(self, tokens: int, prefix: int) -> float:
+        return self.backward * self._seconds("backward", tokens, prefix)
+
+    def _seconds(self, name: str, tokens: int, prefix: int) -> float:
+        assert type(tokens) is int and type(prefix) is int
+        self.asked[name, tokens, prefix] += 1
+        draw = random.Random(f"{self.seed} {name} {tokens} {prefix}")
+        busy = max(self.floor, tokens) + self.per_pair * tokens * (prefix + tokens / 2)
+        return self.scale * busy * draw.uniform(1 - self.noise, 1 + self.noise)
+
+
+def parts_of(seed: int, num_stages: int) -> list[Costs]:
+    """Equal stages, unequal ones and a slow last one in turns; every other time with links."""
+    send_s = 0.3 if seed % 2 else None
+    if seed % 3 == 0:
+        return [Costs(seed, send_s=send_s)] * num_stages
+    kinds = [Costs(10 * seed + kind, 1 + 0.3 * kind, send_s) for kind in range(2)]
+    if seed % 3 == 1:
+        return [kinds[stage % 2] for stage in range(num_stages)]
+    return [*[kinds[0]] * (num_stages - 1), kinds[1]]
+
+
+class SplitCosts(Costs):
+    """W takes a third of the tokens' share of the backward."""
+
+    def weight_s(self, tokens: int, prefix: int) -> float:
+        self.asked["weight", tokens, prefix] += 1
+        return 0.3 * self.backward * self.scale * tokens
+
+
+def split_parts(seed: int, num_stages: int) -> list[Costs]:
+    """Return what `parts_of` gives, with W; parts that are one object stay one."""
+    made: dict[int, SplitCosts] = {}
+    plain = parts_of(seed, num_stages)
+    for part in plain:
+        made.setdefault(id(part), SplitCosts(part.seed, part.scale, 0.3 if seed % 2 else None))
+    return [made[id(part)] for part in plain]
+
+
+def every_plan(length: int, granularity: int) -> list[SlicePlan]:
+    """Return the plans of all `compositions`."""
+    return [SlicePlan([tokens for tokens, _ in slices]) for slices in compositions(length, granularity)]
+
+
+def brute_force_s(parts: list[Costs], schedule: str, length: int, num_micro_batches: int) -> float:
+    """Return the least simulated time over all plans."""
+    counts = range(1, length + 1)
+    replays = {count: Replay(build(schedule, len(parts), num_micro_batches, count)) for count in counts}
+    return min(replays[plan.num_slices].makespan(plan, parts) for plan in every_plan(length, 1))

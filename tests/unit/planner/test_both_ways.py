@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, PartProfile, Profile, ProfileKey
-from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s, steps_of
+from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s
 from terapipe_ds.planner.ranking.recut import MeasuredParts
-from terapipe_ds.simulator import UnitCosts
 
 
 def test_the_pair_that_takes_longest() -> None:
@@ -38,12 +36,6 @@ def test_bytes_per_second_of_links() -> None:
 def test_bytes_of_a_gradient() -> None:
     sizes = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 4, "float32 (autocast bfloat16)": 4}
     assert {dtype: gradient_itemsize(dtype) for dtype in sizes} == sizes
-
-
-def test_steps() -> None:
-    parts = analytic_costs("gpt3-1b", "v100", num_stages=2)
-    assert steps_of(parts) == [part.step_s() for part in parts]
-    assert steps_of([parts[0], UnitCosts(4)]) == []
 
 
 def profile(num_bytes: int | None) -> Profile:

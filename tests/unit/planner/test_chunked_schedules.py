@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_search import every_plan
-from test_split_schedules import split_parts
+from planner_cases import every_plan, split_parts
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
@@ -17,9 +16,6 @@ from terapipe_ds.planner import (
     ranked_schedules,
 )
 from terapipe_ds.planner.search import search
-from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.judge import Judge
-from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -52,26 +48,6 @@ def test_against_brute_force(
     climbed = plan_slices(split_parts(seed, num_parts), 7, num_stages, m, 1, schedule, chunks_per_stage=chunks)
     assert best_s * (1 - 1e-9) <= climbed.predicted_s <= 1.03 * best_s
     assert 0 < climbed.lower_bound_s <= best_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("schedule", "num_stages", "chunks", "num_parts"), SHAPES)
-def test_no_plan_is_faster_than_its_bound(schedule: str, num_stages: int, chunks: int, num_parts: int) -> None:
-    parts = cache_parts(split_parts(3, num_parts), num_parts, 6, 1)
-    for m in (1, 3):
-        judge = Judge(Pipeline(parts, 6, 1, m, num_stages, chunks), schedule)
-        for plan in every_plan(6, 1):
-            assert 0 < judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
-
-
-def test_which_schedules_are_compared() -> None:
-    on_a_line = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
-    assert ranked_schedules(4, 1, 4) == on_a_line
-    assert ranked_schedules(4, 1, 4, knows_weights=False) == on_a_line[:4]
-    assert ranked_schedules(4, 2, 8) == ("interleaved", "seq1f1b-interleaved", "zbv")
-    assert ranked_schedules(4, 2, 8, knows_weights=False) == ("interleaved", "seq1f1b-interleaved")
-    assert ranked_schedules(4, 3, 12) == ("interleaved", "seq1f1b-interleaved")
-    assert ranked_schedules(4, 2, 4) == ("chimera", "chimera-seq")
-    assert ranked_schedules(3, 2, 3) == ()
 
 
 def test_auto_is_the_best_of_each() -> None:

@@ -69,27 +69,13 @@ def test_a_vectorized_object_gets_arrays_and_gives_the_same_table(length: int) -
     np.testing.assert_array_equal(table.backward_s, other.backward_s)
 
 
-def test_a_vectorized_object_may_return_one_number_for_all() -> None:
+def test_a_vectorized_object_may_return_one_number_for_all_and_no_other_shape() -> None:
     costs = Vectorized(16)
     costs.backward_s = lambda tokens, prefix: 0.5  # type: ignore[method-assign]
     assert tabulate(costs, 16, 8).backward_s.tolist() == [[0.5, 0.5], [0.5, math.inf]]
-
-
-def test_a_vectorized_object_that_returns_another_shape() -> None:
-    costs = Vectorized(16)
     costs.backward_s = lambda tokens, prefix: np.ones(2)  # type: ignore[method-assign]
     with pytest.raises(PlannerError, match="backward_s of a vectorized costs object gave no array of one time per"):
         tabulate(costs, 16, 8)
-
-
-@pytest.mark.parametrize("bad", [math.nan, -1e-9, math.inf])
-@pytest.mark.parametrize("name", ["forward", "backward"])
-def test_a_time_that_cannot_be(name: str, bad: float) -> None:
-    costs = coded()
-    good = getattr(costs, name)
-    setattr(costs, name, lambda tokens, prefix: bad if (tokens, prefix) == (20, 80) else good(tokens, prefix))
-    with pytest.raises(PlannerError, match=rf"{name}_s\(tokens=20, prefix=80\) = {bad}: times are finite seconds"):
-        tabulate(costs, 100, 40)
 
 
 def test_bad_times_of_vectorized_costs_and_of_links() -> None:

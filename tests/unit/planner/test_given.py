@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, best_schedule, describe, plan_slices
-from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, build
 
 MEMORY = MemoryModel.measured([PartMemory(10**6, 1000.0)] * 4)
 
@@ -20,30 +18,6 @@ class Costs:
 
     def backward_s(self, tokens: int, prefix: int) -> float:
         return 2 * self.forward_s(tokens, prefix)
-
-
-class SplitCosts(Costs):
-    """With the time of W, so that schedules that split backwards compete."""
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return 0.9e-3 * tokens
-
-
-@pytest.mark.parametrize("lengths", [(64,), (32, 32), (16, 16, 16, 16), (40, 16, 8)])
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-def test_no_schedule_is_faster(lengths: tuple[int, ...], num_micro_batches: int) -> None:
-    plan = SlicePlan(lengths)
-    result = best_schedule(SplitCosts(), plan, 4, num_micro_batches, memory=MEMORY)
-    timelines = {
-        name: simulate(build(name, 4, num_micro_batches, len(lengths)), plan, SplitCosts(), memory=MEMORY)
-        for name in SCHEDULE_NAMES
-        if name not in CHUNKED_SCHEDULES
-    }
-    least_s = min(timeline.makespan_s for timeline in timelines.values())
-    assert least_s <= result.predicted_s <= least_s * 1.001
-    chosen = timelines[result.schedule]
-    assert (result.predicted_s, result.peak_bytes) == (chosen.makespan_s, chosen.peak_bytes)
-    assert result.plan == plan and not result.optimal and result.lower_bound_s == 0.0
 
 
 def test_a_limit_leaves_the_schedules_that_fit() -> None:

@@ -35,19 +35,9 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def config_and_size(family: dict[str, Any], dtype: str, num_layers: int = 1) -> tuple[GPTConfig, ModelSize]:
     config = GPTConfig(**{**BASE, **family, "num_layers": num_layers}, max_sequence_length=LENGTH, dtype=dtype)
     size = ModelSize(
-        "test",
-        num_layers,
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.ffn_size,
-        config.vocab_size,
-        LENGTH,
-        config.gated_mlp,
-        config.bias,
-        positions=config.positions,
-    )
+        "test", num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_size,
+        config.vocab_size, LENGTH, config.gated_mlp, config.bias, config.tied_embedding, config.positions,
+    )  # fmt: skip
     return config, size
 
 
@@ -91,26 +81,17 @@ def middle_part(family: dict[str, Any], dtype: str, **options: Any) -> PartMemor
 
 @FAMILIES
 @DTYPES
-def test_a_layer_saves_what_the_model_says(family: dict[str, Any], dtype: str) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["slice", "whole"])
+def test_a_layer_saves_what_the_model_says(family: dict[str, Any], dtype: str, whole: bool) -> None:
     config, _ = config_and_size(family, dtype)
     layer, x, store = gpt.DecoderLayer(config, 0), leaf(config), SliceStore()
-    with push_slice(middle_slice(store, [layer], x)):
+    with push_slice(ActiveSlice(0, TOKENS, TOKENS, store=store) if whole else middle_slice(store, [layer], x)):
         saved = saved_bytes(lambda: layer(x), layer.parameters())
-    # the engine keeps the leaf that it received and the output that it sent as well
-    kept = saved + 2 * x.nbytes
-    assert middle_part(family, dtype).slice_bytes_per_token * TOKENS == pytest.approx(kept, rel=0.05)
-
-
-@FAMILIES
-@DTYPES
-def test_a_whole_sequence_saves_what_the_model_says(family: dict[str, Any], dtype: str) -> None:
-    config, _ = config_and_size(family, dtype)
-    layer, x = gpt.DecoderLayer(config, 0), leaf(config)
-    with push_slice(ActiveSlice(0, TOKENS, TOKENS, store=SliceStore())):
-        kept = saved_bytes(lambda: layer(x), layer.parameters()) + 2 * x.nbytes
     part = middle_part(family, dtype)
     assert part.whole_bytes_per_token is not None
-    assert (part.slice_bytes_per_token + part.whole_bytes_per_token) * TOKENS == pytest.approx(kept, rel=0.05)
+    rate = part.slice_bytes_per_token + (part.whole_bytes_per_token if whole else 0)
+    # the engine keeps the leaf that it received and the output that it sent as well
+    assert rate * TOKENS == pytest.approx(saved + 2 * x.nbytes, rel=0.05)
 
 
 @FAMILIES
@@ -174,22 +155,7 @@ def test_the_slice_store_holds_what_the_model_says(dtype: str) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_those_of_the_layers(family: dict[str, Any], tied: bool) -> None:
     """fp32 without an optimizer's states: 4 + 4 bytes per parameter; a tied matrix stands on both ends."""
-    config, _ = config_and_size({**family, "tied_embedding": tied}, "float32", num_layers=2)
-    size = ModelSize(
-        "test",
-        2,
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.ffn_size,
-        config.vocab_size,
-        LENGTH,
-        config.gated_mlp,
-        config.bias,
-        tied,
-        config.positions,
-    )
+    config, size = config_and_size({**family, "tied_embedding": tied}, "float32", num_layers=2)
     ends = [[gpt.TokenEmbedding(config), gpt.DecoderLayer(config, 0)], [gpt.DecoderLayer(config, 1)]]
     if config.positions == "learned":
         ends[0].append(gpt.PositionEmbedding(config))
@@ -240,17 +206,6 @@ def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:
     assert eight.static_bytes == pytest.approx(one.static_bytes / 8, rel=1e-3)
     assert one.slice_bytes_per_token / 8 < eight.slice_bytes_per_token < one.slice_bytes_per_token
     assert sequence.slice_bytes_per_token == pytest.approx(one.slice_bytes_per_token / 8, rel=0.01)
-
-
-def test_layers_are_spread_evenly_or_as_they_are_given() -> None:
-    size = model_size("mini")
-    options: dict[str, Any] = {"num_stages": 3, "dtype": "float32", "micro_batch": 1}
-    even, given = (
-        [part.store_bytes_per_token / (2 * 512 * 4) for part in MemoryModel.of_model(size, **options, **more).parts]
-        for more in ({}, {"layers_per_part": [2, 4, 2]})
-    )
-    assert even == [3, 3, 2]
-    assert given == [2, 4, 2]
 
 
 @pytest.mark.parametrize(

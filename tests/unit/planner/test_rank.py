@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planner_cases import every_plan, split_parts
 from test_chunked_schedules import best_by_hand
-from test_search import every_plan
-from test_split_schedules import split_parts
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
@@ -18,13 +17,9 @@ from terapipe_ds.planner import (
     Ranking,
     describe,
     describe_ranking,
-    plan_slices,
     rank_given,
     rank_schedules,
 )
-from terapipe_ds.planner.search import judge
-from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -161,40 +156,6 @@ def test_what_comes_on_top_counts(given: bool) -> None:
     text = describe(next(one for one in ranked(0.5).results if one.schedule == "chimera"))
     assert any("500.00 ms more to sum and step" in line for line in text)
     assert ranked(None).best.extra_s is None and ranked(None).best.total_s == chimera_s
-
-
-def test_no_worse_than_a_search_of_the_plain_ones() -> None:
-    alone = plan_slices(cut_in(2), 16, 2, 3, 1, "auto")
-    assert rank_schedules(cut_in, 16, 2, 3, 1).best.predicted_s <= alone.predicted_s * 1.001
-
-
-def test_without_budget_other_layouts_build_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An order per number of slices is dear where it is played: what others chose, and unsliced to compare with."""
-    built: dict[str, set[int]] = {}
-
-    def counted(name: str, num_stages: int, num_micro_batches: int, num_slices: int, **options: Any) -> Any:
-        built.setdefault(name, set()).add(num_slices)
-        return build(name, num_stages, num_micro_batches, num_slices, **options)
-
-    monkeypatch.setattr(judge, "build", counted)
-    ranking = rank_schedules(cut_in, 24, 2, 3, 1, budget=1)
-    chosen = {result.plan.num_slices for result in ranking.results}
-    for name in ("zbv", "chimera-seq", "interleaved"):
-        assert built[name] <= chosen | {1}, name
-    plenty = rank_schedules(cut_in, 24, 2, 3, 1)
-    assert plenty.best.predicted_s <= ranking.best.predicted_s * 1.001
-
-
-@pytest.mark.parametrize("schedule", ["zbv", "chimera-seq"])
-def test_played_orders_take_more_of_the_budget(schedule: str) -> None:
-    def spent(name: str) -> int:
-        num_parts = PARTS[name][1]
-        parts = cache_parts(cut_in(num_parts), num_parts, 8, 1)
-        scored = judge.Judge(Pipeline(parts, 8, 1, 3, 2, 2), name)
-        scored.seconds((4, 4))
-        return scored.spent // scored.computations((4, 4))
-
-    assert spent(schedule) >= 2 * spent("interleaved")
 
 
 def test_in_words() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from terapipe_ds.plan import SlicePlan
@@ -30,21 +32,17 @@ def planned(schedule: str, **options: object) -> float:
     return plan_slices(Costs(), 4, 3, 6, 4, schedule, schedule_options=options, chunks_per_stage=1).predicted_s
 
 
-@pytest.mark.parametrize("policy", ["A", "B"])
-def test_dapple(policy: str) -> None:
-    expected = simulate(build("dapple", 3, 6, 1, policy=policy), SlicePlan((4,)), Costs()).makespan_s
-    assert planned("dapple", policy=policy) == pytest.approx(expected)
+@pytest.mark.parametrize(("name", "options"), [
+    ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("zbv", {"slots": (1, 9, 1)}),
+])  # fmt: skip
+def test_a_plan_is_judged_with_the_options(name: str, options: dict[str, Any]) -> None:
+    expected = simulate(build(name, 3, 6, 1, **options), SlicePlan((4,)), Costs()).makespan_s
+    assert planned(name, **options) == pytest.approx(expected)
 
 
-def test_policies_differ() -> None:
+def test_options_make_a_difference() -> None:
     assert planned("dapple", policy="B") < planned("dapple", policy="A") == planned("dapple") == planned("1f1b")
-
-
-def test_zbv() -> None:
-    slots = (1, 9, 1)
-    expected = simulate(build("zbv", 3, 6, 1, slots=slots), SlicePlan((4,)), Costs()).makespan_s
-    assert planned("zbv", slots=slots) == pytest.approx(expected)
-    assert planned("zbv", slots=slots) != pytest.approx(planned("zbv"))
+    assert planned("zbv", slots=(1, 9, 1)) != pytest.approx(planned("zbv"))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +57,3 @@ def test_zbv() -> None:
 def test_refused(schedule: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(PlannerError, match=message):
         planned(schedule, **options)
-
-
-def test_peaks_are_those_of_the_policy() -> None:
-    """2 K - 1 micro-batches live on the first stage, of any larger number."""
-    schedule = build("dapple", 3, 12, 1, policy="B")
-    assert schedule.peak_live_slices()[0] == 5 == build("dapple", 3, 5, 1, policy="B").peak_live_slices()[0]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import math
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_cases import Costs, brute_force_s, every_plan, parts_of, split_parts
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import (
@@ -25,91 +21,35 @@ from terapipe_ds.planner import (
     plan_slices,
     solve,
 )
-from terapipe_ds.planner.search import search
+from terapipe_ds.planner.search import candidates, search
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 
 SCHEDULES = ("seq1f1b", "1f1b", "terapipe", "gpipe")
-
-
-class Costs:
-    """A launch floor, growth with tokens and prefix, and noise that is the same whenever a pair is asked."""
-
-    def __init__(self, seed: int, scale: float = 1.0, send_s: float | None = None, noise: float = 0.1) -> None:
-        draw = random.Random(seed)
-        self.seed, self.scale, self.noise = seed, scale, noise
-        self.floor, self.per_pair = draw.uniform(0.2, 3.0), draw.uniform(0.0, 0.3)
-        self.backward = draw.uniform(1.0, 3.0)
-        self.asked: Counter[tuple[str, int, int]] = Counter()
-        if send_s is not None:
-            self.send_s = lambda tokens: 0.1 + send_s * tokens
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self._seconds("forward", tokens, prefix)
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return self.backward * self._seconds("backward", tokens, prefix)
-
-    def _seconds(self, name: str, tokens: int, prefix: int) -> float:
-        assert type(tokens) is int and type(prefix) is int
-        self.asked[name, tokens, prefix] += 1
-        draw = random.Random(f"{self.seed} {name} {tokens} {prefix}")
-        busy = max(self.floor, tokens) + self.per_pair * tokens * (prefix + tokens / 2)
-        return self.scale * busy * draw.uniform(1 - self.noise, 1 + self.noise)
-
-
-def parts_of(seed: int, num_stages: int) -> list[Costs]:
-    """Equal stages, unequal ones and a slow last one in turns; every other time with links."""
-    send_s = 0.3 if seed % 2 else None
-    if seed % 3 == 0:
-        return [Costs(seed, send_s=send_s)] * num_stages
-    kinds = [Costs(10 * seed + kind, 1 + 0.3 * kind, send_s) for kind in range(2)]
-    if seed % 3 == 1:
-        return [kinds[stage % 2] for stage in range(num_stages)]
-    return [*[kinds[0]] * (num_stages - 1), kinds[1]]
-
-
-def every_plan(length: int, granularity: int) -> list[SlicePlan]:
-    """Written apart from the search: one bit per place where a cut may be."""
-    places = range(granularity, length, granularity)
-    plans = []
-    for bits in itertools.product((False, True), repeat=len(places)):
-        cuts = [0, *itertools.compress(places, bits), length]
-        plans.append(SlicePlan(tuple(b - a for a, b in itertools.pairwise(cuts))))
-    return plans
-
-
-def brute_force_s(parts: list[Costs], schedule: str, length: int, num_micro_batches: int) -> float:
-    replays: dict[int, Replay] = {}
-    best = math.inf
-    for plan in every_plan(length, 1):
-        count = plan.num_slices
-        if count not in replays:
-            replays[count] = Replay(build(schedule, len(parts), num_micro_batches, count))
-        best = min(best, replays[count].makespan(plan, parts))
-    return best
+SPLIT = ("zb-h1", "seq1f1b-zb")
 
 
 # --- quality
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *SPLIT])
 @pytest.mark.parametrize(("num_stages", "num_micro_batches", "seed"), [
     (2, 1, 0), (2, 4, 1), (3, 1, 2), (3, 2, 3), (3, 3, 4), (4, 1, 5), (4, 2, 6), (4, 4, 7),
 ])  # fmt: skip
 def test_against_brute_force(
     schedule: str, num_stages: int, num_micro_batches: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Judging all plans is exact, climbing from a few is within 1 %, and no plan is below the bound."""
-    parts = parts_of(seed, num_stages)
+    """Judging all plans is exact, climbing from a few is within 1 % (2 % with W), and no plan is below the bound."""
+    make = split_parts if schedule in SPLIT else parts_of
+    parts = make(seed, num_stages)
     best_s = brute_force_s(parts, schedule, 8, num_micro_batches)
     exact = plan_slices(parts, 8, num_stages, num_micro_batches, 1, schedule)
     assert exact.optimal
     assert exact.predicted_s == pytest.approx(best_s, rel=1e-9)
     monkeypatch.setattr(search, "_ALL_PLANS", 0)
-    climbed = plan_slices(parts, 8, num_stages, num_micro_batches, 1, schedule)
-    assert best_s * (1 - 1e-9) <= climbed.predicted_s <= 1.01 * best_s
-    assert climbed.lower_bound_s <= best_s * (1 + 1e-9)
+    climbed = plan_slices(make(seed, num_stages), 8, num_stages, num_micro_batches, 1, schedule)
+    assert best_s * (1 - 1e-9) <= climbed.predicted_s <= (1.02 if schedule in SPLIT else 1.01) * best_s
+    assert 0 < climbed.lower_bound_s <= best_s * (1 + 1e-9)
     assert not climbed.optimal or climbed.predicted_s == pytest.approx(best_s, rel=1e-6)
 
 
@@ -196,6 +136,12 @@ def test_the_same_question_gives_the_same_answer_and_asks_once(schedule: str) ->
             assert set(part.asked.values()) == {1}
             assert all(tokens + prefix <= 30 for _, tokens, prefix in part.asked)
     assert answers[0] == answers[1]
+
+
+def test_granules_move_between_any_two_slices() -> None:
+    found = sorted(candidates.moved((2, 3, 2), 1))
+    assert found == [(1, 3, 3), (1, 4, 2), (2, 2, 3), (2, 4, 1), (3, 2, 2), (3, 3, 1)]
+    assert list(candidates.moved((3, 2), 2)) == [(1, 4)]
 
 
 def test_max_slices() -> None:
@@ -297,10 +243,7 @@ def test_choose() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"schedule": "zigzag"},
-            "schedule = 'zigzag': the planner knows gpipe, 1f1b, dapple, terapipe, seq1f1b, ",
-        ),
+        ({"schedule": "zigzag"}, "schedule = 'zigzag': the planner knows gpipe, 1f1b, dapple, terapipe, seq1f1b, "),
         ({"granularity_tokens": 21}, "granularity_tokens = 21 is larger than the sequence of 20 tokens"),
         ({"granularity_tokens": 0}, "granularity_tokens = 0: give an integer >= 1"),
         ({"num_stages": True}, "num_stages = True"),
@@ -320,9 +263,10 @@ def test_refused(schedule: str, changes: dict[str, Any], message: str) -> None:
         plan_slices(**{**arguments, "schedule": schedule, **changes})
 
 
-@pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf")])
-@pytest.mark.parametrize("method", ["forward_s", "backward_s"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "method", "wrong"), [
+    ("seq1f1b", "forward_s", float("nan")), ("1f1b", "backward_s", -1.0), ("terapipe", "forward_s", -1e-9),
+    ("terapipe", "backward_s", float("inf")), ("gpipe", "forward_s", float("inf")),
+])  # fmt: skip
 def test_times_that_cannot_be(schedule: str, method: str, wrong: float) -> None:
     costs = Costs(0)
     honest = getattr(costs, method)
@@ -348,10 +292,3 @@ def test_granularity_for() -> None:
     assert granularity_for(60, 8, False) == 60
     with pytest.raises(PlannerError, match="tensor_parallel = 0"):
         granularity_for(60, 0, True)
-
-
-def test_a_result_as_plain_numbers() -> None:
-    result = plan_slices(parts_of(1, 3), 10, 3, 2, 1, "seq1f1b")
-    numbers = result.to_dict()
-    assert numbers["plan"] == list(result.plan.lengths)
-    assert set(numbers) == {field.name for field in dataclasses.fields(result)} | {"gap"}

@@ -5,63 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from test_search import Costs, brute_force_s, every_plan, parts_of
+from planner_cases import every_plan, parts_of, split_parts
 
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError, best_schedule, plan_slices
-from terapipe_ds.planner.search import search
-from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.judge import Judge
-from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay
 
 ON_A_LINE = tuple(name for name in SPLIT_SCHEDULES if name not in CHUNKED_SCHEDULES)
-
-
-class SplitCosts(Costs):
-    """W takes a third of the tokens' share of the backward."""
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        self.asked["weight", tokens, prefix] += 1
-        return 0.3 * self.backward * self.scale * tokens
-
-
-def split_parts(seed: int, num_stages: int) -> list[Costs]:
-    """As `parts_of`, with W; parts that are one object stay one."""
-    made: dict[int, SplitCosts] = {}
-    plain = parts_of(seed, num_stages)
-    for part in plain:
-        if id(part) not in made:
-            made[id(part)] = SplitCosts(part.seed, part.scale, 0.3 if seed % 2 else None)
-    return [made[id(part)] for part in plain]
-
-
-@pytest.mark.parametrize("schedule", ON_A_LINE)
-@pytest.mark.parametrize(("num_stages", "num_micro_batches", "seed"), [
-    (2, 1, 0), (2, 4, 1), (3, 2, 3), (3, 3, 4), (4, 1, 5), (4, 4, 7),
-])  # fmt: skip
-def test_against_brute_force(
-    schedule: str, num_stages: int, num_micro_batches: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts = split_parts(seed, num_stages)
-    best_s = brute_force_s(parts, schedule, 8, num_micro_batches)
-    exact = plan_slices(parts, 8, num_stages, num_micro_batches, 1, schedule)
-    assert exact.optimal
-    assert exact.predicted_s == pytest.approx(best_s, rel=1e-9)
-    monkeypatch.setattr(search, "_ALL_PLANS", 0)
-    climbed = plan_slices(split_parts(seed, num_stages), 8, num_stages, num_micro_batches, 1, schedule)
-    assert best_s * (1 - 1e-9) <= climbed.predicted_s <= 1.02 * best_s
-    assert 0 < climbed.lower_bound_s <= best_s * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("schedule", ON_A_LINE)
-@pytest.mark.parametrize("seed", range(4))
-def test_no_plan_is_faster_than_its_bound(schedule: str, seed: int) -> None:
-    parts = split_parts(seed, 3)
-    for m in (1, 3):
-        judge = Judge(Pipeline(cache_parts(parts, 3, 7, 1), 7, 1, m, 3), schedule)
-        for plan in every_plan(7, 1):
-            assert judge.bound_s(plan.lengths) <= judge.seconds(plan.lengths) * (1 + 1e-12)
 
 
 def test_each_pair_is_asked_once() -> None:
@@ -125,12 +75,3 @@ def test_memory_that_does_not_say_keeps_the_slice_until_w() -> None:
     for schedule in ON_A_LINE:
         replay = Replay(build(schedule, 3, 4, 2))
         assert replay.peak_bytes(plan, silent) == replay.peak_bytes(plan, says)
-
-
-@pytest.mark.parametrize("schedule", ON_A_LINE)
-def test_few_micro_batches_stand_for_all_in_the_peak(schedule: str) -> None:
-    memory = MemoryModel((PartMemory(0, 5, 1, 1, weight_bytes_per_token=7),) * 4)
-    for count in (1, 2, 5):
-        plan = next(plan for plan in every_plan(10, 1) if plan.num_slices == count)
-        judge = Judge(Pipeline(cache_parts(split_parts(3, 4), 4, 10, 1), 10, 1, 20, 4, memory=memory), schedule)
-        assert judge.peak_bytes(plan.lengths) == Replay(build(schedule, 4, 20, count)).peak_bytes(plan, memory)

@@ -96,23 +96,6 @@ def test_equal_stages_in_separate_objects_are_proven(links: bool) -> None:
     assert many.predicted_s == pytest.approx(one.predicted_s, rel=1e-9)
 
 
-def test_a_heavy_head_is_known_by_the_bound() -> None:
-    """With many micro-batches the slowest stage sets the pace, and the gap is small."""
-    rng = np.random.default_rng(1)
-    body = random_costs(rng, 32, 1, "proportional")
-    head = TableCosts(lambda t, p: 1.5 * body.forward(t, p), lambda t, p: 1.5 * body.backward(t, p))
-    result = planned([body, body, body, head], 32, 8, 1)
-    assert result.lower_bound_s >= 0.97 * result.predicted_s
-
-
-def test_each_stage_is_asked_once() -> None:
-    rng = np.random.default_rng(2)
-    stages = [random_costs(rng, 30, 4, "measured", links=True) for _ in range(3)]
-    planned([stages[0], stages[1], stages[1], stages[2]], 30, 1, 4)
-    for stage in stages:
-        assert max(Counter(stage.asked).values()) == 1
-
-
 @pytest.mark.usefixtures("climbing")
 def test_tables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the slowest stage is tabulated; time and bound stay right, and no pair is asked twice."""

@@ -42,22 +42,7 @@ def test_actions_print_short(action: Action, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "F",
-        "F0",
-        "F0.",
-        "f0.0",
-        "F0.0c",
-        "F-1.0",
-        "F01.0",
-        "F0.0 ",
-        "X0.0",
-        "SA0.3>1",
-        "F0.0\n",
-        "F٣.0",
-        "F1e3.0",
-    ],
+    ["", "F", "F0", "F0.", "f0.0", "F0.0c", "F-1.0", "F01.0", "F0.0 ", "X0.0", "SA0.3>1", "F0.0\n", "F٣.0", "F1e3.0"],
 )
 def test_other_text_does_not_parse(text: str) -> None:
     with pytest.raises(ScheduleError, match="cannot read"):

@@ -29,12 +29,6 @@ def test_the_published_order() -> None:
         assert mine[-1] == theirs[-1]
 
 
-def test_micro_batches_go_down_first_within_each_basic_unit() -> None:
-    assert directions(4, 8) == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert directions(4, 7) == [0, 0, 1, 1, 0, 0, 1]
-    assert directions(8, 3) == [0, 0, 1]
-
-
 @pytest.mark.parametrize("num_stages", [2, 4, 8, 16])
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_idle_slots_at_f_equal_to_b(num_stages: int, units: int) -> None:

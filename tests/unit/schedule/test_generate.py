@@ -43,18 +43,6 @@ def test_orders_equal_the_published_ones(golden: str, name: str, shape: tuple[in
         assert [index - 1 for index in first_backward] == GOLDEN[golden]["warmup"]
 
 
-def test_gpipe_runs_micro_batches_ascending_and_slices_descending() -> None:
-    forwards = ["F0.0", "F0.1", "F1.0", "F1.1", "F1.2"]
-    assert build("gpipe", 2, 2, [2, 3]).compute_order(1) == [
-        *forwards,
-        "B0.1",
-        "B0.0",
-        "B1.2",
-        "B1.1",
-        "B1.0",
-    ]
-
-
 def deepspeed_order(num_micro_batches: int, num_stages: int, stage_id: int) -> list[str]:
     from deepspeed.runtime.pipe import schedule as stock
 
@@ -126,17 +114,6 @@ def test_length_in_unit_slots(shape: tuple[int, int, int]) -> None:
     for name in ("gpipe", "terapipe", "1f1b"):
         assert count_slots(build(name, *shape)).num_slots >= 2 * (m * s + num_stages - 1)
     assert count_slots(build("terapipe", *shape)).num_slots == 2 * (m * s + num_stages - 1)
-
-
-@given(even_shapes)
-def test_seq1f1b_warms_up_and_then_alternates(shape: tuple[int, int, int]) -> None:
-    num_stages, m, s = shape
-    schedule = build("seq1f1b", *shape)
-    for stage_id, order in enumerate(schedule.orders):
-        kinds = "".join(action.kind.value for action in order)
-        warm_up = min(num_stages - stage_id + s - 2, m * s)
-        rest = m * s - warm_up
-        assert kinds == "F" * warm_up + "FB" * rest + "B" * warm_up
 
 
 @given(ragged_shapes)
@@ -231,8 +208,3 @@ def test_the_warm_ups_of_dapple(num_stages: int) -> None:
             for stage_id in range(num_stages):
                 assert schedule.compute_order(stage_id).index("B0.0") == min(warm_up(stage_id), m)
         assert build("dapple", num_stages, m, 2).orders == build("1f1b", num_stages, m, 2).orders
-
-
-def test_a_policy_that_dapple_does_not_have() -> None:
-    with pytest.raises(ScheduleError, match="policy is 'C': give 'A' .* or 'B'"):
-        build("dapple", 2, 2, 2, policy="C")

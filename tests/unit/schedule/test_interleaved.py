@@ -30,15 +30,10 @@ def torch_order(num_stages: int, num_micro_batches: int, chunks: int, rank: int)
     warm_up = min((chunks - 1) * num_stages + 2 * (num_stages - 1 - rank), num_micro_batches * chunks)
     total = num_micro_batches * chunks
     actions: Any = schedules._get_1f1b_rank_ops(
-        chunks,
-        num_stages,
-        warm_up,
-        total - warm_up,
-        warm_up,
-        rank,
+        chunks, num_stages, warm_up, total - warm_up, warm_up, rank,
         lambda step: (step // num_stages) % chunks * num_stages + rank,
         lambda step: (chunks - 1 - (step - warm_up) // num_stages % chunks) * num_stages + rank,
-    )
+    )  # fmt: skip
     letters = {"FORWARD": "F", "FULL_BACKWARD": "B"}
     return [
         f"{letters[a.computation_type.name]}{a.microbatch_index}.0c{a.stage_index // num_stages}"

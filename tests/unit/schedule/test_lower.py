@@ -5,13 +5,9 @@ from collections import defaultdict, deque
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import OTHER_KINDS, chunked_schedules, names, ragged_shapes, v_shaped
+from schedule_cases import chunked_schedules, names, ragged_shapes, v_shaped
 
-from terapipe_ds.schedule import Action, Kind, Schedule, ScheduleError, build
-
-COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-FED_BY = {Kind.FORWARD: Kind.RECV_ACTIVATION, Kind.BACKWARD: Kind.RECV_GRAD}
-CLOSING = ["RT", "RD", "ST"]
+from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build
 
 Wire = tuple[bool, int, int, int, int]
 
@@ -62,14 +58,6 @@ def test_lowered_schedules_run(name: str, shape: tuple[int, list[int]], receive_
     assert messages == (num_stages - 1) * sum(num_slices) * (1 if forward_only else 2)
 
 
-@pytest.mark.parametrize("kind", OTHER_KINDS)
-@pytest.mark.parametrize("receive_ahead", [0, 2, 9])
-def test_lowered_schedules_of_other_kinds_run(kind: str, receive_ahead: int) -> None:
-    schedule = OTHER_KINDS[kind]()
-    wires = 2 if kind == "v_shaped" else schedule.num_parts - 1  # at the foot of the V there is none
-    assert run_as_an_engine(schedule, receive_ahead) == wires * sum(schedule.num_slices) * 2
-
-
 @given(chunked_schedules(), st.integers(0, 5))
 def test_lowered_schedules_of_several_chunks_run(schedule: Schedule, receive_ahead: int) -> None:
     """Messages of a micro-batch: one per pair of neighbouring parts that stand on different stages, and direction."""
@@ -80,62 +68,21 @@ def test_lowered_schedules_of_several_chunks_run(schedule: Schedule, receive_ahe
     assert run_as_an_engine(schedule, receive_ahead) == wires * (1 if schedule.forward_only else 2)
 
 
-@given(names, ragged_shapes, st.integers(0, 4))
-def test_where_the_messages_stand(name: str, shape: tuple[int, list[int]], receive_ahead: int) -> None:
-    num_stages, num_slices = shape
-    schedule = build(name, num_stages, len(num_slices), num_slices)
-    for stage in schedule.lowered(receive_ahead):
-        actions, order = stage.actions, schedule.orders[stage.stage_id]
-        assert tuple(action for action in actions if action.kind in COMPUTE) == order
-        assert [str(action) for action in actions[-3:]] == CLOSING
-        for index, computation in enumerate(order):
-            at = actions.index(computation)
-            if computation.kind is Kind.WEIGHT:  # nothing comes for it, and nobody waits for what it gives
-                assert actions[at + 1].kind not in (Kind.SEND_ACTIVATION, Kind.SEND_GRAD)
-                continue
-            has_source = computation.part_id != (0 if computation.kind is Kind.FORWARD else num_stages - 1)
-            receives = [
-                place
-                for place, action in enumerate(actions)
-                if action.kind is FED_BY[computation.kind] and action.unit == computation.unit
-            ]
-            assert len(receives) == has_source
-            for place in receives:
-                assert place < at
-                later = [action for action in actions[place:at] if action.kind in COMPUTE]
-                assert len(later) == min(receive_ahead, index), "posted that many computations ahead"
-            sends_grad = computation.kind is Kind.BACKWARD and computation.part_id > 0
-            sends_activation = computation.kind is Kind.FORWARD and computation.part_id < num_stages - 1
-            follows = actions[at + 1].kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRAD)
-            assert follows == (sends_grad or sends_activation)
-            if follows:
-                assert actions[at + 1].unit == computation.unit
-                assert actions[at + 1].peer_stage_id == stage.stage_id + (1 if sends_activation else -1)
-
-
 def test_a_small_schedule_in_full() -> None:
     schedule = build("seq1f1b", 3, 1, 2)
-    lowered = [" ".join(map(str, schedule.for_stage(k).actions)) for k in range(3)]
-    assert lowered == [
+    assert [" ".join(map(str, schedule.for_stage(k).actions)) for k in range(3)] == [
         "RG0.1<1 L0 F0.0 SA0.0>1 RG0.0<1 F0.1 SA0.1>1 B0.1 B0.0 RT RD ST",
         "RA0.0<0 RA0.1<0 RG0.1<2 F0.0 SA0.0>2 RG0.0<2 F0.1 SA0.1>2 B0.1 SG0.1>0 B0.0 SG0.0>0 RT RD ST",
         "RA0.0<1 RA0.1<1 L0 F0.0 F0.1 B0.1 SG0.1>1 B0.0 SG0.0>1 RT RD ST",
     ]
-
-
-@given(names, ragged_shapes)
-def test_batches_are_loaded_once_where_they_are_read(name: str, shape: tuple[int, list[int]]) -> None:
-    num_stages, num_slices = shape
-    schedule = build(name, num_stages, len(num_slices), num_slices)
-    for stage_id in range(num_stages):
-        actions = schedule.for_stage(stage_id).actions
-        loads = [index for index, action in enumerate(actions) if action.kind is Kind.LOAD]
-        reads = stage_id in (0, num_stages - 1)
-        assert [actions[index].micro_batch_id for index in loads] == (list(range(len(num_slices))) if reads else [])
-        for index in loads:
-            assert actions[index].slice_id == -1
-            assert actions[index + 1].kind is Kind.FORWARD
-            assert actions[index + 1].unit == (actions[index].micro_batch_id, 0)
+    middle = [" ".join(map(str, schedule.lowered(ahead)[1].actions)) for ahead in (0, 1)]
+    assert middle == [
+        "RA0.0<0 F0.0 SA0.0>2 RA0.1<0 F0.1 SA0.1>2 RG0.1<2 B0.1 SG0.1>0 RG0.0<2 B0.0 SG0.0>0 RT RD ST",
+        "RA0.0<0 RA0.1<0 F0.0 SA0.0>2 RG0.1<2 F0.1 SA0.1>2 RG0.0<2 B0.1 SG0.1>0 B0.0 SG0.0>0 RT RD ST",
+    ]
+    two = build("1f1b", 3, 2, 2)
+    loads = [[str(a) for a in two.for_stage(k).actions if a.kind is Kind.LOAD] for k in range(3)]
+    assert loads == [["L0", "L1"], [], ["L0", "L1"]]
 
 
 def test_one_stage_with_both_ends_loads_once() -> None:
@@ -161,14 +108,3 @@ def test_a_computation_without_its_neighbour_is_an_error() -> None:
 def test_receive_ahead_is_not_negative() -> None:
     with pytest.raises(ScheduleError, match="receive_ahead is -1"):
         build("gpipe", 2, 1, 2).lowered(receive_ahead=-1)
-
-
-def test_receives_know_both_ends_of_the_link() -> None:
-    middle = build("gpipe", 3, 1, 1).for_stage(1)
-    messages = {action.kind: action for action in middle.actions if action.peer_stage_id >= 0}
-    assert messages == {
-        Kind.RECV_ACTIVATION: Action(Kind.RECV_ACTIVATION, 0, 0, 1, 0, 0, 0),
-        Kind.SEND_ACTIVATION: Action(Kind.SEND_ACTIVATION, 0, 0, 1, 0, 2, 2),
-        Kind.RECV_GRAD: Action(Kind.RECV_GRAD, 0, 0, 1, 0, 2, 2),
-        Kind.SEND_GRAD: Action(Kind.SEND_GRAD, 0, 0, 1, 0, 0, 0),
-    }

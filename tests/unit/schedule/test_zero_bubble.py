@@ -9,7 +9,7 @@ from hypothesis import given
 from schedule_cases import even_shapes, ragged_shapes
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import SPLIT_SCHEDULES, Action, Kind, build, validate
+from terapipe_ds.schedule import Kind, build, validate
 from terapipe_ds.schedule.zero_bubble import with_weights
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -20,17 +20,9 @@ def torch_order(num_stages: int, num_micro_batches: int, rank: int) -> list[str]
 
     warm_up = min(num_stages - 1 - rank, num_micro_batches)
     actions: Any = schedules._get_1f1b_rank_ops(
-        1,
-        num_stages,
-        warm_up,
-        num_micro_batches - warm_up,
-        warm_up,
-        rank,
-        lambda step: rank,
-        lambda step: rank,
-        num_1f1b_microbatches=rank,
-        enable_zero_bubble=True,
-    )
+        1, num_stages, warm_up, num_micro_batches - warm_up, warm_up, rank, lambda step: rank, lambda step: rank,
+        num_1f1b_microbatches=rank, enable_zero_bubble=True,
+    )  # fmt: skip
     letters = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W"}
     return [f"{letters[a.computation_type.name]}{a.microbatch_index}.0" for a in actions if a is not None]
 
@@ -103,34 +95,10 @@ def test_no_slower_and_with_waits_to_fill_faster(shape: tuple[int, int, int]) ->
 
 def test_the_rule_by_hand() -> None:
     """With room for two units the third forward waits for the oldest W; after the last forward W follow their B."""
-    F, B, W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
-    order = [(F, 0, 0), (F, 1, 0), (B, 0, 0), (F, 2, 0), (B, 1, 0), (B, 2, 0)]
-    assert with_weights(order, 2) == [
-        (F, 0, 0),
-        (F, 1, 0),
-        (B, 0, 0),
-        (W, 0, 0),
-        (F, 2, 0),
-        (B, 1, 0),
-        (W, 1, 0),
-        (B, 2, 0),
-        (W, 2, 0),
-    ]
-    assert with_weights(order, 3) == [
-        (F, 0, 0),
-        (F, 1, 0),
-        (B, 0, 0),
-        (F, 2, 0),
-        (B, 1, 0),
-        (W, 0, 0),
-        (B, 2, 0),
-        (W, 1, 0),
-        (W, 2, 0),
-    ]
 
+    def units(text: str) -> list[tuple[Kind, int, int]]:
+        return [(Kind(word[0]), int(word[1]), 0) for word in text.split()]
 
-@pytest.mark.parametrize("name", SPLIT_SCHEDULES)
-def test_evaluation_has_forwards_alone(name: str) -> None:
-    schedule = build(name, 3, 2, 2, forward_only=True)
-    assert {action.kind for order in schedule.orders for action in order} == {Kind.FORWARD}
-    assert Action(Kind.FORWARD, 1, 1, part_id=2) in schedule.orders[2]
+    order = units("F0 F1 B0 F2 B1 B2")
+    assert with_weights(order, 2) == units("F0 F1 B0 W0 F2 B1 W1 B2 W2")
+    assert with_weights(order, 3) == units("F0 F1 B0 F2 B1 W0 B2 W1 W2")

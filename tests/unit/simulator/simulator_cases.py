@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Kind, Schedule, build
-
-sys.path.append(str(Path(__file__).parent / "schedule"))  # these tests alone do not collect that folder
-
-from schedule_cases import OTHER_KINDS, by_hand, chunked_schedules, names, v_shaped, with_orders
-
-__all__ = [
-    "OTHER_KINDS",
-    "Case",
-    "Memory",
-    "Table",
-    "by_hand",
-    "cases",
-    "scanned_bytes",
-    "schedules",
-    "starts_and_ends",
-    "v_shaped",
-    "with_orders",
-]
+from tests.unit.schedule.schedule_cases import OTHER_KINDS, chunked_schedules, names
 
 
 class Table:

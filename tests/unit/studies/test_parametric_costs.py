@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from studies.parametric_costs import ParametricCostError, ParametricCosts, StepTotal
 from terapipe_ds.plan import SlicePlan
@@ -56,8 +55,7 @@ def test_figure_6b_from_its_uniform_points_alone() -> None:
     assert max(map(abs, costs.errors(points))) < 0.04
     predicted_s = costs.total_s(PUBLISHED_PLAN, STAGES, MICRO_BATCHES)
     assert published_s == 1.481
-    assert predicted_s == pytest.approx(published_s, rel=0.05)
-    assert predicted_s == pytest.approx(published_s, rel=0.04)  # what it reaches
+    assert predicted_s == pytest.approx(published_s, rel=0.04)
     assert costs.per_pair_s == PAIR_S
 
     granules = np.arange(1, LENGTH // 8 + 1) * 8
@@ -95,47 +93,17 @@ def test_the_floor_hides_small_work() -> None:
     assert costs.both_s(10_000, 0) == pytest.approx(100.0, rel=1e-6)
 
 
-def test_arrays_and_numbers_agree() -> None:
-    costs = ParametricCosts(1e-3, 1e-4, 1e-5, 1e-9, 1e-7)
-    i, j = np.arange(1, 9)[:, None], np.arange(0, 40, 8)
-    for name in ("forward_s", "backward_s", "both_s"):
-        table = getattr(costs, name)(i, j)
-        one_by_one = [[getattr(costs, name)(int(a), int(b)) for b in j] for a in i[:, 0]]
-        np.testing.assert_allclose(table, one_by_one, rtol=1e-14)
-    assert type(costs.forward_s(3, 5)) is float and costs.vectorized is True
-
-
-@settings(max_examples=6)
-@given(
-    st.floats(5e-4, 1e-2),
-    st.floats(0, 5e-3),
-    st.floats(1e-6, 1e-4),
-    st.floats(0, 5e-9),
-    st.floats(0, 5e-6),
-    st.floats(1.2, 12),
-)
-def test_totals_made_by_the_form_are_met(
-    floor: float, c0: float, c1: float, c2: float, c3: float, sharpness: float
-) -> None:
-    """Ten totals of known costs: the fit meets them, and predicts a plan that it has not seen."""
-    true = ParametricCosts(floor, c0, c1, c2, c3, sharpness)
-    plans = [SlicePlan.equal(2048, 2**n) for n in range(8)] + [SlicePlan([1024, 512, 512]), SlicePlan([64] * 16)]
-    totals = [StepTotal(plan, 24, 3, true.total_s(plan, 24, 3)) for plan in plans]
-    fitted = ParametricCosts.fit(totals, per_pair_s=c2)
-    assert max(map(abs, fitted.errors(totals))) < 0.01
-    unseen = SlicePlan([300, 250, 250, 200, 200, 200, 200, 150, 150, 148])
-    assert fitted.total_s(unseen, 24, 3) == pytest.approx(true.total_s(unseen, 24, 3), rel=0.02)
-
-
 def test_bad_input() -> None:
     with pytest.raises(ParametricCostError, match="0 totals.*give at least one total"):
         ParametricCosts.fit([])
     with pytest.raises(ParametricCostError, match="per_pair_s = -1.0"):
         ParametricCosts.fit([StepTotal(SlicePlan([8]), 2, 1, 1.0)], per_pair_s=-1.0)
-    for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ParametricCostError, match="give positive, finite seconds"):
-            StepTotal(SlicePlan([8]), 2, 1, wrong)
-    with pytest.raises(ParametricCostError, match="counts"):
-        StepTotal(SlicePlan([8]), 0, 1, 1.0)
+    for changes, told in (
+        ((2, 1, 0.0), "positive, finite"),
+        ((2, 1, math.nan), "finite seconds"),
+        ((0, 1, 1.0), "counts"),
+    ):
+        with pytest.raises(ParametricCostError, match=told):
+            StepTotal(SlicePlan([8]), *changes)
     one = ParametricCosts.fit([StepTotal(SlicePlan([8]), 2, 1, 1.0)])
     assert one.total_s(SlicePlan([8]), 2, 1) == pytest.approx(1.0)

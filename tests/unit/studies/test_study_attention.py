@@ -32,10 +32,3 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.splitlines()[-1].split()[0] == "2"
     assert "cpu_flash" in available_backends()
     assert backend_name(torch.empty(1, 1, 1, 8)) == "cpu_flash"  # what was forced is forced no more
-
-
-def test_the_output_names_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    study.main([*SMALL, "--slices", "2", "--json"])
-    assert json.loads(capsys.readouterr().out)["attention"] == "cpu_flash"
-    study.main([*SMALL, "--slices", "2", "--backend", "reference"])
-    assert "attention reference for slices, cpu_flash for whole sequences" in capsys.readouterr().out

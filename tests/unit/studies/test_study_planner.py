@@ -28,16 +28,3 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "numpy" in lines[0] and "optimal" in lines[1]
     assert [line.split()[:2] for line in lines[2:]] == [["16", k] for k in ("8", "8", "48", "48", "96", "96")]
-
-
-def test_the_shapes_are_what_they_say() -> None:
-    forward, backward = ([], [])
-    for shape in study.SHAPES:
-        costs = study.Noisy(1000, shape)
-        pairs = [(tokens, prefix) for prefix in range(0, 1000, 50) for tokens in range(50, 1001 - prefix, 50)]
-        forward.append([costs.forward_s(*pair) for pair in pairs])
-        backward.append([costs.backward_s(*pair) for pair in pairs])
-    assert backward[0] == pytest.approx([2 * f for f in forward[0]])
-    assert backward[1] == pytest.approx([2 * f for f in forward[1]], rel=0.01) and backward[1] != backward[0]
-    assert backward[2] == pytest.approx([1.5 * f + 5e-4 for f in forward[2]])
-    assert forward[3] == pytest.approx(forward[0], rel=0.1) and forward[3] != forward[0]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 import pytest
 
-from studies.options import add_workload_options, workload_of
 from studies.predict import Case, Row, cases, print_table, uneven
-from terapipe_ds.bench import ranks
 
 
 @pytest.mark.parametrize(("length", "granularity", "num_slices", "shrink"), [(2048, 64, 8, 0.9), (1000, 8, 5, 0.7)])
@@ -41,14 +38,3 @@ def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "worst -5.0% (seq1f1b, 1 equal)" in text and "10.0 unsliced steps" in text
     assert "auto over the best equal plan (1 equal) 0.600" in text  # the median of 1.2/2, 1.2/2.1, 1.25/1.9
-
-
-def test_options_of_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--accumulation", type=int, default=7)
-    add_workload_options(parser, ("accumulation",), hidden=256)
-    work = workload_of(parser.parse_args(["--layers", "3"]), accumulation=2)
-    assert (work.hidden, work.layers, work.accumulation, work.stages) == (256, 3, 2, 2)
-    monkeypatch.setattr(os, "environ", {})
-    ranks.keep_memory()
-    assert os.environ["MALLOC_MMAP_MAX_"] == "0"

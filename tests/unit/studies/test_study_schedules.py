@@ -52,8 +52,3 @@ def test_every_schedule_has_its_picture_and_its_paragraph(tmp_path: Path, monkey
     (path,) = schedules.draw(tmp_path)
     kept = Path(__file__).parents[3] / "docs" / "pictures" / path.name
     assert path.read_text().count("<path") == kept.read_text().count("<path")
-
-
-def test_the_least_is_bold() -> None:
-    line = markdown([[Cell.of(name, 4, 4, 1) for name in COLUMNS]]).splitlines()[-1]
-    assert line.count("**") == 2 and "**13.50 / 11 % / 4**" in line

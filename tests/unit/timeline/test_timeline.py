@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from terapipe_ds.timeline import (
     TimelineError,
     TimelineEvent,
     parse_file_name,
-    picture,
     timeline_file_name,
 )
 from terapipe_ds.timeline.export import to_chrome_trace, to_csv
@@ -38,20 +36,9 @@ def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: in
 
 def two_stages() -> Timeline:
     """Stage 0 computes 4 of 6 seconds, stage 1 computes 3; what is no F, B or W does not count."""
-    return Timeline(
-        2,
-        (
-            event(0, "L0", 8.0, 10.0),
-            event(0, "F0.0", 10.0, 12.0),
-            event(1, "F0.0", 12.0, 13.0),
-            event(1, "B0.0", 13.0, 14.0),
-            event(0, "B0.0", 14.0, 16.0),
-            event(1, "W0.0", 14.0, 15.0),
-            event(0, "ST", 16.0, 20.0),
-        ),
-        name="seq1f1b",
-        peak_live_slices=(1, 1),
-    )
+    first = (event(0, "L0", 8, 10), event(0, "F0.0", 10, 12), event(0, "B0.0", 14, 16), event(0, "ST", 16, 20))
+    second = (event(1, "F0.0", 12, 13), event(1, "B0.0", 13, 14), event(1, "W0.0", 14, 15))
+    return Timeline(2, (*first, *second), name="seq1f1b", peak_live_slices=(1, 1))
 
 
 def large(num_stages: int, num_units: int, slices: int = 4) -> Timeline:
@@ -103,12 +90,6 @@ def test_a_timeline_without_computation(events: tuple[TimelineEvent, ...]) -> No
     assert (timeline.makespan_s, timeline.bubble_fraction, timeline.bubbles()) == (0.0, 0.0, (0.0, 0.0, 0.0))
 
 
-@given(timelines)
-def test_the_bubble_is_a_share(timeline: Timeline) -> None:
-    assert 0.0 <= timeline.bubble_fraction <= 1.0
-    assert timeline.makespan_s >= max(timeline.busy_s()) * (1 - 1e-9)
-
-
 @pytest.mark.parametrize(("start_s", "end_s"), [(1.0, 0.5), (math.nan, 1.0), (0.0, math.inf)])
 def test_impossible_times(start_s: float, end_s: float) -> None:
     with pytest.raises(TimelineError, match=r"F0.0 on stage 0 runs from .* finite times"):
@@ -149,8 +130,6 @@ def without(key: str) -> str:
     ("text", "reason"),
     [
         ("", "the text is no JSON"),
-        ("{}", "not a timeline"),
-        ("[" * 100_000, "the text is no JSON"),
         (changed("format", "other"), "not a timeline"),
         (changed("version", 2), "version = 2: Input should be 1; give a file"),
         (changed("extra", 1), "extra = 1: Extra inputs are not permitted"),
@@ -158,32 +137,14 @@ def without(key: str) -> str:
         (changed("num_stages", 2.0), "num_stages = 2.0: Input should be a valid integer"),
         (changed("num_stages", 1), "is on stage 1 of 1 stages"),
         (changed("events", [3]), r"events\[0\] = 3: Input should be an object"),
-        (changed("peak_bytes", [1]), "peak_bytes has 1 entries"),
         (changed_event(start_s="0"), r"events\[1\].start_s = '0': Input should be a valid number"),
-        (changed_event(start_s=1e9), "runs from 1000000000.0 s to 12.0 s"),
-        (changed_event(end_s=math.nan), "finite times"),
         (changed_event(start_s=10**400), "finite times"),
+        (changed_event(start_s=1e9), "runs from 1000000000.0 s to 12.0 s"),
     ],
 )
 def test_other_json_is_refused(text: str, reason: str) -> None:
     with pytest.raises(TimelineError, match=reason):
         Timeline.from_json(text)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@given(st.sampled_from([*json.loads(two_stages().to_json()), "bytes_over_time", "critical_path"]), json_values)
-def test_any_value_in_any_field_raises_nothing_but_its_own_error(key: str, value: Any) -> None:
-    try:
-        timeline = Timeline.from_json(changed(key, value))
-    except TimelineError:
-        return
-    assert timeline.num_stages >= 1
 
 
 def test_chrome_trace() -> None:
@@ -347,16 +308,10 @@ def words_of(figure: Any) -> list[str]:
     return [text.get_text() for text in texts_of(figure)]
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 1, 1),
-        (2, 16, 4),
-        (8, 64, 4),
-        pytest.param((16, 200, 2), marks=pytest.mark.full),
-        pytest.param((8, 64, 16), marks=pytest.mark.full),
-    ],
-)
+LARGE = ((8, 64, 4), (16, 200, 2), (8, 64, 16))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 16, 4), *(pytest.param(n, marks=pytest.mark.full) for n in LARGE)])
 def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, int]) -> None:
     figure = build_figure([("stock", large(*shape)), ("sliced", large(*shape))])
     assert not overlaps(figure)
@@ -365,28 +320,13 @@ def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, 
 def test_what_the_picture_says() -> None:
     figure = build_figure([("stock", two_stages()), ("sliced", large(2, 4))])
     texts = words_of(figure)
-    for expected in (
-        "stock",
-        "makespan 6 s, bubble 41.7 %",
-        "sliced",
-        "stage 0",
-        "stage 1",
-        "idle",
-        "33 %",
-        "50 %",
-    ):
+    for expected in ("stock", "makespan 6 s, bubble 41.7 %", "sliced", "stage 0", "stage 1", "idle", "33 %", "50 %"):
         assert expected in texts
     for legend in ("micro-batch 0", "forward", "backward", "weight gradient", "reduce, optimizer", "waiting"):
         assert legend in texts
     first, second = figure.axes
     assert first.get_xlim() == second.get_xlim()
     assert (first.get_xlabel(), second.get_xlabel()) == ("", "time (s)")
-
-
-def test_every_box_that_has_room_has_its_label() -> None:
-    texts = words_of(build_figure([("", large(2, 16))]))
-    for unit in range(16):
-        assert texts.count(f"{unit // 4}.{unit % 4}") == 4, "two stages, forward and backward"
 
 
 def test_eight_stages_of_64_units_are_legible() -> None:
@@ -417,16 +357,3 @@ def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
     assert (3, 4, 1) in boxes
     assert (6, 10, 0) in boxes, "the optimizer step"
     assert sum(forward) > sum(weight) > sum(backward), "forward is light, backward is dark"
-
-
-def test_colours_tell_micro_batches_apart() -> None:
-    shades = [picture._shade(m, kind) for m in range(10) for kind in ("F", "B", "W")]
-    distances = [math.dist(a, b) for index, a in enumerate(shades) for b in shades[index + 1 :]]
-    assert min(distances) > 0.05
-    neighbours = [math.dist(picture._shade(m, "B"), picture._shade(m + 1, "B")) for m in range(20)]
-    assert min(neighbours) > 0.3
-
-
-def test_importing_loads_neither_matplotlib_nor_torch() -> None:
-    code = "import sys, terapipe_ds.timeline; sys.exit(bool({'matplotlib', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

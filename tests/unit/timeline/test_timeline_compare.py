@@ -19,36 +19,29 @@ from terapipe_ds.timeline import Timeline, TimelineEvent
 from terapipe_ds.timeline.compare import CompareError, Row, compare
 
 
-def timeline(*rows: tuple[int, str, float, float]) -> Timeline:
-    events = [TimelineEvent(k, name, 0, int(name[-1]), name[0], start_s, end_s) for k, name, start_s, end_s in rows]
-    return Timeline(1 + max(row[0] for row in rows), tuple(events), "made")
+def timeline(*stages: str) -> Timeline:
+    """Each text is a stage: action, start and end of each computation."""
+    events = []
+    for stage_id, text in enumerate(stages):
+        for row in text.split(", "):
+            name, start_s, end_s = row.split()
+            events.append(TimelineEvent(stage_id, name, 0, int(name[-1]), name[0], float(start_s), float(end_s)))
+    return Timeline(len(stages), tuple(events), "made")
 
 
 def predicted() -> Timeline:
     return timeline(
-        (0, "F0.0", 0, 1),
-        (0, "F0.1", 1, 2),
-        (1, "F0.0", 1, 2),
-        (1, "F0.1", 2, 3),
-        (1, "B0.1", 3, 5),
-        (1, "B0.0", 5, 7),
-        (0, "B0.1", 5, 7),
-        (0, "B0.0", 7, 9),
-    )
+        "F0.0 0 1, F0.1 1 2, B0.1 5 7, B0.0 7 9",
+        "F0.0 1 2, F0.1 2 3, B0.1 3 5, B0.0 5 7",
+    )  # fmt: skip
 
 
 def measured() -> Timeline:
     """The clock starts at 100; F0.1 of stage 0 takes three times as long, and stage 1 waits for it."""
     return timeline(
-        (0, "F0.0", 100, 101),
-        (0, "F0.1", 101, 104),
-        (1, "F0.0", 101, 102),
-        (1, "F0.1", 104, 105),
-        (1, "B0.1", 105, 107),
-        (1, "B0.0", 107, 108),
-        (0, "B0.1", 107, 109),
-        (0, "B0.0", 109, 111),
-    )
+        "F0.0 100 101, F0.1 101 104, B0.1 107 109, B0.0 109 111",
+        "F0.0 101 102, F0.1 104 105, B0.1 105 107, B0.0 107 108",
+    )  # fmt: skip
 
 
 def values(rows: Iterable[Row]) -> dict[tuple[Any, ...], tuple[float, float]]:
@@ -96,15 +89,8 @@ def test_what_is_printed_names_the_places() -> None:
         assert expected.split() in lines
     data = result.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert data["rows"][0] == {
-        "what": "makespan_s",
-        "predicted": 9,
-        "measured": 11,
-        "stage_id": None,
-        "action": None,
-        "kind": None,
-        "ratio": 11 / 9,
-    }
+    whole = {"what": "makespan_s", "predicted": 9, "measured": 11, "ratio": 11 / 9}
+    assert data["rows"][0] == whole | dict.fromkeys(("stage_id", "action", "kind"))
     assert (data["median_ratio"], data["median_start_drift_s"]) == ({"all": 1.0, "F": 1.0, "B": 1.0}, 2)
 
 
@@ -144,8 +130,7 @@ def test_links_and_other_events_do_not_count() -> None:
 
 
 def test_durations_of_zero_have_no_ratio() -> None:
-    one = timeline((0, "F0.0", 0, 0), (0, "F0.1", 0, 1))
-    result = compare(one, timeline((0, "F0.0", 0, 1), (0, "F0.1", 1, 2)))
+    result = compare(timeline("F0.0 0 0, F0.1 0 1"), timeline("F0.0 0 1, F0.1 1 2"))
     assert [row.ratio for row in result.sections()["durations that differ most"]] == [None, 1.0]
     assert result.median_ratio() == 1.0
     assert json.dumps(result.to_dict(), allow_nan=False)
@@ -159,7 +144,7 @@ def cut(timeline_: Timeline, *names: str) -> Timeline:
 
 def test_other_schedules_are_refused() -> None:
     with pytest.raises(CompareError, match="not the same schedule: 2 stages predicted, 1 measured"):
-        compare(predicted(), timeline((0, "F0.0", 0, 1)))
+        compare(predicted(), timeline("F0.0 0 1"))
     few = cut(predicted(), "F0.1", "B0.1")
     with pytest.raises(
         CompareError, match=r"4 computations are only measured \(stage 0 F0.1, stage 0 B0.1, stage 1 F0.1, ...\); sim"

@@ -137,11 +137,6 @@ def unregistered() -> Iterator[None]:
     register.unregister()
 
 
-def test_the_installed_packages_have_every_name() -> None:
-    compat.require_hooks()
-    compat.require_megatron("a test")
-
-
 @pytest.mark.parametrize(
     ("ours", "stock", "owner"),
     [

@@ -18,7 +18,6 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = ("train_gpt.py", "quickstart.py", "demo.py")
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -231,10 +230,6 @@ def test_demo_measures_whole_sequences_with_the_sliced_config(
 # -- scripts ---------------------------------------------------------------------------------------------------
 
 
-def test_quickstart_is_short() -> None:
-    assert len((EXAMPLES / "quickstart.py").read_text(encoding="utf-8").splitlines()) < 60
-
-
 def test_train_gpt_explains_itself() -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -247,12 +242,6 @@ def test_train_gpt_explains_itself() -> None:
     assert done.returncode == 0, done.stderr
     for option in ("--deepspeed_config", "--sequence-length", "--resume", "--eval-every", "--metrics", "--plot"):
         assert option in done.stdout
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_compile(script: str) -> None:
-    path = EXAMPLES / script
-    compile(path.read_text(encoding="utf-8"), str(path), "exec")
 
 
 def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

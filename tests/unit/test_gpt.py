@@ -267,17 +267,6 @@ def test_the_comparison_sees_a_lost_position_offset(positions: str, monkeypatch:
     assert relative_error(sliced_logits[:, 8:], logits[:, 8:]) > 1e-3
 
 
-def test_bf16_layers_run_sliced() -> None:
-    config = GPTConfig(dtype="bfloat16", **SMALL)
-    model = Model(config)
-    tokens, labels = batch(config)
-    logits, loss = train_sliced(model, tokens, labels, [8, 8, 7])
-    exact, exact_loss = train_whole(Model(config.model_copy(update={"dtype": "float32"})), tokens, labels)
-    assert logits.dtype == torch.bfloat16
-    assert relative_error(logits.float(), exact) < 0.05
-    assert loss.item() == pytest.approx(exact_loss.item(), rel=0.01)
-
-
 # -- rotary positions ----------------------------------------------------------------------------------------
 
 
@@ -317,12 +306,6 @@ def test_a_table_first_used_in_inference_serves_training() -> None:
     assert x.grad is not None
 
 
-def test_checkpoints_carry_weights_only() -> None:
-    model = Model(GPTConfig(**SMALL))
-    model(batch(GPTConfig(**SMALL))[0])
-    assert set(model.modules.state_dict()) == {name for name, _ in model.modules.named_parameters()}
-
-
 # -- initial weights -----------------------------------------------------------------------------------------
 
 
@@ -347,14 +330,6 @@ def test_weights_depend_on_seed_and_layer() -> None:
     assert torch.equal(down(1, 0), down(1, 0))
     assert not torch.equal(down(1, 0), down(1, 1))
     assert not torch.equal(down(1, 0), down(2, 0))
-
-
-def test_building_leaves_the_global_random_state_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    Model(GPTConfig(**SMALL))
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_dtypes_start_from_the_same_weights() -> None:
@@ -474,11 +449,3 @@ def test_attention_gets_its_own_dropout_while_training(monkeypatch: pytest.Monke
         layer(torch.randn(1, 4, config.hidden_size))
         layer.eval()(torch.randn(1, 4, config.hidden_size))
     assert seen == [0.1, 0.0, 0.0, 0.0, 0.3, 0.0]
-
-
-def test_every_layer_has_its_own_name_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[int] = []
-    monkeypatch.setattr(gpt, "sliced_attention", lambda q, k, v, layer, dropout_p: names.append(layer) or q)
-    config = GPTConfig(**SMALL)
-    Model(config)(batch(config)[0])
-    assert names == [0, 1, 2]

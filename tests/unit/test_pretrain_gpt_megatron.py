@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.test_examples import EXAMPLES, ROOT, example
+from tests.unit.test_examples import ROOT, example
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
 
@@ -188,48 +186,7 @@ def test_the_first_rank_speaks_first(
         assert waits == expected
 
 
-def test_help_has_groups_and_examples() -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    script = str(EXAMPLES / "pretrain_gpt_megatron.py")
-    done = subprocess.run(
-        [sys.executable, script, "--help"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for words in (
-        "parallelism:",
-        "model:",
-        "recomputation",
-        "data:",
-        "run:",
-        "examples:",
-        "--tensor-parallel",
-        "python examples/index_text.py books/ --out books",
-    ):
-        assert words in done.stdout
-
-
 # -- resuming ----------------------------------------------------------------------------------------------------
-
-
-def test_a_loaded_run_goes_on_at_the_first_sample_that_no_step_has_used(
-    pretrain: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the size of its batches was before: 3 steps of 8 samples, and now batches have 4."""
-    asked: dict[str, Any] = {}
-    module = example("megatron_data", monkeypatch)
-    monkeypatch.setattr(module, "micro_batches", lambda dataset, rows, **options: asked.update(options) or "them")
-    grid = SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)
-    data = object.__new__(pretrain.Data)
-    data.num_workers, data.sets = 0, [["a sample"]]
-    data.engine = SimpleNamespace(
-        global_samples=24,
-        global_steps=3,
-        grid=grid,
-        train_batch_size=lambda: 4,
-        train_micro_batch_size_per_gpu=lambda: 4,
-    )
-    assert data.training() == "them"
-    assert asked["first_sample"] == 24
 
 
 def test_ranks_that_do_not_divide_are_told_before_anything_else(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from terapipe_ds.attention import (
     SliceStore,
@@ -21,15 +19,9 @@ from terapipe_ds.attention import (
     set_backend,
     sliced_attention,
 )
-from terapipe_ds.attention.backends import blocks, choose_backend, fused
+from terapipe_ds.attention.backends import choose_backend, fused
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
 from terapipe_ds.attention.backends.reference import Reference, dropout_factors
-
-
-def test_available_backends() -> None:
-    names = available_backends()
-    assert names[-2:] == ("cpu_flash", "reference")
-    assert ("cuda_flash" in names) <= torch.cuda.is_available()
 
 
 def test_the_automatic_choice() -> None:
@@ -38,13 +30,6 @@ def test_the_automatic_choice() -> None:
         assert choose_backend(q.to(dtype), 0.0).name == "cpu_flash"
     assert choose_backend(q, 0.1).name == "reference"
     assert choose_backend(q.to("meta"), 0.0).name == "reference"
-
-
-def test_a_forced_choice() -> None:
-    q = torch.zeros(1, 1, 4, 8)
-    with forced("reference"):
-        assert choose_backend(q, 0.0).name == "reference"
-    assert choose_backend(q, 0.0).name == "cpu_flash"
 
 
 def test_unknown_and_unavailable_backends() -> None:
@@ -249,35 +234,6 @@ def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pyte
         assert CudaFlash().is_available() is (capability >= (8, 0))
 
 
-@pytest.mark.parametrize(("one_call", "expected"), [(True, [(0, 12)]), (False, [(0, 7), (7, 5)])])
-def test_the_cuda_kernel_is_called_as_torch_declares_it(
-    one_call: bool, expected: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arguments and shapes through torch's shape-only implementation of the operator: meta tensors."""
-    monkeypatch.setattr(fused, "_takes_slices", lambda *key: one_call)
-    kernel = CudaFlash()
-    q = torch.empty(2, 4, 5, 64, dtype=torch.bfloat16, device="meta")
-    keys, values = torch.empty(2, 2, 2, 12, 64, dtype=torch.bfloat16, device="meta")
-    out, lse, state = kernel.forward(q, keys, values, 7, 0.125, 0.0)
-    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, q.shape[:3], torch.float32)
-    pieces: list[tuple[int, int]] = []
-    dq = kernel.backward(
-        out,
-        q,
-        keys,
-        values,
-        out,
-        lse,
-        7,
-        0.125,
-        0.0,
-        state,
-        lambda offset, dk, dv, again=False: pieces.append((offset, dk.shape[2])),
-    )
-    assert dq.shape == q.shape
-    assert pieces == expected
-
-
 class FlashOps:
     """torch's two operators written out; `calls` joins (queries, keys, is_causal) of each call.
 
@@ -410,55 +366,6 @@ def test_the_check_takes_every_way_through_the_kernel_with_every_head_dim() -> N
         ]
         ways = {FlashOps._way(q, k) for q, k in shapes}
         assert ways >= {"first", "split", "full", "query"}
-
-
-def test_the_first_slice_repeats_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_copies(x: Tensor, num_heads: int) -> Tensor:
-        raise AssertionError("keys were repeated")
-
-    monkeypatch.setattr(blocks, "expand_heads", no_copies)
-    assert _run_on_flash_ops(FlashOps(), (4, 2), monkeypatch) <= 1e-12
-
-
-@pytest.mark.parametrize("one_call", [True, False])
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)])
-@pytest.mark.parametrize(("start", "tokens"), [(0, 300), (300, 500), (999, 1), (0, 1)])
-def test_the_cuda_kernel_on_tensors_of_a_device_that_is_not_there(
-    heads: tuple[int, int], start: int, tokens: int, one_call: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Devices, dtypes and shapes of every call, on tensors without values."""
-    if "+cpu" in torch.__version__:
-        device = "meta"  # this torch knows no shapes of tensors on CUDA
-    else:
-        device = "cuda"
-        monkeypatch.setattr(fused, "_cuda_capability", lambda: (9, 0))
-    monkeypatch.setattr(fused, "_takes_slices", lambda *key: one_call)
-    kernel, (num_heads, kv_heads) = CudaFlash(), heads
-    for dtype, dim in itertools.product((torch.bfloat16, torch.float16), (8, 64, 128, 256)):
-        with FakeTensorMode():
-            q = torch.empty(2, tokens, num_heads, dim, dtype=dtype, device=device).transpose(1, 2)
-            store = torch.empty(2, 2, kv_heads, 1000, dim, dtype=dtype, device=device)
-            keys, values = store[0, :, :, : start + tokens], store[1, :, :, : start + tokens]
-            out, lse, state = kernel.forward(q, keys, values, start, dim**-0.5, 0.0)
-            assert (out.shape, out.dtype, out.device.type) == (q.shape, dtype, device)
-            assert (lse.shape, lse.dtype) == ((2, num_heads, tokens), torch.float32)
-            pieces: list[Tensor] = []
-            dq = kernel.backward(
-                torch.empty_like(q),
-                q,
-                keys,
-                values,
-                out,
-                lse,
-                start,
-                dim**-0.5,
-                0.0,
-                state,
-                lambda offset, dk, dv, again=False, pieces=pieces: pieces.append(dk),
-            )
-            assert (dq.shape, dq.dtype) == (q.shape, dtype)
-            assert sum(dk.shape[2] for dk in pieces) == start + tokens
-            assert all(dk.shape[1] == kv_heads for dk in pieces)
 
 
 @pytest.mark.gpu

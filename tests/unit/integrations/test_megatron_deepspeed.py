@@ -124,12 +124,6 @@ def test_positions_that_begin_again_in_each_slice_would_be_seen(monkeypatch: pyt
     assert float((output - whole(DIM)[0]).detach().abs().max()) > 1e-2
 
 
-def test_upstreams_scaling_by_layer_does_not_change_the_scores() -> None:
-    """`apply_query_key_layer_scaling`: divided by the layer number before the softmax, multiplied inside."""
-    layers = [Attention(7), Attention(7)]
-    torch.testing.assert_close(sliced((5, 8), None, layers)[0], whole(0)[0].detach(), rtol=0, atol=1e-12)
-
-
 def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
     q, k, v = drawn()[:3]
     forks = []
@@ -168,11 +162,6 @@ def test_without_a_slice_upstream_goes_on() -> None:
         assert helpers.slicing(SimpleNamespace(deepspeed_config_dict={}))
 
 
-def test_half_precision_stays() -> None:
-    x = torch.ones(3, ROWS, HEADS, DIM, dtype=torch.bfloat16)
-    assert helpers.turn(x, angles(DIM), 2).dtype == torch.bfloat16
-
-
 # -- loss ------------------------------------------------------------------------------------------------------------
 
 
@@ -203,11 +192,6 @@ def test_the_losses_of_slices_add_up_to_upstreams_loss(plan: tuple[int, ...]) ->
     total.backward()
     expected.backward()
     torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=1e-12)
-
-
-def test_the_weight_of_a_slice_counts_its_mask() -> None:
-    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
-    assert helpers.slice_weight((torch.zeros(2, 3), mask)) == 4.0
 
 
 # -- batch, positions, first batch -----------------------------------------------------------------------------------

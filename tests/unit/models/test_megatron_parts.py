@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import CrossAttention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
@@ -24,8 +23,7 @@ from terapipe_ds import compat
 from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
 from terapipe_ds.models.megatron.kernels import CpuRngTracker, TorchNorm
-from terapipe_ds.models.megatron.layers import initial_weights
-from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs, with_sliced_attention
+from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -75,34 +73,7 @@ def test_norm_parameters_say_whether_their_gradients_are_partial(sequence_parall
     assert partial == ({"weight", "bias"} if sequence_parallel else set())
 
 
-def test_an_unknown_norm_is_refused() -> None:
-    shape = config()
-    shape.normalization = "L2Norm"
-    with pytest.raises(ValueError, match="LayerNorm or RMSNorm"):
-        TorchNorm(shape, 16)
-
-
 # -- partial gradients ---------------------------------------------------------------------------------------
-
-
-def test_gradients_of_query_and_key_norms_count_the_rank_s_heads_only() -> None:
-    shape = config(tensor_model_parallel_size=2)
-    parameter = nn.Parameter(torch.zeros(4))
-    assert is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
-    assert is_partial("1.layer.self_attention.k_layernorm.weight", parameter, shape)
-    assert not is_partial("1.layer.input_layernorm.weight", parameter, shape)
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    assert not is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
-
-
-def test_a_plain_optimizer_reads_grad_and_nothing_else() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    read = gradient_reader(torch.optim.SGD([parameter], lr=0.1))
-    assert read(parameter) is None
-    parameter.grad_accum = torch.full((2,), 2.0)  # type: ignore[attr-defined]
-    assert read(parameter) is None
-    parameter.grad = torch.ones(2)
-    assert read(parameter) is parameter.grad
 
 
 def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
@@ -126,15 +97,6 @@ def test_a_fork_draws_from_its_own_state_and_leaves_the_default_one() -> None:
     assert torch.equal(torch.rand(2), expected)
     torch.manual_seed(7)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
-
-
-def test_unknown_and_repeated_states_are_errors() -> None:
-    tracker = CpuRngTracker()
-    with pytest.raises(ValueError, match="seed_dropout"), tracker.fork():
-        pass
-    tracker.add("a", 1)
-    with pytest.raises(ValueError, match="exists already"):
-        tracker.add("a", 2)
 
 
 def test_recompute_replays_the_numbers_of_both_states() -> None:
@@ -161,44 +123,7 @@ def test_recompute_replays_the_numbers_of_both_states() -> None:
     assert hidden.grad is not None and hidden.grad.item() == pytest.approx(drawn[0].sum().item())
 
 
-def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
-    kernels.stand_in_for_cuda()
-    tracker = megatron_random.get_cuda_rng_tracker()
-
-    def draw(seed: int, layer: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        with initial_weights(seed, layer, rank):
-            with tracker.fork():
-                split = torch.rand(3)
-            return torch.rand(3), split
-
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    whole, split = draw(1, 2)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(10)
-    again, split_again = draw(1, 2)
-    assert torch.equal(whole, again) and torch.equal(split, split_again)
-    assert not torch.equal(whole, draw(1, 3)[0]) and not torch.equal(whole, draw(2, 2)[0])
-    other_whole, other_split = draw(1, 2, rank=1)
-    assert torch.equal(whole, other_whole) and not torch.equal(split, other_split)
-
-
 # -- specs ---------------------------------------------------------------------------------------------------
-
-
-def test_each_layer_has_our_attention_and_torch_norms() -> None:
-    built = layer_specs(config(normalization="RMSNorm", qk_layernorm=True))
-    assert len(built) == 4
-    for spec in built:
-        attention = spec.submodules.self_attention.submodules
-        assert attention.core_attention is SlicedCoreAttention
-        norms = [
-            spec.submodules.input_layernorm,
-            spec.submodules.pre_mlp_layernorm,
-            attention.q_layernorm,
-            attention.k_layernorm,
-        ]
-        assert norms == [TorchNorm] * 4
 
 
 def test_experts_stand_where_the_frequency_says() -> None:
@@ -206,13 +131,6 @@ def test_experts_stand_where_the_frequency_says() -> None:
         num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none", add_bias_linear=False
     )
     assert [spec.submodules.mlp.module is MoELayer for spec in layer_specs(shape)] == [False, True, False, True]
-
-
-def test_the_given_spec_is_copied_not_changed() -> None:
-    given = get_gpt_layer_local_spec()
-    ours = with_sliced_attention(given, config())
-    assert given.submodules.self_attention.submodules.core_attention is DotProductAttention
-    assert ours.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
 
 
 def changed(**submodules: Any) -> ModuleSpec:

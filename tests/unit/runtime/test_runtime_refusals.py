@@ -13,7 +13,6 @@ from torch import nn
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.refusals import (
     check_compile_call,
-    problem_of_given_slices,
     problem_of_layers,
     problem_of_lengths,
     slice_length_multiple,
@@ -100,13 +99,6 @@ def test_a_class_may_say_that_it_is_slice_safe() -> None:
 def test_a_layer_that_two_share_is_safe_in_one_of_them_only() -> None:
     safe = CausalConvolution()
     assert "1.1.0 (Conv1d)" in str(problem(nn.Sequential(safe, safe.inner)))
-
-
-def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
-    assert "deepspeed.moe" in str(problem(CausalConvolution(), has_moe_layers=True))
-    layer = CausalConvolution()
-    layer.compile()
-    assert "torch.compile" in str(problem(layer))
 
 
 def test_only_a_few_are_named() -> None:
@@ -204,10 +196,3 @@ class TestMultiples:
         found = problem_of_lengths("slices", [8, 6, 6, 4], 4)
         assert found is not None and found.startswith("slices = [8, 6, 6, 4]: slices of 6 tokens are no multiples of 4")
         assert "switch sequence parallelism off" in found
-
-    def test_only_listed_slices_can_be_wrong(self) -> None:
-        def problem_of(slices: Any) -> str | None:
-            return problem_of_given_slices(TeraPipeConfig(enabled=True, slices=slices), 2)
-
-        assert problem_of([2, 4]) is problem_of(3) is problem_of("auto") is None
-        assert "terapipe.slices = [2, 3]: slices of 3 tokens" in (problem_of([2, 3]) or "")

@@ -132,30 +132,6 @@ class TestErrors:
             assert results[0] is own
             assert [(type(error), str(error)) for error in results[1:]] == [(BatchError, what)] * 2
 
-    def test_the_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        end = StopIteration()
-        results, _ = agreed(monkeypatch, [report(error=end), report(), report(error=StopIteration())])
-        assert [type(error) for error in results] == [StopIteration] * 3 and results[0] is end
-
-    def test_all_stop_at_the_first_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        end = report(error=StopIteration())
-        results, _ = agreed(monkeypatch, [first(), end, last(), end], places(2, pipelines=2))
-        assert [type(error) for error in results] == [StopIteration] * 4
-
-    def test_the_end_of_the_data_on_one_side_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Not an ordinary end: one side has drawn data that the other one does not have."""
-        results, _ = agreed(monkeypatch, [report(error=StopIteration()), report(), last()])
-        for error in results:
-            assert isinstance(error, BatchError)
-            assert "iterator of stage 0 is at its end, but not that of the others" in str(error)
-
-    def test_the_end_of_the_data_on_one_side_and_an_error_on_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        failed = [report(error=StopIteration()), report(), report(error=ValueError("bad"))]
-        results, _ = agreed(monkeypatch, failed)
-        assert [type(error) for error in results] == [BatchError, BatchError, ValueError]
-        assert "stage 0 is at its end" in str(results[1])
-        assert "stage 2 failed to draw its data: ValueError: bad" in str(results[1])
-
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
@@ -218,10 +194,3 @@ class TestTensorPeers:
         reports = drawn([(1, 2), (1, 2), (8, 9), (7, 9)], num_micro_batches=3)
         for error in agreed(monkeypatch, reports, self.PLACES)[0]:
             assert "ranks [2]: 2 micro-batches; ranks [3]: 3 micro-batches" in str(error)
-
-    def test_an_error_comes_before_a_comparison(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        own = BatchError("bad")
-        reports = drawn([(1, 2), (3, 2), (8, 9), (8, 9)])
-        reports[1] = report(error=own)
-        results, _ = agreed(monkeypatch, reports, self.PLACES)
-        assert results[1] is own and str(results[0]) == "stage 0 failed to draw its data: BatchError: bad"

@@ -71,13 +71,6 @@ def test_what_is_left_at_the_end() -> None:
         books.assert_done(expected_peak=2)
 
 
-def test_evaluation_has_no_peak_to_keep() -> None:
-    books = batch(training=False)
-    books.put((1, 0, 0), a_slice())
-    books.drop((1, 0, 0))
-    books.assert_done(expected_peak=5)
-
-
 def test_signatures() -> None:
     """Shapes follow from the mode, the rows, the sequence length and the slice length, and from nothing else."""
     books = batch()

@@ -64,13 +64,6 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
 
 
 class TestDrawing:
-    def test_inputs_labels_and_shapes(self) -> None:
-        drawn, shapes = of((TOKENS, TOKENS + 1), [TOKENS[:1, :5], TOKENS[:1, 1:6]]).draw(2, training=True)
-        assert shapes == (MicroBatchShape(2, 12), MicroBatchShape(1, 5))
-        assert torch.equal(drawn[0].inputs, TOKENS)
-        assert drawn[0].labels is not None
-        assert torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
-
     def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
         stock_order = {"slices": 1, "schedule": "1f1b"}
         images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
@@ -87,23 +80,11 @@ class TestDrawing:
         with pytest.raises(BatchError, match="no input tensor has the sequence"):
             one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))
 
-    def test_rows_are_all_that_is_not_the_sequence(self) -> None:
-        labels = torch.zeros(2, 12, 3)
-        _, shapes = of((TOKENS, labels)).draw(1, training=True)
-        assert shapes == (MicroBatchShape(6, 12),)
-
     def test_a_loader_may_reuse_its_memory(self) -> None:
         memory = torch.zeros(2, 12, dtype=torch.long)
         drawn, _ = source(lambda: ((memory.add_(1), memory), memory)).draw(3, training=True)
         assert [int(each.inputs[0][0, 0]) for each in drawn] == [1, 2, 3]
         assert [int(each.labels.tensors[0][0, 0]) for each in drawn if each.labels is not None] == [1, 2, 3]
-
-    def test_the_first_stage_needs_no_labels(self, reports: list[StageReport]) -> None:
-        drawn, _ = of((TOKENS, None), stage_id=0, num_stages=2).draw(1, training=False)
-        assert torch.equal(drawn[0].inputs, TOKENS)
-        assert drawn[0].labels is None
-        assert reports[0].shapes is None
-        assert reports[0].training is False
 
     @pytest.mark.parametrize("labels", [None, (), []])
     def test_without_a_loss_the_inputs_tell_the_length(self, labels: Any) -> None:
@@ -120,37 +101,6 @@ class TestDrawing:
     def test_a_loss_needs_labels(self, labels: Any) -> None:
         with pytest.raises(BatchError, match=r"there are no labels.*compute_loss=False"):
             of((TOKENS, labels)).draw(1, training=False)
-
-    def test_the_last_stage_needs_no_inputs(self, reports: list[StageReport]) -> None:
-        drawn, _ = of((None, TOKENS), stage_id=1, num_stages=2).draw(1, training=True)
-        assert drawn[0].inputs is None
-        assert reports[0].shapes == (MicroBatchShape(2, 12),)
-
-    def test_a_stage_in_the_middle_draws_nothing(self, reports: list[StageReport]) -> None:
-        drawn, shapes = source(pytest.fail, stage_id=1, num_stages=3).draw(2, training=True)
-        assert [(each.inputs, each.labels) for each in drawn] == [(None, None)] * 2
-        assert len(shapes) == 2
-
-    def test_slice_inputs_follows_the_config(self) -> None:
-        inputs = of(sliced_inputs=[0]).slice_inputs((TOKENS, TOKENS), SHAPE, PLAN)
-        assert inputs.sliced == (True, False)
-        assert of(sequence_dim=0).slice_inputs(TOKENS.T, SHAPE, PLAN).dim == 0
-
-    def test_configs_that_differ_have_different_fingerprints(self, reports: list[StageReport]) -> None:
-        for slices_of in ({"ignore_index": 0}, {"ignore_index": 0}, {"ignore_index": 1}):
-            of((TOKENS, TOKENS), stage_id=1, num_stages=2, **slices_of).draw(1, training=True)
-        one, same, other = (report.agreement for report in reports)
-        assert one == same != other
-
-    def test_what_was_agreed_on_besides_counts_as_well(self, reports: list[StageReport]) -> None:
-        for text in (None, "(9, 14)", "(9, 14)", "(14, 9)"):
-            source = of((TOKENS, TOKENS), stage_id=1, num_stages=2)
-            if text is not None:
-                source.also_agree_on("slices set by hand:", text)
-            source.draw(1, training=True)
-        without, one, same, other = (report.agreement for report in reports)
-        assert one == same and len({without, one, other}) == 3
-        assert "slices set by hand: (14, 9)" in reports[3].agreement
 
     def test_sequences_are_multiples(self) -> None:
         def drawn_with(multiple: int) -> Any:
@@ -185,11 +135,6 @@ class TestWhatSizesDoNotTell:
         (drawn,), (shape,) = one.draw(1, training=True)
         assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
 
-    def test_the_first_stage_tells_the_others(self, reports: list[StageReport]) -> None:
-        with pytest.raises(BatchError, match="features of each row"):
-            of(((TOKENS, self.FLOATS), TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
-        assert isinstance(reports[0].error, BatchError)
-
     def test_slices_that_were_set_by_hand_count(self) -> None:
         batch = ((TOKENS, self.FLOATS), TOKENS)
 
@@ -209,25 +154,6 @@ class TestWhatSizesDoNotTell:
         assert drawn_with(False)[1] == (SHAPE,)
         with pytest.raises(BatchError, match="features of each row"):
             drawn_with(True, slices=1, schedule="1f1b")
-
-    def test_labels_that_came_with_another_stage_alone(self) -> None:
-        """The length is known once all have spoken."""
-        with pytest.raises(BatchError, match="features of each row"):
-            of().slice_inputs((TOKENS, self.FLOATS), SHAPE, PLAN)
-
-    def test_the_log_says_once_what_is_cut(self, caplog: pytest.LogCaptureFixture) -> None:
-        one = of()
-        with caplog.at_level("INFO", logger="terapipe_ds"):
-            one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, SlicePlan((12,)))
-            assert not caplog.records, "nothing is cut"
-            for _ in range(2):
-                one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, PLAN)
-            Source(config(), pytest.fail, at(0, 1), tells=False).slice_inputs(TOKENS, SHAPE, PLAN)
-        (record,) = caplog.records
-        assert record.message == (
-            "cut in slices, in dimension 1: input 0 (int64 [2, 12]); whole with each slice: input 1 (float32 [3])"
-        )
-        assert record.levelname == "INFO"
 
 
 class TestSums:
@@ -259,17 +185,6 @@ class TestSums:
 
     def test_nothing_is_summed_without_tensor_parallelism(self, reports: list[StageReport]) -> None:
         assert self.sums(reports, [(TOKENS, TOKENS)], peers=None) == DataSums()
-
-    def test_samples_that_change_places_show(self, reports: list[StageReport]) -> None:
-        a, b = (TOKENS, TOKENS), (TOKENS + 1, TOKENS + 1)
-        assert self.sums(reports, [a, b]) != self.sums(reports, [b, a])
-        assert self.sums(reports, [a, b]) == self.sums(reports, [a, b])
-        flipped = (TOKENS.flip(0), TOKENS)
-        assert self.sums(reports, [flipped, b]) != self.sums(reports, [a, b])
-
-    def test_every_tensor_counts(self, reports: list[StageReport]) -> None:
-        one = self.sums(reports, [((TOKENS, torch.zeros(3)), TOKENS)])
-        assert one != self.sums(reports, [((TOKENS, torch.tensor([0.0, 0.0, 1.0])), TOKENS)])
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -309,23 +224,6 @@ class TestErrors:
     def test_bad_batches(self, batch: Any, message: str) -> None:
         with pytest.raises(BatchError, match=message):
             of(batch).draw(1, training=True)
-
-    def test_the_first_stage_sees_a_mismatch_at_once(self, reports: list[StageReport]) -> None:
-        with pytest.raises(BatchError, match="no input tensor has the sequence"):
-            of((TOKENS[:, 1:], TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
-        assert isinstance(reports[0].error, BatchError)
-
-    def test_the_end_of_the_data(self) -> None:
-        with pytest.raises(StopIteration):
-            of((TOKENS, TOKENS)).draw(2, training=True)
-
-    def test_an_error_in_the_users_loader(self, reports: list[StageReport]) -> None:
-        def next_batch() -> Any:
-            raise OSError("disk")
-
-        with pytest.raises(OSError, match="disk"):
-            source(next_batch, stage_id=0, num_stages=2).draw(1, training=True)
-        assert isinstance(reports[0].error, OSError), "the other stages hear of it"
 
 
 class TestStockOrder:

@@ -222,15 +222,6 @@ def test_tags_may_have_folders(tmp_path: Path) -> None:
 # -- the manifest ------------------------------------------------------------------------------------------------
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    manifest = Manifest(
-        tag="a", global_steps=7, is_latest=False, files={"x": 1}, training={"plans": {"16": {"slices": [8, 8]}}}
-    )
-    manifest.write(tmp_path)
-    assert Manifest.read(tmp_path) == manifest
-    assert Manifest.read(tmp_path / "none") is None
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -41,18 +41,6 @@ def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[f
     ]
 
 
-def test_only_computations_are_recorded(tmp_path: Path) -> None:
-    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
-    tracer.begin(2)
-    with tracer.measure(Action(Kind.LOAD, 0)):
-        pass
-    with tracer.measure(F):
-        pass
-    tracer.write(2)
-    (event,) = Timeline.load(tmp_path / "timeline-step000002-rank0000.json").events
-    assert event.kind == "F"
-
-
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:
     tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
     for step in (None, 6, 99):
@@ -62,14 +50,6 @@ def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> Non
         tracer.write(step or 0)
     assert list(tmp_path.iterdir()) == []
     assert [step for step in range(1, 301) if is_traced(step)] == [1, 2, 3, 4, 5, 100, 200, 300]
-
-
-def test_without_a_directory_nothing_is_recorded() -> None:
-    tracer = Tracer(None, rank=0, stage_id=0, num_stages=1)
-    tracer.begin(1)
-    with tracer.measure(F):
-        pass
-    tracer.write(1)
 
 
 class _Device:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,22 +46,6 @@ def test_the_ring_is_bounded() -> None:
     assert [action for action, _ in actions(record)] == [str(9 * KEPT_ACTIONS + index) for index in range(KEPT_ACTIONS)]
 
 
-def test_durations_add_up() -> None:
-    record = RankRecord(0, 0)
-    for index in range(5):
-        record.now(Doing(str(index), since_s=record.doing.since_s + 1.0))
-    recent = record.full().recent
-    assert [past.duration_s for past in recent[:-1]] == [1.0] * 5
-    assert recent[-1].duration_s is None
-    assert abs(recent[-1].start_s - recent[0].start_s - 5.0) < 1e-3
-
-
-def test_it_tells_where_the_thread_is() -> None:
-    state = RankRecord(0, 0).full()
-    assert "test_it_tells_where_the_thread_is" in state.stack
-    assert state.is_busy
-
-
 COLLECTIVE = compile("def all_reduce(act):\n    return act()\n", "torch/distributed/distributed_c10d.py", "exec")
 
 
@@ -90,17 +72,6 @@ def test_a_thread_that_waits_for_a_call_begun_earlier_waits() -> None:
         assert time.monotonic() < deadline
     end.put(None)
     thread.join()
-
-
-def test_the_file(tmp_path: Path) -> None:
-    record = RankRecord(7, 3)
-    record.now(Doing("F0.3"))
-    record.full().save(tmp_path / "new")
-    (path,) = (tmp_path / "new").iterdir()
-    content = json.loads(path.read_text())
-    assert path.name == "last-actions-rank0007.json"
-    assert content["doing"] == "running F0.3" and content["stage_id"] == 3 and len(content["recent"]) == 2
-    assert any("test_the_file" in line for line in content["stack"])
 
 
 def test_what_costs_nothing_has_no_stack() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.runtime.agreement import RaisedEverywhere
-from terapipe_ds.runtime.layers.finite import FiniteCheck, Look, NonFiniteError, layer_name
+from terapipe_ds.runtime.layers.finite import FiniteCheck, Look, NonFiniteError
 
 
 class Stage:
@@ -178,9 +178,3 @@ def multiplied(module: nn.Module, inputs: Tensor, factor: float = 1.0) -> Tensor
 
 def tied_head(embedding: nn.Module, hidden: Tensor) -> Tensor:
     return hidden
-
-
-def test_names_of_layers() -> None:
-    assert layer_name(nn.Linear(1, 1), 3) == "layer 3 (Linear)"
-    assert layer_name(functools.partial(tied_head, nn.Embedding(2, 2)), 4) == "layer 4 (tied_head)"
-    assert layer_name(tied_head, 5) == "layer 5 (tied_head)"

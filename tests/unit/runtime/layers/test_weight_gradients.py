@@ -107,19 +107,6 @@ def test_frozen_weights_and_frozen_biases_stay_without_a_gradient(products: list
     assert len(products) == len(SLICES)  # of the other layer
 
 
-def test_recomputed_layers(products: list[bool]) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    model, ours, inputs = example()
-    for start, stop in SLICES:
-        part = inputs[:, start:stop].clone().requires_grad_()
-        with slice_of(start, stop):
-            checkpoint(ours, part, use_reentrant=False).square().sum().backward()
-    backward(model, inputs)
-    assert_same(ours, model)
-    assert products.count(True) == 4
-
-
 class TestNobodyIsLeftOut:
     def test_hooks_on_a_weight_are_called_for_each_slice(self, products: list[bool]) -> None:
         _, ours, inputs = example()
@@ -129,15 +116,6 @@ class TestNobodyIsLeftOut:
         backward(ours, inputs)
         assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
         assert products == []
-
-    def test_optimizers_that_collect_gradients_by_hooks_keep_autograd_s(self, products: list[bool]) -> None:
-        model, _, inputs = example()
-        ours = copy.deepcopy(model)
-        accumulate_in_products(ours, object.__new__(DeepSpeedOptimizer))
-        backward(ours, inputs)
-        backward(model, inputs)
-        assert_same(ours, model)
-        assert not products
 
     @pytest.mark.parametrize("how", ["no slice", "the whole sequence", "no gradients", "autocast"])
     def test_elsewhere_it_is_the_plain_layer(self, how: str, products: list[bool]) -> None:
@@ -252,21 +230,6 @@ class TestSplitBackward:
         assert_same(self.model, self.plain)
         assert not self.hooked, "nobody watches"
 
-    def test_the_same_bits_as_unsplit_where_w_stand_in_the_order_of_b(self) -> None:
-        unsplit = copy.deepcopy(self.model)
-        accumulate_in_products(unsplit, None)
-        for which in self.UNITS:
-            inputs = self.inputs[which].clone().requires_grad_()
-            with unit(*which):
-                unsplit(inputs).square().sum().backward()
-        gradients = self.gradients()
-        for which in self.UNITS:
-            self.forward_and_backward(gradients, which)
-        for which in self.UNITS:
-            gradients.compute(which, self.around)
-        for mine, theirs in zip(self.model.parameters(), unsplit.parameters(), strict=True):
-            assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
-
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_recomputed_layers(self, reentrant: bool) -> None:
         from torch.utils.checkpoint import checkpoint
@@ -297,29 +260,6 @@ class TestSplitBackward:
             gradients.compute(which, self.around)
         assert sorted(self.hooked[1:4]) == ["0.weight", "2.weight", "4.weight"]
         assert self.hooked[0] == "begin" and self.hooked[4] == "end" and len(self.hooked) == 15
-        assert_same(self.model, self.plain)
-
-    def test_a_hook_on_one_weight_is_called(self) -> None:
-        gradients = self.gradients()
-        self.model[0].weight.register_hook(lambda gradient: 2 * gradient)
-        self.autograd_s()
-        for which in self.UNITS:
-            self.forward_and_backward(gradients, which)
-            gradients.compute(which, self.around)
-        torch.testing.assert_close(self.model[0].weight.grad, 2 * self.plain[0].weight.grad)
-
-    def test_units_without_w_are_as_before(self) -> None:
-        gradients = accumulate_in_products(self.model, None)
-        gradients.open_batch([(3, 0, 1)])
-        self.autograd_s()
-        for which in self.UNITS:
-            if gradients.splits(which):
-                self.forward_and_backward(gradients, which)
-                continue
-            inputs = self.inputs[which].clone().requires_grad_()
-            with unit(*which):
-                self.model(inputs).square().sum().backward()
-        assert gradients.compute((3, 0, 1), self.around) == 3
         assert_same(self.model, self.plain)
 
     def test_w_before_b_w_twice_and_w_that_never_came(self) -> None:
@@ -415,26 +355,3 @@ class TestLayersOfOnesOwn:
         assert all(parameter.grad is None for parameter in model.parameters())
         assert [gradients.compute(which, nullcontext) for which in self.UNITS] == [2, 2]
         assert_same(model, plain)
-
-    def test_without_a_w_it_is_the_plain_layer(self) -> None:
-        model = self.projection()
-        accumulate_in_products(model, None).open_batch(())
-        with unit(0, 0, 0):
-            model(torch.randn(2, 5, 4, dtype=torch.float64).requires_grad_()).sum().backward()
-        assert model.weight.grad is not None
-
-    def test_what_is_gathered_is_kept_as_a_part(self) -> None:
-        gradients, weight = WeightGradients(), nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
-        gradients.open_batch(self.UNITS)
-        rows, part = torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)
-        gathered: list[Tensor] = []
-
-        def gather(mine: Tensor) -> Tensor:
-            gathered.append(mine)
-            return torch.cat([mine, -mine])
-
-        with gradients.deferred(self.UNITS[0]):
-            gradients.keep(weight, rows, part, gather)
-        assert not gathered and gradients.kept_bytes(self.UNITS[0]) == 8 * (4 * 3 + 2 * 2)
-        assert gradients.compute(self.UNITS[0], nullcontext) == len(gathered) == 1
-        torch.testing.assert_close(weight.grad, (rows[:2] - rows[2:]).t() @ part)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terapipe_ds.runtime.layout import tied_and_copied
 from terapipe_ds.runtime.layout.layout import Layout
@@ -111,17 +111,6 @@ class TestInPlace:
         assert torch.equal(whole, torch.arange(12.0).view(3, 4) * 2)
         assert single.tolist() == [[0.0, 4.0, 4.0], [12.0, 16.0, 10.0]]
         assert len(sent) == 2
-
-    def test_parameters_keep_their_storage(self, call: str, sent: list[Tensor]) -> None:
-        parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-        before = [parameter.data_ptr() for parameter in parameters]
-        CALLS[call](parameters)
-        assert [parameter.data_ptr() for parameter in parameters] == before
-        assert all(bool((parameter == 2).all()) and parameter.grad_fn is None for parameter in parameters)
-
-    def test_nothing_is_no_message(self, call: str, sent: list[Tensor]) -> None:
-        CALLS[call]([])
-        assert not sent
 
     def test_a_message_has_as_much_as_fits(self, call: str, sent: list[Tensor], monkeypatch: Any) -> None:
         """A larger tensor is alone, and so is a sparse one."""

@@ -77,14 +77,6 @@ def test_another_layout_is_recommended(slices: Any) -> None:
         assert result.predicted_s == pytest.approx(here) and 1 < gain < 50
 
 
-@pytest.mark.parametrize(("schedule", "chunks", "parts"), [("zbv", 2, 4), ("chimera", 2, 2), ("interleaved", 2, 4)])
-def test_what_stands_is_what_runs(schedule: str, chunks: int, parts: int) -> None:
-    engine = engine_on(schedule, chunks)
-    result, lines = best_of(engine, measured(parts))
-    assert placement_for(result.schedule, STAGES, chunks) == engine._layout.placement
-    assert sum("seq1f1b " in line for line in lines) == 1
-
-
 def test_nothing_is_recommended_where_what_stands_is_best() -> None:
     engine = engine_on("seq1f1b", 1, layers=2)  # no layers for other layouts than these, and an even number of stages
     slow = UnitCosts(LENGTH)

@@ -211,20 +211,6 @@ def test_layers_that_run_only_as_a_whole_have_no_shares(
     probe.backward(live)
 
 
-def test_an_expensive_layer_has_the_larger_share() -> None:
-    wide = nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16))
-    shares = layer_shares(probe_of([nn.Linear(16, 16), wide], False, False), [4, LENGTH])
-    assert shares is not None and shares[1].forward > shares[0].forward and shares[1].backward > shares[0].backward
-
-
-def test_recomputation_is_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = probe_of([nn.Linear(16, 16), nn.Linear(16, 16)], False, False)
-    monkeypatch.setattr(LayerByLayer, "backward", lambda self: [(1.0, 3.0), (2.0, 5.0)])
-    assert probe.layer_seconds(4) == [(1.0, 3.0), (2.0, 5.0)]
-    monkeypatch.setattr(Part, "activation_checkpoint_interval", 1)
-    assert probe.layer_seconds(4) == [(1.0, 4.0), (2.0, 7.0)]
-
-
 @pytest.mark.parametrize("interval", [0, 1])
 def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
     """Layers of 1 s and a head of 2 s each way, and a loss whose forward takes 4 s and its backward 12 s."""
@@ -239,17 +225,3 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
     backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
     assert probe.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, strict=True))
-
-
-def test_a_slice_of_a_quarter_twice_or_the_shortest_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def seconds(self: SliceTimer, tokens: int) -> list[tuple[float, float]]:
-        asked.append(tokens)
-        return [(1.0 * len(asked), 1.0)]
-
-    monkeypatch.setattr(SliceTimer, "layer_seconds", seconds)
-    probe = probe_of([nn.Linear(16, 16)], False, False)
-    assert layer_shares(probe, [2, 4, 8, LENGTH]) is not None and asked == [4, 4]
-    asked.clear()
-    assert layer_shares(probe, [LENGTH]) is not None and asked == [LENGTH]

@@ -94,23 +94,6 @@ def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
     assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
-def test_slices_may_be_live_together(timer: SliceTimer) -> None:
-    for tokens in (4, 8):
-        timer.output_spec(tokens)
-    live = [timer.forward(*point)[1] for point in [(8, 16), (8, 8), (4, 0), (8, 16)]]
-    for one in reversed(live):
-        assert timer.backward(one) > 0
-    assert timer.store.live_bytes() > 0
-    timer.store.reset()
-    assert timer.store.live_bytes() == 0
-
-
-def test_the_outputs_that_are_announced_are_those_of_the_layers() -> None:
-    layers = _layers()
-    spec = timer_of(layers[:2], True, False).output_spec(8)
-    assert spec == MessageSpec((TensorSpec((ROWS, 8, 16), torch.float32, True),), is_tuple=False)
-
-
 def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
     """Kept: the leaf that came, its clone (saved for the weight's gradient) and the output. Beside it in backward: the
     gradients of the input and of the weight."""

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Tolerance, compare_parameters, compare_tokens, compare_values
-from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorRanks, TokenDim
+from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks, TokenDim
 
 PLAN = SlicePlan((4, 2, 6))
 SLICING = Slicing(PLAN, (0.5, 0.25, 0.25))
@@ -64,17 +64,6 @@ def test_a_size_that_happens_to_be_the_length_is_no_token_dimension() -> None:
     whole = torch.zeros(12, 12)
     assert SLICING.layouts_of(whole, [whole[:, :n] for n in PLAN.lengths]) == [TokenDim(1)]
     assert SLICING.layouts_of(whole, [whole] * 3) == SLICING.layouts_of(torch.zeros(()), [torch.zeros(())] * 3) == []
-
-
-def test_values_without_tokens() -> None:
-    parts = [torch.tensor(2.0), torch.tensor(4.0), torch.tensor(6.0)]
-    per_slice, gradient = PerSlice(tuple(parts)), torch.tensor(8.0)
-    assert float(SLICING.joined(per_slice, parts)) == 3.5
-    assert float(SLICING.joined_gradients(per_slice, parts)) == 12.0
-    assert float(SLICING.share_of_gradient(per_slice, gradient, 1)) == 2.0
-    assert sum(float(SLICING.share_of_gradient(Same(), gradient, i)) for i in range(3)) == pytest.approx(8.0)
-    assert float(SLICING.cut(per_slice, torch.tensor(3.5), 2)) == 6.0
-    assert float(SLICING.whole().cut(per_slice, torch.tensor(3.5), 0)) == 3.5
 
 
 def test_one_wrong_token_does_not_drown() -> None:

@@ -207,11 +207,7 @@ OPTIONAL = {
         "flash_attn.flash_attn_interface",
         "_flash_attn_forward = _flash_attn_backward = None",
     ),
-    "transformer_engine": (
-        compat.has_transformer_engine,
-        "transformer_engine.pytorch",
-        "DotProductAttention = object",
-    ),
+    "transformer_engine": (compat.has_transformer_engine, "transformer_engine.pytorch", "DotProductAttention = object"),
 }
 
 

@@ -406,10 +406,7 @@ def test_learned_positions_end() -> None:
     model = Model(config)
     with pytest.raises(ValueError, match="give max_sequence_length >= 23"):
         model(batch(config)[0])
-    with (
-        push_slice(ActiveSlice(16, 23, LENGTH, store=SliceStore())),
-        pytest.raises(ValueError, match=">= 23"),
-    ):
+    with push_slice(ActiveSlice(16, 23, LENGTH, store=SliceStore())), pytest.raises(ValueError, match=">= 23"):
         model(batch(config)[0][:, 16:])
 
 

@@ -34,6 +34,11 @@ def test_self_attention_on_a_slice() -> None:
     for causal in (True, False):
         with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError, match=message):
             F.scaled_dot_product_attention(X, X, X, is_causal=causal)
+    grouped = X[:, :1]
+    calls = {"query": X, "key": X, "value": X}, {"query": X, "key": grouped, "value": grouped, "enable_gqa": True}
+    for by_name in calls:
+        with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
+            F.scaled_dot_product_attention(**by_name)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +78,10 @@ class TestWhatIsAllowed:
                 with allow_attention_within_slice():
                     F.scaled_dot_product_attention(X, X, X)
                 F.scaled_dot_product_attention(X, X, X)
+            with pytest.raises(PlainAttentionError):
+                F.scaled_dot_product_attention(X, X, X)
+            with pytest.raises(KeyError), allow_attention_within_slice():
+                raise KeyError
             with pytest.raises(PlainAttentionError):
                 F.scaled_dot_product_attention(X, X, X)
 
@@ -149,20 +158,7 @@ def test_a_name_that_was_bound_before() -> None:
             captured(X, torch.ones(2, 3, 7, 8), torch.ones(2, 3, 7, 8))  # cross-attention
             with pytest.raises(PlainAttentionError):  # with weights it calls nothing that could be guarded
                 x, module = torch.ones(4, 3, 8), torch.nn.MultiheadAttention(8, 2)
-                multi_head(
-                    x,
-                    x,
-                    x,
-                    8,
-                    2,
-                    module.in_proj_weight,
-                    module.in_proj_bias,
-                    None,
-                    None,
-                    False,
-                    0.0,
-                    module.out_proj.weight,
-                    module.out_proj.bias,
-                )
+                weights, out = (module.in_proj_weight, module.in_proj_bias), module.out_proj
+                multi_head(x, x, x, 8, 2, *weights, None, None, False, 0.0, out.weight, out.bias)
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(captured(X, X, X), expected)

@@ -28,7 +28,6 @@ from terapipe_ds.attention import (
     sliced_attention,
 )
 from terapipe_ds.attention.backends.fused import CpuFlash
-from terapipe_ds.attention.slice_store import SliceEntry
 
 ON_CPU = [None, *(name for name in available_backends() if name in ("cpu_flash", "reference"))]
 PLANS = {"equal": (5, 5, 5, 5), "uneven": (9, 2, 6, 3), "single token last": (12, 7, 1), "tokens": (1,) * 20}
@@ -72,14 +71,14 @@ def test_half_precision_is_as_good_as_unsliced() -> None:
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_scale(backend: str | None) -> None:
-    inputs = random_inputs((1, 2, 2, 20, 8))
+def test_a_scale_and_an_odd_head_dim(backend: str | None) -> None:
+    inputs = random_inputs((1, 3, 3, 20, 5))
     with forced(backend):
         sliced = run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, scale=0.7))
     assert largest_error(sliced, run_plain(inputs, scale=0.7)) <= 1e-12
 
 
-@pytest.mark.parametrize("layout", ["heads first", "tokens first", "fused", "head dim not last"])
+@pytest.mark.parametrize("layout", ["tokens first", "fused", "head dim not last"])
 def test_any_memory_layout(layout: str) -> None:
     inputs = random_inputs((2, 4, 4, 20, 8))
 
@@ -130,19 +129,6 @@ def test_gradients_of_some_inputs_only(needs: tuple[int, ...], backend: str | No
     assert store.peak_bytes() == (2 if any(needs[1:]) else 1) * kv_bytes
 
 
-def test_keys_frozen_in_the_last_slice_only() -> None:
-    """Its queries still give to the keys before."""
-    inputs = random_inputs()
-    store = SliceStore()
-    micro_batch = MicroBatch(inputs, (9, 11), store)
-    for x in micro_batch.leaves[1][1:]:
-        x.requires_grad_(False)
-    micro_batch.forward_all()
-    micro_batch.backward_all()
-    expected = run_plain(inputs)
-    assert torch.allclose(micro_batch.leaves[0][1].grad, expected.dk[:, :, :9], atol=1e-12)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_needs_no_node_and_gives_the_same(grad_mode: Callable[[], Any]) -> None:
     inputs = random_inputs()
@@ -191,23 +177,6 @@ def test_autocast_computes_as_the_plain_function_does() -> None:
     assert largest_error(result, run_plain(inputs)) <= 2e-2
 
 
-def test_nothing_of_the_store_is_saved_and_q_has_its_own_memory() -> None:
-    """A part of a fused projection, saved, would keep K and V alive a second time."""
-    store = SliceStore()
-    saved: list[Tensor] = []
-    fused = random_inputs((1, 2, 2, 20, 24))[0].requires_grad_()
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
-        push_slice(ActiveSlice(0, 20, 40, store=store)),
-    ):
-        out = sliced_attention(*fused.chunk(3, dim=-1), 0)
-    entry = store._entries[0, 0][0]
-    assert {x.shape for x in saved} == {out.shape, out.shape[:3]}
-    for x in saved:
-        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
-        assert x.untyped_storage().data_ptr() != entry.kv.untyped_storage().data_ptr()
-
-
 def test_double_backward_is_refused() -> None:
     inputs = random_inputs()
     micro_batch = MicroBatch(inputs, (9, 11), SliceStore())
@@ -217,36 +186,6 @@ def test_double_backward_is_refused() -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), micro_batch.leaves[1][0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
-
-
-# -- a comparison that cannot fail shows nothing ------------------------------------------------------------------
-
-
-def _drop_accumulated(self: SliceEntry, offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
-    if not self.has_later:
-        original_add(self, offset, dk, dv, again)
-
-
-def _drop_keys(self: SliceEntry, offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
-    original_add(self, offset, torch.zeros_like(dk), dv, again)
-
-
-original_add = SliceEntry.add_grads
-
-
-@pytest.mark.parametrize("broken", [_drop_accumulated, _drop_keys])
-def test_the_comparison_sees_a_lost_gradient(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SliceEntry, "add_grads", broken)
-    inputs = random_inputs()
-    assert largest_error(run_sliced(inputs, (5, 5, 10)), run_plain(inputs)) > 1e-2
-
-
-def test_the_comparison_sees_a_lost_prefix() -> None:
-    inputs = random_inputs()
-    result = run_sliced(
-        inputs, (5, 5, 10), attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    )
-    assert largest_error(result, run_plain(inputs)) > 1e-2
 
 
 # -- input that cannot be right -----------------------------------------------------------------------------------

@@ -8,13 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terapipe_ds.runtime.batch.sliceable import (
-    BatchError,
-    SliceableTensors,
-    as_tuple,
-    check_found,
-    sequence_length,
-)
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, as_tuple, check_found, sequence_length
 
 TOKENS = torch.arange(24).reshape(2, 12)
 POSITIONS = torch.arange(12).repeat(2, 1)

@@ -172,12 +172,7 @@ class TestMessages:
             receiver.assert_empty()
 
     @pytest.mark.parametrize(
-        "other",
-        [
-            torch.zeros(2, 4),
-            torch.zeros(2, 3, dtype=torch.float64),
-            torch.zeros(2, 3, requires_grad=True),
-        ],
+        "other", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, requires_grad=True)]
     )
     def test_a_slice_that_looks_different_than_before(self, post: Post, other: Tensor) -> None:
         sender = SendChannel(wire())

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import (
-    Peers,
-    Taken,
-    grid,
-    groups_of,
-    measure,
-    noise_warning,
-    undisturbed,
-)
+from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, noise_warning, undisturbed
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300))

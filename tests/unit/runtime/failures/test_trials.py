@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.runtime.batch.batch_agreement import TensorPeers
 from terapipe_ds.runtime.failures import trials as trials_module
 from terapipe_ds.runtime.failures.trials import PATIENCE_S, Failure, TrialError, Trials
+from tests.unit.runtime.rank_threads import Ranks
 
 BROKEN, OTHER = ValueError("the layer is\nbroken"), KeyError("x")
 LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
@@ -41,21 +42,7 @@ def on_ranks(
     store: Any, ranks: tuple[int, ...], act: Callable[[Trials, int], Any], patience_s: float = 5.0
 ) -> list[Any]:
     """What `act` returns or raises on each rank."""
-    results: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = act(Trials(ranks, rank, patience_s, store), rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert sorted(results) == sorted(ranks), "a rank waits for ever"
-    return [results[rank] for rank in ranks]
+    return Ranks(len(ranks)).run(lambda index: act(Trials(ranks, ranks[index], patience_s, store), ranks[index]))
 
 
 def test_every_rank_hears_of_the_first_failure_and_keeps_its_own(store: Any) -> None:

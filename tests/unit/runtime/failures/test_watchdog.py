@@ -43,6 +43,7 @@ class Job:
         self.leave = os._exit
         monkeypatch.setattr(distributed, "get_world_size", lambda: self.world_size)
         monkeypatch.setattr(module.os, "_exit", self._exit)
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
         monkeypatch.setattr(module, "LINGER_S", 0.0)
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
         monkeypatch.setattr(module, "HURRIED_ANSWER_S", 0.3)
@@ -78,12 +79,6 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     job.close()
 
 
-@pytest.fixture
-def nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank does not read why this one ends: no need to wait until it has."""
-    monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.1)
-
-
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
@@ -113,16 +108,16 @@ class TestFailures:
         assert text.count("start the job again from its last checkpoint") == 2
         assert job.exits == [1]
 
-    def test_the_failing_rank_raises_after_the_others_have_read_why(self, job: Job) -> None:
+    def test_the_failing_rank_raises_after_the_others_have_read_why(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "ACKNOWLEDGE_S", DEADLINE_S)
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
             fail(failing, ValueError("broken"))
             assert job.server.add("read", 0) == 2
 
-    def test_a_rank_outside_a_batch_is_left_alone_until_its_next_one(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+    def test_a_rank_outside_a_batch_is_left_alone_until_its_next_one(self, job: Job) -> None:
         failing, outside = job.rank(0), job.rank(1)
         fail(failing, ValueError("broken"))
         until(lambda: outside._others.failure is not None)
@@ -137,8 +132,7 @@ class TestFailures:
         job.wait_for_end()
         assert "This rank was outside a batch" in capfd.readouterr().err
 
-    def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+    def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job) -> None:
         failing = job.rank(0)
         fail(failing, ValueError("broken"))
         with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), failing.batch():
@@ -155,16 +149,14 @@ class TestFailures:
 
 
 class TestLostConnections:
-    def test_the_failure_of_another_rank_is_the_cause(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+    def test_the_failure_of_another_rank_is_the_cause(self, job: Job) -> None:
         fail(job.rank(0), ValueError("broken"))
         watchdog = job.rank(1)
         with pytest.raises(PipelineAborted, match=r"rank 0 \(stage 0\) failed at F0.1: ValueError: broken"):
             with watchdog.batch():
                 raise RuntimeError(GLOO_ERROR)
 
-    def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "ACKNOWLEDGE_S", 0.05)
+    def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job) -> None:
         fail(job.rank(0), RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
     def test_without_the_store_a_rank_that_waits_is_ended(
@@ -194,7 +186,6 @@ class TestLostConnections:
 
 
 class TestStalls:
-    @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_is_busy_outside_a_batch_is_waited_for(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -218,7 +209,6 @@ class TestStalls:
             until(lambda: len(job.exits) == 2)
         assert time.monotonic() - start < module.LONG_CALL * 0.6
 
-    @pytest.mark.usefixtures("nobody_reads")
     def test_a_rank_that_does_not_answer_is_named(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         killed = job.rank(1)
         with killed.batch():
@@ -246,7 +236,6 @@ class TestStalls:
         slow.close()
         assert job.exits == []
 
-    @pytest.mark.usefixtures("nobody_reads")
     def test_a_long_call_outside_a_batch(
         self, job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -341,7 +330,7 @@ class TestTimer:
     SCRIPT = """
 import os, sys, threading, time
 from torch import distributed
-from terapipe_ds.runtime import watchdog
+from terapipe_ds.runtime.failures import watchdog
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 distributed.get_world_size = lambda group=None: 2
 watchdog._TIMER_S = 1.0
@@ -376,7 +365,9 @@ class TestEnd:
     def test_closed_again_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         """DeepSpeed's ``__del__`` destroys an engine that a script still holds when no thread can run any more."""
         watchdog = job.rank(0)
+        thread = watchdog._thread
         watchdog.close()
+        assert thread is not None and not thread.is_alive()
         started: list[threading.Thread] = []
         monkeypatch.setattr(threading.Thread, "start", started.append)
         watchdog.close()

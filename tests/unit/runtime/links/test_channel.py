@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from terapipe_ds.runtime.links.channel import (
     ReceiveChannel,
     SendChannel,
     TensorSpec,
-    Unit,
     Wire,
 )
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
+from terapipe_ds.schedule.action import SliceKey
 
 
 @dataclass
@@ -76,7 +77,7 @@ def wire(name: str = "activations to stage 1") -> Wire:
     return Wire(peer=1, group="data", control="control", device=torch.device("cpu"), name=name)
 
 
-def signature_of(unit: Unit) -> str:
+def signature_of(unit: SliceKey) -> str:
     """Units of even micro-batches look alike, and so do those of odd ones."""
     return "odd" if unit[0] % 2 else "even"
 
@@ -86,7 +87,7 @@ def receiving_end() -> ReceiveChannel:
     return ReceiveChannel(wire("activations from stage 0"), announced.spec_of, announced.learn)
 
 
-def send(channel: SendChannel, unit: Unit, *tensors: Tensor, at: int = 0) -> None:
+def send(channel: SendChannel, unit: SliceKey, *tensors: Tensor, at: int = 0) -> None:
     spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=len(tensors) > 1)
     channel.announce(signature_of(unit), spec, consumed_at=at)
     channel.send(tensors, consumed_at=at)
@@ -151,11 +152,8 @@ class TestMessages:
         assert len(post.posted) == 2, "that of (2, 0) has begun, (4, 0) stands behind (1, 0)"
         for unit, value in (((2, 0), 2.0), ((1, 0), 1.0), ((4, 0), 4.0)):
             send(sender, unit, torch.full((2 + unit[0] % 2,), value))
-        assert [receiver.wait(unit)[1][0].tolist() for unit in ((2, 0), (1, 0), (4, 0))] == [
-            [2.0] * 2,
-            [1.0] * 3,
-            [4.0] * 2,
-        ]
+        received = [receiver.wait(unit)[1][0].tolist() for unit in ((2, 0), (1, 0), (4, 0))]
+        assert received == [[2.0] * 2, [1.0] * 3, [4.0] * 2]
 
     def test_another_message_than_the_next_one(self, post: Post) -> None:
         receiver = receiving_end()
@@ -171,14 +169,12 @@ class TestMessages:
         with pytest.raises(LinkError, match=r"never used the message of \[\(3, 1\)\]"):
             receiver.assert_empty()
 
-    @pytest.mark.parametrize(
-        "other", [torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, requires_grad=True)]
-    )
-    def test_a_slice_that_looks_different_than_before(self, post: Post, other: Tensor) -> None:
+    def test_a_slice_that_looks_different_than_before(self, post: Post) -> None:
         sender = SendChannel(wire())
         send(sender, (0, 0), torch.zeros(2, 3))
-        with pytest.raises(LinkError, match="activations to stage 1: the layers gave .* may depend on the batch size"):
-            send(sender, (2, 0), other)
+        for other in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, requires_grad=True)):
+            with pytest.raises(LinkError, match="to stage 1: the layers gave .* may depend on the batch size"):
+                send(sender, (2, 0), other)
 
 
 class TestMemoryOfSends:
@@ -204,23 +200,12 @@ class TestMemoryOfSends:
 def test_only_devices_beside_the_host_are_staged() -> None:
     """gloo carries CPU tensors itself; of CUDA tensors it knows nothing between two ranks, NCCL does."""
 
-    @dataclass
-    class Backend:
-        said: str
+    def group(backend: str) -> Any:
+        return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
 
-        def name(self) -> str:
-            return self.said
-
-    class Group:
-        def __init__(self, **backends: str) -> None:
-            self.backends = backends
-
-        def _get_backend(self, device: torch.device) -> Backend:
-            return Backend(self.backends[device.type])
-
-    assert not needs_staging(Group(cpu="gloo"), torch.device("cpu"))
-    assert needs_staging(Group(cpu="gloo", cuda="gloo"), torch.device("cuda", 0))
-    assert not needs_staging(Group(cpu="gloo", cuda="nccl"), torch.device("cuda", 0))
+    assert not needs_staging(group("gloo"), torch.device("cpu"))
+    assert needs_staging(group("gloo"), torch.device("cuda", 0))
+    assert not needs_staging(group("nccl"), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("device", "connections", "expected"), [

@@ -146,13 +146,6 @@ def test_metrics_keep_every_digit_and_earlier_entries(metrics: ModuleType, tmp_p
     assert silent.entries == [{"step": 1, "loss": 0.0}]
 
 
-def test_loss_curves_are_a_whole_png(metrics: ModuleType, tmp_path: Path) -> None:
-    entries = [{"step": s, "loss": 1 / s, "seconds": 1.0} for s in range(1, 9)] + [{"step": 8, "validation_loss": 0.3}]
-    path = metrics.draw_losses(tmp_path / "plots" / "loss.png", {"a": entries, "b": entries}, "title")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert [file.name for file in path.parent.iterdir()] == ["loss.png"]
-
-
 # -- demo ------------------------------------------------------------------------------------------------------
 
 
@@ -228,20 +221,6 @@ def test_demo_measures_whole_sequences_with_the_sliced_config(
 
 
 # -- scripts ---------------------------------------------------------------------------------------------------
-
-
-def test_train_gpt_explains_itself() -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_gpt.py"), "--help"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    for option in ("--deepspeed_config", "--sequence-length", "--resume", "--eval-every", "--metrics", "--plot"):
-        assert option in done.stdout
 
 
 def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,13 +117,6 @@ def test_slices_give_what_the_whole_sequence_gives(plan: tuple[int, ...], rotary
         torch.testing.assert_close(gradient, other, rtol=0, atol=1e-12)
 
 
-def test_positions_that_begin_again_in_each_slice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = helpers.turn
-    monkeypatch.setattr(helpers, "turn", lambda x, rotary, start: turn(x, rotary, 0))
-    output, _ = sliced((5, 8), angles(DIM), [Attention(), Attention()])
-    assert float((output - whole(DIM)[0]).detach().abs().max()) > 1e-2
-
-
 def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
     q, k, v = drawn()[:3]
     forks = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -62,20 +62,10 @@ def by_torch(layers: Layers, hidden: Tensor) -> Tensor:
     return F.linear(torch.tanh(F.linear(hidden, layers.up.weight, bias)), layers.down.weight, layers.down.bias)
 
 
-@contextmanager
-def slice_of(unit: tuple[int, int, int]) -> Iterator[None]:
-    active = ActiveSlice(
-        start=0,
-        stop=TOKENS,
-        sequence_length=2 * TOKENS,
-        part_id=unit[0],
-        micro_batch_id=unit[1],
-        slice_id=unit[2],
-        mode="train",
-        store=None,
-    )
-    with push_slice(active):
-        yield
+def slice_of(unit: tuple[int, int, int]) -> AbstractContextManager[ActiveSlice]:
+    part_id, micro_batch_id, slice_id = unit
+    ids = {"part_id": part_id, "micro_batch_id": micro_batch_id, "slice_id": slice_id}
+    return push_slice(ActiveSlice(0, TOKENS, 2 * TOKENS, **ids))
 
 
 class Run:

@@ -201,11 +201,6 @@ def test_masks_biases_and_packing_are_refused(argument: str) -> None:
         attention(heads, heads, heads, **{argument: torch.ones(1)})
 
 
-def test_cross_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="self-attention"):
-        SlicedCoreAttention(config(), layer_number=1, attention_type="cross")
-
-
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float | None) -> None:
     generator = torch.Generator().manual_seed(0)

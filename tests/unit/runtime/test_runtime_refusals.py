@@ -14,7 +14,6 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.refusals import (
     check_compile_call,
     problem_of_layers,
-    problem_of_lengths,
     slice_length_multiple,
     with_multiple,
 )
@@ -107,11 +106,6 @@ def test_only_a_few_are_named() -> None:
     assert found.count("(GRU)") == 4 and "and more" in found
 
 
-def test_experts_are_refused_whatever_the_slices() -> None:
-    for slices in (1, 4):
-        assert "deepspeed.moe" in str(problem(nn.Linear(4, 4), slices, has_moe_layers=True))
-
-
 def compiled_in_place() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.compile()
@@ -190,9 +184,3 @@ class TestMultiples:
         one, other = caplog.messages
         assert "granularity_tokens is raised from 64 to 192: slices must be multiples of 3" in one
         assert "is raised from 64 to 192, of fewer where sequences are short: slices must be multiples of 3" in other
-
-    def test_lengths_that_are_no_multiples_are_named(self) -> None:
-        assert problem_of_lengths("slices", [8, 4, 12], 4) is None
-        found = problem_of_lengths("slices", [8, 6, 6, 4], 4)
-        assert found is not None and found.startswith("slices = [8, 6, 6, 4]: slices of 6 tokens are no multiples of 4")
-        assert "switch sequence parallelism off" in found

@@ -102,16 +102,6 @@ class TestDrawing:
         with pytest.raises(BatchError, match=r"there are no labels.*compute_loss=False"):
             of((TOKENS, labels)).draw(1, training=False)
 
-    def test_sequences_are_multiples(self) -> None:
-        def drawn_with(multiple: int) -> Any:
-            iterator = iter([(TOKENS, TOKENS)])
-            source = Source(config(), lambda: next(iterator), at(0, 1), length_multiple=multiple)
-            return source.draw(1, training=True)
-
-        assert drawn_with(4)[1] == (MicroBatchShape(2, 12),)
-        with pytest.raises(BatchError, match=r"of 12 tokens: .*slice_length_multiple is 8, .* such as 16 tokens"):
-            drawn_with(8)
-
 
 class TestWhatSizesDoNotTell:
     """Inputs that have the labels' length and need not be tokens."""

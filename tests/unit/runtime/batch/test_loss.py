@@ -31,11 +31,6 @@ class TestSliceWeights:
     def test_another_ignore_index(self) -> None:
         assert weights_of(LABELS, ignore_index=2) == pytest.approx((2 / 10, 4 / 10, 4 / 10))
 
-    def test_the_sequence_in_another_dimension(self) -> None:
-        assert weights_of(LABELS.T.contiguous(), dim=0) == weights_of(LABELS)
-        assert weights_of(LABELS[0], dim=0) == pytest.approx((1 / 3, 0.0, 2 / 3))
-        assert weights_of(torch.stack([LABELS, LABELS], dim=2)) == weights_of(LABELS)
-
     def test_the_loss_function_has_the_last_word(self) -> None:
         seen = []
 

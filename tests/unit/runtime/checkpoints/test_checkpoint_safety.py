@@ -213,12 +213,6 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
     assert steps_of(tmp_path) == 1
 
 
-def test_tags_may_have_folders(tmp_path: Path) -> None:
-    save(tmp_path, "run/1", 1)
-    save(tmp_path, "run/1", 2)
-    assert steps_of(tmp_path) == steps_of(tmp_path, "run/1") == 2
-
-
 # -- the manifest ------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.engine.batch_results import accumulated, joined
 from terapipe_ds.runtime.engine.deepspeed_faults import (
-    count_every_stage_in_norm,
     count_nothing_as_zero,
     mark_gradients,
     tied_copies_left_out,
@@ -81,18 +80,6 @@ class TestSums:
 
 
 class TestStockFaults:
-    def test_parameters_are_marked_once_over_all_stages(self) -> None:
-        module = nn.Linear(2, 2)
-        module.bias.ds_pipe_replicated = True  # type: ignore[attr-defined]  # tied, owned by another stage
-        count_every_stage_in_norm(module, SimpleNamespace(get_slice_parallel_rank=lambda: 0))
-        assert module.weight.model_parallel is True
-        assert not hasattr(module.bias, "model_parallel")
-
-    def test_replicated_parameters_of_tensor_parallel_ranks_are_counted_on_one(self) -> None:
-        module = nn.Linear(2, 2)
-        count_every_stage_in_norm(module, SimpleNamespace(get_slice_parallel_rank=lambda: 1))
-        assert not hasattr(module.weight, "model_parallel")
-
     def test_divided_tied_copies_are_left_out_for_as_long_as_it_lasts(self) -> None:
         """A weight and a bias, both divided over tensor-parallel ranks; the bias is a copy of another stage's."""
         module = nn.Linear(2, 2)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from terapipe_ds.runtime.failures.record import KEPT_ACTIONS, RankRecord
+from terapipe_ds.runtime.failures.record import RankRecord
 from terapipe_ds.runtime.failures.report import Doing, RankState, Wait
 
 
@@ -37,13 +37,6 @@ def test_an_action_that_begins_by_waiting_is_one_entry() -> None:
     record.now(Doing("F0.0"))
     assert record.full().is_busy
     assert actions(record)[1:] == [("F0.0", "the input"), ("F0.0", "")]
-
-
-def test_the_ring_is_bounded() -> None:
-    record = RankRecord(0, 0)
-    for index in range(10 * KEPT_ACTIONS):
-        record.now(Doing(str(index)))
-    assert [action for action, _ in actions(record)] == [str(9 * KEPT_ACTIONS + index) for index in range(KEPT_ACTIONS)]
 
 
 COLLECTIVE = compile("def all_reduce(act):\n    return act()\n", "torch/distributed/distributed_c10d.py", "exec")

@@ -117,18 +117,6 @@ def run(stage: Stage, check: FiniteCheck, inputs: Tensor) -> str:
         return said(check)
 
 
-def test_the_first_of_several_layers_forward_and_backward() -> None:
-    stage = Stage(nn.Linear(3, 3), spoil_gradient, nn.Linear(3, 3), local_start=5)
-    inputs = torch.ones(2, 3, requires_grad=True)
-    text = run(stage, check_of(stage), inputs)
-    assert "layer 6 (spoil_gradient)" in text and "backward: the gradient of its input has NaN" in text
-    assert run(stage, check_of(stage, gradients=False), inputs) == "", "the loss scale is looked for"
-    with torch.no_grad():
-        stage.forward_funcs[0].weight[0, 0] = math.inf
-    text = run(stage, check_of(stage), inputs)
-    assert "layer 5 (Linear)" in text and "forward: its output is infinite" in text
-
-
 class Own(nn.Module):
     """A parameter whose gradient is NaN, while that of the input is not."""
 
@@ -138,13 +126,6 @@ class Own(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.zero.abs().sqrt()  # 0 * inf
-
-
-@pytest.mark.parametrize("collected", [False, True])
-def test_gradients_of_parameters(collected: bool) -> None:
-    stage = Stage(nn.Linear(3, 3), Own())
-    text = run(stage, check_of(stage, collected=collected), torch.ones(2, 3, requires_grad=True))
-    assert "layer 1 (Own)" in text and "backward: the gradient of its parameter zero has NaN" in text
 
 
 def test_nothing_is_left_behind() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,8 @@ from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumul
 SLICES = ((0, 3), (3, 8), (8, 10))
 
 
-@contextmanager
-def slice_of(start: int, stop: int) -> Iterator[None]:
-    active = ActiveSlice(
-        start=start, stop=stop, sequence_length=10, micro_batch_id=0, slice_id=0, part_id=0, mode="train", store=None
-    )
-    with push_slice(active):
-        yield
+def slice_of(start: int, stop: int) -> AbstractContextManager[ActiveSlice]:
+    return push_slice(ActiveSlice(start, stop, 10))
 
 
 @pytest.fixture
@@ -156,21 +151,9 @@ def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -
     assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in ours.parameters())
 
 
-@contextmanager
-def unit(part_id: int, micro_batch_id: int, slice_id: int, whole: bool = False) -> Iterator[None]:
+def unit(part_id: int, micro_batch_id: int, slice_id: int, whole: bool = False) -> AbstractContextManager[ActiveSlice]:
     stop = 10 if whole else 5
-    active = ActiveSlice(
-        start=0,
-        stop=stop,
-        sequence_length=10,
-        micro_batch_id=micro_batch_id,
-        slice_id=slice_id,
-        part_id=part_id,
-        mode="train",
-        store=None,
-    )
-    with push_slice(active):
-        yield
+    return push_slice(ActiveSlice(0, stop, 10, micro_batch_id=micro_batch_id, slice_id=slice_id, part_id=part_id))
 
 
 class TestSplitBackward:
@@ -325,15 +308,9 @@ class TestLayersOfOnesOwn:
     UNITS = ((0, 0, 1), (0, 0, 0))
 
     def projection(self) -> nn.Module:
-        text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
+        text = (Path(__file__).parents[4] / "docs" / "how-it-works.md").read_text()
         code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
-        names: dict[str, Any] = {
-            "nn": nn,
-            "torch": torch,
-            "F": F,
-            "partial": functools.partial,
-            "once_differentiable": once_differentiable,
-        }
+        names = {"nn": nn, "torch": torch, "F": F, "partial": partial, "once_differentiable": once_differentiable}
         exec(code, names)
         torch.manual_seed(0)
         return names["Projection"](4).double()

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, noise_warning, undisturbed
+from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, undisturbed
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
@@ -25,16 +24,6 @@ def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int) 
     if length > granularity:  # there are plans of two slices, whose second one has a prefix
         assert any(tokens + prefix == length and prefix > 0 for tokens, prefix in points)
     assert sum(tokens for tokens, _ in points) <= 5 * length  # a round costs less than five sequences
-
-
-@given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
-def test_no_group_holds_more_than_a_sequence(length: int, granularity: int) -> None:
-    points = grid(length, granularity)
-    groups = groups_of(points, length)
-    assert {point for group in groups for point in group} == set(points)
-    assert all(sum(tokens for tokens, _ in group) <= length for group in groups)
-    repeats = [group.count(point) for group in groups for point in set(group)]
-    assert len(repeats) == len(points)  # a point stands in one group
 
 
 class FakeStage:
@@ -114,17 +103,6 @@ def test_all_ranks_measure_as_often_as_the_slowest_can_afford(clock: list[float]
     together = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4, peers=peers)
     assert together.count == rounds.MIN_ROUNDS < alone.count
     assert peers.barriers == 2 * (2 + together.count * sum(map(len, groups_of(grid(1024, 64), 1024))))
-
-
-def _sample(tokens: int, wide: float) -> CostSample:
-    return CostSample(tokens, 0, 1.0, 2.0, forward_spread=0.01, backward_spread=wide, repeats=5)
-
-
-def test_a_noisy_machine_is_told_of() -> None:
-    quiet = [_sample(64, 0.02), _sample(128, 0.5), _sample(256, 0.02)]
-    assert noise_warning(quiet) is None
-    warning = noise_warning([_sample(64, 0.3), _sample(128, 0.5), _sample(256, 0.02)])
-    assert warning is not None and "2 of 3" in warning and "128 tokens" in warning and "measure again" in warning
 
 
 def test_runs_in_which_another_program_had_the_processor_do_not_count() -> None:

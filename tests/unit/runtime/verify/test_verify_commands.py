@@ -18,7 +18,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.run import take_verify
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 SCRIPT = """

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -103,25 +102,6 @@ def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path) -
     assert corpus.validation.tolist() == list(range(150, 200))
 
 
-def test_directories_are_read_in_order_without_binaries(text_data: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    for name, content in {"b.txt": b"bb", "a.md": b"aa", "sub/c.py": b"cc", "image": b"x\0y", ".git": b"h"}.items():
-        (tmp_path / name).write_bytes(content)
-    corpus = text_data.Corpus.load([str(tmp_path)], max_bytes=5, validation_fraction=0.0)
-    assert bytes(corpus.train.tolist()) == b"aabbc"
-    assert corpus.num_files == 3
-
-
-def teststandard_library_is_the_default(text_data: ModuleType) -> None:
-    corpus = text_data.Corpus.load(max_bytes=300_000)
-    assert len(corpus.train) + len(corpus.validation) == 300_000
-    assert torch.equal(corpus.train, text_data.Corpus.load(max_bytes=300_000).train)
-    assert "import" in bytes(corpus.train.tolist()).decode(errors="replace")
-    files = text_data.standard_library()
-    assert len(files) > 100
-    assert not any({"site-packages", "test"} & set(file.parts[-4:]) for file in files)
-
-
 def test_unusable_text_says_what_to_give(text_data: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="give text files, or directories of them"):
@@ -149,14 +129,6 @@ def test_metrics_keep_every_digit_and_earlier_entries(metrics: ModuleType, tmp_p
 # -- demo ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("option", "code"), [("--help", 0), ("--steps", 2)])
-def test_demo_trains_only_where_it_is_asked_to(option: str, code: int) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), option]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == code
-    assert "usage: demo.py" in ended.stdout + ended.stderr
-
-
 def write_run(demo: ModuleType, name: str, losses: list[float], seconds: float, validation: float) -> Any:
     run = demo.Run(name, Path("unused.json"))
     entries = [{"step": i + 1, "loss": x, "seconds": seconds} for i, x in enumerate(losses)]
@@ -180,14 +152,6 @@ def test_demo_compares_validation_and_wants_all_steps(demo: ModuleType) -> None:
     stock = write_run(demo, "stock", [5.0] * 9, 2.0, validation=3.0)
     assert not demo.compare_losses(stock, write_run(demo, "sliced", [5.0] * 9, 1.0, validation=3.01))
     assert not demo.compare_losses(stock, write_run(demo, "sliced", [5.0] * 8, 1.0, validation=3.0))
-
-
-def test_demo_tells_speed_and_bound(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    stock = write_run(demo, "stock", [5.0] * 9, 2.0, validation=3.0)
-    demo.compare_speed(stock, write_run(demo, "sliced", [5.0] * 9, 1.25, validation=3.0))
-    printed = capsys.readouterr().out
-    assert "1.60 times as fast" in printed
-    assert "1.78 = 2*8/9" in printed
 
 
 def test_demo_shows_the_output_of_a_run_and_ends_with_it_where_it_fails(

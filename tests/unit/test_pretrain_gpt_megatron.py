@@ -102,14 +102,6 @@ def test_the_model_has_what_is_no_part_of_the_config(pretrain: ModuleType, monke
     assert (built["vocab_size"], built["max_sequence_length"]) == (384, 512)
 
 
-def test_sizes_that_megatron_lm_computes(pretrain: ModuleType) -> None:
-    # GPT-2's 50257 tokens: 50304 on one tensor-parallel rank, 51200 on eight, as Megatron-LM's log says it
-    assert [pretrain.padded(50257, 128 * ranks) for ranks in (1, 8)] == [50304, 51200]
-    assert pretrain.padded(256, 128) == 256
-    assert pretrain.default_ffn_size(4096, swiglu=False) == 16384
-    assert pretrain.default_ffn_size(4096, swiglu=True) == 10880  # 170 * 64, below 4 * 4096 * 2/3 = 10922.7
-
-
 @pytest.mark.parametrize(
     ("section", "dtype"),
     [({"bf16": {"enabled": True}}, torch.bfloat16), ({"fp16": {"enabled": True}}, torch.float16),
@@ -152,18 +144,6 @@ def test_wrong_options(arguments: ModuleType, capsys: pytest.CaptureFixture[str]
     assert error.startswith("pretrain_gpt_megatron.py: error: ")
     assert message in error
     assert len(error.splitlines()) == 1  # every rank of a machine could say it
-
-
-def test_a_granularity_gives_way_to_short_sequences_unless_somebody_set_it(
-    arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert arguments.parse_arguments([f"--deepspeed_config={CONFIG}", "--seq-length=128"]).seq_length == 128
-    config = json.loads(CONFIG.read_text())
-    config["terapipe"]["granularity_tokens"] = 64
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps(config))
-    error = said(arguments, capsys, f"--deepspeed_config={file}", "--seq-length=128")
-    assert "4 slices cut at multiples of 64 tokens do not fit in a sequence of 128 tokens" in error
 
 
 def test_a_config_that_cannot_be_read(

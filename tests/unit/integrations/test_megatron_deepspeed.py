@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import terapipe_ds
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.compat.insertions import PatchError
 from terapipe_ds.integrations import megatron_deepspeed as helpers
@@ -188,32 +187,6 @@ def test_the_losses_of_slices_add_up_to_upstreams_loss(plan: tuple[int, ...]) ->
 
 
 # -- batch, positions, first batch -----------------------------------------------------------------------------------
-
-
-def test_the_mask_leaves_the_batch_where_enabled() -> None:
-    mask = torch.ones(1, 1, 8, 8).bool()
-    assert helpers.batch_mask(mask, SimpleNamespace(deepspeed_config_dict={"terapipe": {"enabled": False}})) is mask
-    terapipe_ds.register()
-    try:
-        assert helpers.batch_mask(mask, SimpleNamespace(deepspeed_config_dict=ENABLED)).shape == (1,)
-    finally:
-        terapipe_ds.unregister()
-
-
-def test_the_rotary_table_is_kept_where_enabled() -> None:
-    args = SimpleNamespace(deepspeed_config_dict={}, rope_theta=500.0)
-
-    def embedding(dim: int, theta: float) -> Any:
-        return lambda length: [dim, theta, length]
-
-    assert not helpers.keep_rotary(args, embedding, 6, 32)
-    args.deepspeed_config_dict = ENABLED
-    terapipe_ds.register()
-    try:
-        assert helpers.keep_rotary(args, embedding, 6, 32)
-    finally:
-        terapipe_ds.unregister()
-    assert args.rotary_pos_emb == [6, 500.0, 32]
 
 
 def test_an_attention_layer_that_no_slice_reached_stops_the_first_step() -> None:

@@ -16,12 +16,11 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, push_slice
-from terapipe_ds.models.megatron import kernels, linears
+from terapipe_ds.models.megatron import linears
 from terapipe_ds.models.megatron.linears import split_backwards
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 
@@ -121,14 +120,6 @@ def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer
     run.assert_same()
 
 
-def test_a_bias_that_is_added_later_is_none_of_the_layer_s() -> None:
-    run = Run(Layers(skip_bias_add=True))
-    run.backward()
-    assert run.deferred() == {"up.weight", "up.bias", "down.weight"}
-    assert run.weights() == [2, 2]
-    run.assert_same()
-
-
 def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.gradients.open_batch(UNITS[:1])
@@ -140,56 +131,6 @@ def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPa
     run.assert_same()
     with torch.no_grad(), slice_of(UNITS[0]):
         run.layers(mine)
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "megatron"])
-def test_recomputed_layers(how: str) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    kernels.stand_in_for_cuda()
-    kernels.stand_in_for_transformer_engine()
-    run = Run()
-
-    def without_output(hidden: Tensor) -> Tensor:
-        """As recompute_modules=["layernorm"]: what comes before a layer loses its memory until B."""
-        recomputed = CheckpointWithoutOutput()
-        middle = recomputed.checkpoint(torch.tanh, run.layers.up(hidden)[0])
-        outputs = run.layers.down(middle)[0]
-        recomputed.discard_output_and_register_recompute(outputs)
-        return outputs
-
-    if how == "megatron":
-        run.backward(without_output)
-    else:
-        run.backward(lambda hidden: checkpoint(run.layers, hidden, use_reentrant=how == "reentrant"))
-    assert run.weights() == [2, 2]
-    run.assert_same()
-
-
-class Tied(nn.Module):
-    """Logits by the weight of an embedding, which a layer without a weight of its own is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(OUT, IN, dtype=torch.float64))
-        self.projection = Layers().up
-        self.projection.weight = self.projection.bias = None
-
-    def defer_weight_gradients(self, gradients: Any) -> None:
-        split_backwards(self.projection, gradients)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        rows = F.embedding(torch.tensor([[0, 2]] * TOKENS), self.embedding)
-        return self.projection(hidden * rows, weight=self.embedding)[0]
-
-
-@pytest.mark.parametrize("optimizer", [None, DeepSpeedOptimizer()], ids=["plain", "watched"])
-def test_a_weight_that_an_embedding_has_too(optimizer: Any) -> None:
-    run = Run(Tied(), optimizer, lambda tied, x: F.linear(x * tied.embedding[[0, 2]], tied.embedding))
-    run.backward()
-    assert not run.deferred(), "the embedding's gradient is there since B"
-    assert run.weights() == [1, 1]
-    run.assert_same()
 
 
 class TestWhoIsLeftAlone:

@@ -12,7 +12,6 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import CrossAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -22,7 +21,7 @@ from torch import nn
 from terapipe_ds import compat
 from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
-from terapipe_ds.models.megatron.kernels import CpuRngTracker, TorchNorm
+from terapipe_ds.models.megatron.kernels import TorchNorm
 from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs
 
 SIZES: dict[str, Any] = {
@@ -82,45 +81,6 @@ def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
 
 
 # -- random numbers ------------------------------------------------------------------------------------------
-
-
-def test_a_fork_draws_from_its_own_state_and_leaves_the_default_one() -> None:
-    tracker = CpuRngTracker()
-    tracker.add("model-parallel-rng", 7)
-    torch.manual_seed(1)
-    expected = torch.rand(2)
-    torch.manual_seed(1)
-    with tracker.fork():
-        first = torch.rand(3)
-    with tracker.fork():
-        second = torch.rand(3)
-    assert torch.equal(torch.rand(2), expected)
-    torch.manual_seed(7)
-    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
-
-
-def test_recompute_replays_the_numbers_of_both_states() -> None:
-    kernels.stand_in_for_cuda()
-    tracker = megatron_random.get_cuda_rng_tracker()
-    assert isinstance(tracker, CpuRngTracker)
-    tracker.reset()
-    tracker.add("model-parallel-rng", 3)
-    drawn: list[torch.Tensor] = []
-
-    def layer(hidden: torch.Tensor) -> torch.Tensor:
-        with tracker.fork():
-            inside = torch.rand(4)
-        drawn.append(torch.cat([inside, torch.rand(4)]))
-        return hidden * drawn[-1].sum()
-
-    hidden = torch.ones(1, requires_grad=True)
-    out = megatron_random.checkpoint(layer, False, hidden)
-    torch.rand(5)
-    with tracker.fork():
-        torch.rand(5)
-    out.backward()
-    assert len(drawn) == 2 and torch.equal(drawn[0], drawn[1])
-    assert hidden.grad is not None and hidden.grad.item() == pytest.approx(drawn[0].sum().item())
 
 
 # -- specs ---------------------------------------------------------------------------------------------------

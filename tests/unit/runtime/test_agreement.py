@@ -46,12 +46,6 @@ class TestValues:
         assert ranks.run(lambda rank: gather(10 * rank)) == [[0, 10, 20]] * 3
         assert ranks.run(lambda rank: gather(rank, (0, 2)) if rank != 1 else None) == [[0, 2], None, [0, 2]]
 
-    def test_a_single_rank_asks_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        alone = Ranks(1)
-        monkeypatch.setattr(agreement, "torch_dist", alone)
-        assert alone.run(lambda rank: (gather(7), from_rank_0(lambda: 8), gather_results(lambda: 9))) == [([7], 8, [9])]
-        assert alone.calls == [[]]
-
     def test_on_the_cpu_where_the_ranks_talk_by_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks, groups = Ranks(2), []
         monkeypatch.setattr(agreement, "torch_dist", ranks)

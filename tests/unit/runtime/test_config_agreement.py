@@ -64,11 +64,6 @@ def test_without_an_enabled_section_nothing_is_compared(
     check(monkeypatch, changed(terapipe=section), changed(terapipe=section, gradient_clipping=0.5))
 
 
-def test_a_single_process_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_equal_configs(CONFIG)  # without a process group
-    check(monkeypatch, CONFIG)
-
-
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = agreement._compared(CONFIG)
     theirs = {**ours, "version of deepspeed": "0.0.1", "version of megatron-core": "not at all"}
@@ -100,13 +95,3 @@ class TestRanksThatNeverCome:
     def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
         monkeypatch.setattr(agreement, "REMIND_S", 0.0)
-
-    @pytest.mark.parametrize(
-        ("section", "timeout_s"),
-        [
-            ({"enabled": True, "stall_timeout_s": 7}, 7.0), ({"enabled": True}, 300.0), (None, 300.0),
-            ({"stall_timeout_s": "soon"}, 300.0), ("on", 300.0),
-        ],
-    )  # fmt: skip
-    def test_for_how_long(self, section: Any, timeout_s: float) -> None:
-        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s

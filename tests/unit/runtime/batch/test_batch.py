@@ -35,14 +35,6 @@ class TestWhatIsSliced:
         assert [tuple(t.shape) for t in inputs.span(0, 4)] == [(2, 4), (2, 12, 3)]
         assert of_inputs((TOKENS, WHOLE)).sliced == (True, True)
 
-    def test_another_dimension(self) -> None:
-        inputs = SliceableTensors.of_inputs((TOKENS.T, WHOLE.transpose(0, 1), MASK), 12, 0)
-        assert inputs.sliced == (True, True, False)
-        assert [tuple(t.shape) for t in inputs.span(11, 12)][:2] == [(1, 2), (1, 2, 3)]
-
-    def test_a_tensor_without_that_dimension_goes_whole(self) -> None:
-        assert of_inputs((TOKENS, torch.ones(()), torch.ones(12))).sliced == (True, False, False)
-
 
 class TestForm:
     def test_a_part_for_the_users_code_is_contiguous(self) -> None:
@@ -115,10 +107,6 @@ class TestWhatSizesDoNotTell:
         assert f"input 2 ({str(dtype)[6:]} [2, 12]) has the labels' length 12 in dimension 1" in message
         assert "terapipe.sliced_inputs = [0, 1] hands it whole to each slice and [0, 1, 2] cuts it" in message
 
-    def test_the_only_input_can_only_be_cut(self) -> None:
-        with pytest.raises(BatchError, match=r"input 0 .*sliced_inputs = \[0\] cuts it in dimension 1 with the tok"):
-            self.check(torch.ones(2, 12))
-
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
     @pytest.mark.parametrize(
         ("shape", "ways"),
@@ -137,10 +125,6 @@ class TestWhatSizesDoNotTell:
         assert f"input 1 ({str(dtype)[6:]} {list(shape)}) has the sequence's length 12 in two dimensions" in message
         assert "sliced_attention is causal, so leave it out of the batch" in message and '"slices": 1' in message
         assert f"terapipe.sliced_inputs = {ways}" in message
-
-    def test_as_many_features_as_tokens(self) -> None:
-        with pytest.raises(BatchError, match=r"input 0 .*two dimensions.*sliced_inputs = \[0\] cuts it"):
-            self.check(torch.randn(2, 12, 12))
 
     def test_as_many_rows_as_tokens(self) -> None:
         square = torch.zeros(12, 12, dtype=torch.long)

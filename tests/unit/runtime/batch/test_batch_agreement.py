@@ -94,9 +94,6 @@ class TestShapes:
         assert results == [MIXED] * 3
         assert ranks.calls == [["all_reduce", "broadcast"]] * 3
 
-    def test_one_rank_needs_no_other(self) -> None:
-        assert batch_agreement.agree_on_batch(last(shapes=MIXED), PlaceInJob(), lambda shapes: None) == MIXED
-
     def test_each_pipeline_has_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         other = (MicroBatchShape(1, 5),) * 2
         reports = [first(), first(seen=other), last(), last(shapes=other, seen=other)]
@@ -131,21 +128,6 @@ class TestErrors:
             results, _ = agreed(monkeypatch, reports, in_job)
             assert results[0] is own
             assert [(type(error), str(error)) for error in results[1:]] == [(BatchError, what)] * 2
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"training": False}, r"training or evaluation: ranks \[0\]: evaluation; ranks \[1\]: training"),
-            ({"num_micro_batches": 3}, r"the number of micro-batches: ranks \[0\]: 3; ranks \[1\]: 2"),
-            ({"agreement": "three slices"}, r"plans: ranks \[0\]: three slices; ranks \[1\]: two slices"),
-            ({"seen": MIXED}, r"each micro-batch: ranks \[0\]: \[\[2, 12\], \[3, 7\]\]; ranks \[1\]: \[\[2, 12\]"),
-        ],
-    )
-    def test_stages_that_disagree(self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str) -> None:
-        results, _ = agreed(monkeypatch, [first(**changes), last()])
-        for error in results:
-            with pytest.raises(BatchError, match=message):
-                raise error
 
     @pytest.mark.parametrize("changes", [{"training": False}, {"agreement": "none"}])
     def test_pipelines_that_disagree(self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
@@ -189,8 +171,3 @@ class TestTensorPeers:
     def test_data_that_are_swapped_between_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         results, _ = agreed(monkeypatch, drawn([(1, 2), (8, 9), (8, 9), (1, 2)]), self.PLACES)
         assert all(str(error).count("inputs of tensor-parallel ranks") == 2 for error in results)
-
-    def test_peers_with_other_numbers_of_micro_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        reports = drawn([(1, 2), (1, 2), (8, 9), (7, 9)], num_micro_batches=3)
-        for error in agreed(monkeypatch, reports, self.PLACES)[0]:
-            assert "ranks [2]: 2 micro-batches; ranks [3]: 3 micro-batches" in str(error)

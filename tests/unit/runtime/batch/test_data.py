@@ -92,16 +92,6 @@ class TestDrawing:
         _, shapes = of(((passenger, TOKENS), labels)).draw(1, training=False, needs_labels=False)
         assert shapes == (MicroBatchShape(2, 12),)
 
-    def test_without_a_loss_sliced_inputs_say_which_of_them(self) -> None:
-        inputs = (torch.zeros(2, 5), TOKENS)
-        _, shapes = of((inputs, None), sliced_inputs=[1]).draw(1, training=False, needs_labels=False)
-        assert shapes == (MicroBatchShape(2, 12),)
-
-    @pytest.mark.parametrize("labels", [None, ()])
-    def test_a_loss_needs_labels(self, labels: Any) -> None:
-        with pytest.raises(BatchError, match=r"there are no labels.*compute_loss=False"):
-            of((TOKENS, labels)).draw(1, training=False)
-
 
 class TestWhatSizesDoNotTell:
     """Inputs that have the labels' length and need not be tokens."""
@@ -125,26 +115,6 @@ class TestWhatSizesDoNotTell:
         (drawn,), (shape,) = one.draw(1, training=True)
         assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
 
-    def test_slices_that_were_set_by_hand_count(self) -> None:
-        batch = ((TOKENS, self.FLOATS), TOKENS)
-
-        def drawn_with(is_cut: bool, **changes: Any) -> Any:
-            iterator = iter([batch])
-            asked: list[int] = []
-            one = Source(
-                config(**changes),
-                lambda: next(iterator),
-                at(0, 1),
-                is_cut=lambda length: asked.append(length) or is_cut,  # type: ignore[func-returns-value]
-            )
-            drawn = one.draw(1, training=True)
-            assert asked == [12]
-            return drawn
-
-        assert drawn_with(False)[1] == (SHAPE,)
-        with pytest.raises(BatchError, match="features of each row"):
-            drawn_with(True, slices=1, schedule="1f1b")
-
 
 class TestSums:
     """What goes into the comparison of tensor-parallel ranks."""
@@ -164,17 +134,6 @@ class TestSums:
         source = Source(config(**changes), lambda: next(iterator), at(stage_id, num_stages, peers=peers))
         source.draw(len(batches), training=True)
         return reports[-1].sums
-
-    def test_the_first_stage_sums_inputs_and_the_last_one_labels(self, reports: list[StageReport]) -> None:
-        batch = [(TOKENS, TOKENS + 1)]
-        first, last = self.sums(reports, batch), self.sums(reports, batch, 1)
-        both = self.sums(reports, batch, 0, 1)
-        assert first == DataSums(both.inputs, None) and last == DataSums(None, both.labels)
-        assert None not in both and both.inputs != both.labels
-        assert self.sums(reports, batch, 1, 3) == DataSums()
-
-    def test_nothing_is_summed_without_tensor_parallelism(self, reports: list[StageReport]) -> None:
-        assert self.sums(reports, [(TOKENS, TOKENS)], peers=None) == DataSums()
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -255,15 +214,6 @@ class TestStockOrder:
     def test_what_stands_behind_inputs_and_labels_is_left_alone(self) -> None:
         drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
         assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
-
-    @pytest.mark.parametrize("batch", [(TOKENS, 3), (TOKENS, {"a": TOKENS}), (TOKENS, TOKENS, TOKENS)])
-    def test_with_slices_they_are_refused(self, batch: Any) -> None:
-        with pytest.raises(BatchError):
-            of(batch).draw(1, training=True)
-
-    def test_a_tuple_with_something_else_is_refused_as_in_the_stock_engine(self) -> None:
-        with pytest.raises(BatchError, match="must be a tensor or a tuple of tensors"):
-            of((TOKENS, [1, TOKENS]), **WHOLE).draw(1, training=True)
 
     def test_sequence_parallelism_needs_no_length_of_them(self) -> None:
         stage = Source(config(**WHOLE), iter([(torch.zeros(2), 3)]).__next__, at(0, 1), length_multiple=4)

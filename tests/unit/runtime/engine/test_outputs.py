@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import get_weight_norm, is_model_parallel_parameter
-from torch import nn
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.engine.batch_results import accumulated, joined
 from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_nothing_as_zero,
-    mark_gradients,
-    tied_copies_left_out,
 )
 
 PLAN = SlicePlan((4, 2, 1))
@@ -80,35 +74,6 @@ class TestSums:
 
 
 class TestStockFaults:
-    def test_divided_tied_copies_are_left_out_for_as_long_as_it_lasts(self) -> None:
-        """A weight and a bias, both divided over tensor-parallel ranks; the bias is a copy of another stage's."""
-        module = nn.Linear(2, 2)
-        for parameter in module.parameters():
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-        module.bias.ds_pipe_replicated = True  # type: ignore[attr-defined]
-        with pytest.raises(KeyError), tied_copies_left_out(module):
-            assert is_model_parallel_parameter(module.weight) and not is_model_parallel_parameter(module.bias)
-            raise KeyError
-        assert is_model_parallel_parameter(module.bias)
-        assert not hasattr(module.bias, "model_parallel")
-
-    @pytest.mark.parametrize(("rank", "expected"), [(0, 3.0), (1, 2.0)])
-    def test_gradients_of_fp16_without_zero_are_counted_by_the_marks_of_their_parameters(
-        self, rank: int, expected: float
-    ) -> None:
-        """Norms 2 (divided), sqrt(5) (replicated) and 7 (tied, divided, of another stage): 4 + 5 = 3^2 on the first
-        tensor-parallel rank and 4 on the second. Without marks the first counts all three and the second none."""
-        module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
-        divided, replicated, tied, unused = module
-        for parameter, gradient in ((divided, 2.0), (replicated, 5**0.5), (tied, 7.0)):
-            parameter.grad = torch.tensor([gradient])
-        divided.tensor_model_parallel = tied.tensor_model_parallel = tied.ds_pipe_replicated = True
-        mark_gradients(module, FP16_UnfusedOptimizer.__new__(FP16_UnfusedOptimizer))
-        gradients = [p.grad for p in module if p.grad is not None]
-        group = SimpleNamespace(get_tensor_model_parallel_rank=lambda: rank)
-        norm = _norm_on_one_rank(gradients, group)
-        assert norm == pytest.approx(expected) and unused.grad is None
-
     def test_a_rank_whose_gradients_do_not_count_has_a_norm_of_zero(self) -> None:
         optimizer = BF16_Optimizer.__new__(BF16_Optimizer)
         counted: list[torch.Tensor] = []
@@ -119,16 +84,3 @@ class TestStockFaults:
         assert optimizer.get_grads_for_norm(for_clipping=True) == []
         counted.append(torch.ones(3))
         assert optimizer.get_grads_for_norm()[0] is counted
-
-
-def _norm_on_one_rank(gradients: list[torch.Tensor], group: Any) -> float:
-    """DeepSpeed's own norm, as far as one rank goes: nobody adds to it."""
-    from deepspeed import comm
-
-    usual = comm.all_reduce
-    comm.all_reduce = lambda *args, **kwargs: None
-    group.get_model_parallel_group = lambda: None
-    try:
-        return float(get_weight_norm(gradients, mpu=group))
-    finally:
-        comm.all_reduce = usual

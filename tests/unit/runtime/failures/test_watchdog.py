@@ -354,12 +354,6 @@ time.sleep(30)
         code, text = self.run("dog._judge = None")
         assert code == 1 and "TypeError" in text
 
-    def test_a_forked_child_ends_by_itself(self) -> None:
-        """A child that had a copy of the timer would wait for its thread, which it has not."""
-        act = "pid = os.fork()\nif pid == 0: sys.exit(0)\nos.waitpid(pid, 0)\nos._exit(7)"
-        code, text = self.run(act)
-        assert code == 7, text
-
 
 class TestEnd:
     def test_closed_again_while_the_interpreter_ends(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,16 +92,6 @@ def test_a_weight_that_two_layers_share(products: list[bool]) -> None:
     assert any(products)
 
 
-def test_frozen_weights_and_frozen_biases_stay_without_a_gradient(products: list[bool]) -> None:
-    model, ours, inputs = example()
-    for each in (model, ours):
-        each[0].weight.requires_grad_(False)
-        each[2].bias.requires_grad_(False)
-        backward(each, inputs)
-    assert_same(ours, model)
-    assert len(products) == len(SLICES)  # of the other layer
-
-
 class TestNobodyIsLeftOut:
     def test_hooks_on_a_weight_are_called_for_each_slice(self, products: list[bool]) -> None:
         _, ours, inputs = example()
@@ -213,22 +203,6 @@ class TestSplitBackward:
         assert_same(self.model, self.plain)
         assert not self.hooked, "nobody watches"
 
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_recomputed_layers(self, reentrant: bool) -> None:
-        from torch.utils.checkpoint import checkpoint
-
-        gradients = self.gradients()
-        expected = self.autograd_s()
-        for which in self.UNITS:
-            found = self.forward_and_backward(
-                gradients, which, lambda x: checkpoint(self.model, x, use_reentrant=reentrant)
-            )
-            torch.testing.assert_close(found, expected[which], rtol=1e-13, atol=1e-13)
-            assert gradients.kept_bytes(which) > 0
-        for which in self.UNITS:
-            assert gradients.compute(which, self.around) == 3
-        assert_same(self.model, self.plain)
-
     def test_who_watches_is_told_in_w(self) -> None:
         """Hooks of optimizers for half precision and ZeRO see each weight gradient when W adds it."""
         gradients = self.gradients(optimizer=DeepSpeedOptimizer())
@@ -293,13 +267,6 @@ class TestSplitBackward:
         self.gradients()
         with unit(3, 0, 1), pytest.raises(InFlightError, match="but not in its B"):
             self.model(self.inputs[3, 0, 1].requires_grad_()).sum().backward()
-
-    def test_a_failed_batch_leaves_nothing(self) -> None:
-        gradients = self.gradients()
-        self.forward_and_backward(gradients, (3, 0, 1))
-        gradients.open_batch(())
-        gradients.assert_done()
-        assert gradients.kept_bytes((3, 0, 1)) == 0
 
 
 class TestLayersOfOnesOwn:

@@ -111,9 +111,3 @@ class TestInPlace:
         assert torch.equal(whole, torch.arange(12.0).view(3, 4) * 2)
         assert single.tolist() == [[0.0, 4.0, 4.0], [12.0, 16.0, 10.0]]
         assert len(sent) == 2
-
-    def test_a_message_has_as_much_as_fits(self, call: str, sent: list[Tensor], monkeypatch: Any) -> None:
-        """A larger tensor is alone, and so is a sparse one."""
-        monkeypatch.setattr(tied_and_copied, "BUCKET_BYTES", 24)
-        CALLS[call]([*(torch.zeros(n) for n in (1, 2, 3, 4, 9, 2)), torch.eye(2).to_sparse()])
-        assert [message.numel() for message in sent] == [4, 6, 4, 9, 2]

@@ -77,16 +77,6 @@ def test_another_layout_is_recommended(slices: Any) -> None:
         assert result.predicted_s == pytest.approx(here) and 1 < gain < 50
 
 
-def test_nothing_is_recommended_where_what_stands_is_best() -> None:
-    engine = engine_on("seq1f1b", 1, layers=2)  # no layers for other layouts than these, and an even number of stages
-    slow = UnitCosts(LENGTH)
-    parts = MeasuredParts([slow, slow], [[LayerShare(1.0, 1.0, 1)]] * 2)
-    memory = MemoryModel((PartMemory(100, 0.0),) * 2)
-    _, lines = best_of(engine, parts, memory, 150)  # chimera holds both parts
-    assert not any("would take" in line for line in lines)
-    assert any("chimera" in line and "needs" in line for line in lines)
-
-
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_cut_that_a_program_cannot_make_is_left_out(
     fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

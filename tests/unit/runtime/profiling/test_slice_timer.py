@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -72,14 +71,6 @@ def timer(request: pytest.FixtureRequest) -> Iterator[SliceTimer]:
         yield timer
 
 
-def test_a_clock_in_the_place_of_the_walls(timer: SliceTimer) -> None:
-    """One that goes on by a second whenever it is looked at: what begins and ends takes one."""
-    timer.output_spec(8)
-    timer.clock = itertools.count().__next__
-    seconds, live = timer.forward(8, 8)
-    assert (seconds, timer.backward(live)) == (1, 1)
-
-
 def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
     for tokens in (4, 8, LENGTH):
         timer.output_spec(tokens)
@@ -107,10 +98,3 @@ def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
             message = ROWS * tokens * 16 * 4
             assert timer.slice_bytes(tokens, 0).kept == 3 * message
             assert 16 * 16 * 4 <= timer.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4
-
-
-def test_store_bytes_are_those_of_the_whole_sequence() -> None:
-    timer = timer_of(_layers(), True, True)
-    timer.output_spec(8)
-    keys = 2 * ROWS * LENGTH * 16 * 4 * 2  # keys and values, two layers, fp32
-    assert timer.store_bytes() == (keys, keys)

@@ -80,14 +80,6 @@ def test_what_may_be_cut(batch: SliceableTensors, rows: int | None, tokens: bool
     assert cuttable(batch) == (rows, tokens)
 
 
-def test_a_cut_has_its_rows_and_tokens_only() -> None:
-    tokens = torch.arange(40).view(4, 10)
-    cut = Cut(SlicePlan((1, 2)), 10, start=6, rows=2, of_rows=4)
-    first, second = cut.of(sliceable(tokens, tokens + 100)).tensors
-    assert first.tolist() == [[6, 7, 8], [16, 17, 18]] and second.tolist() == [[106, 107, 108], [116, 117, 118]]
-    assert str(cut) == "2 slices (1 + 2) of tokens 6 to 9 of 10 in 2 of 4 rows"
-
-
 def window(labels: Any, rows: int | None = 2, unit: int = 1, slice_weight: Any = None) -> range:
     """Return the tokens that are looked at."""
     plan = SlicePlan((6, 4, 10))

@@ -102,13 +102,6 @@ def _checkpoint(function: Any, *inputs: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
 
 
-def test_a_fault_of_the_second_forward_under_checkpointing() -> None:
-    layer = faulty_layers.RecomputeAppends().double()
-    assert verify([layer]).findings == []
-    [finding] = verify([layer], checkpoint=_checkpoint).findings
-    assert finding.problem.startswith(("input gradient", "gradient of"))
-
-
 @pytest.mark.parametrize("checkpoint", [None, _checkpoint, checkpoint_with_gradients(_checkpoint)])
 def test_healthy_with_checkpointing_and_dropout(checkpoint: Any) -> None:
     found = verify_gpt("float32", dropout=0.3, checkpoint=checkpoint)
@@ -140,16 +133,6 @@ def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Modul
     assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
 
 
-class HoldsNan(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * float("nan")
-
-
-def test_numbers_that_are_none_are_not_comparable() -> None:
-    [finding] = verify([HoldsNan()]).findings
-    assert "is not comparable (another shape, or not finite)" in finding.problem
-
-
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -165,26 +148,6 @@ def test_what_the_guard_refuses_is_refused_still() -> None:
 def test_two_layers_with_one_name_for_keys_and_values() -> None:
     [finding] = verify([nn.Sequential(faulty_layers.Base(3), faulty_layers.Base(3))]).findings
     assert "share the name 3" in str(finding) and finding.is_of_the_cut
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "reduction", "labels", "says"),
-    [
-        (faulty_layers.shifting_loss, "mean", data()[0], "labels shifted in loss_fn"),
-        (faulty_layers.mean_loss, "mean_valid", data()[1], 'set terapipe.loss_reduction to "mean"'),
-        (gpt.gpt_loss, "mean", data()[1], 'set terapipe.loss_reduction to "mean_valid"'),
-        (gpt.gpt_loss, "sum", data()[1], 'set terapipe.loss_reduction to "mean_valid"'),
-        (faulty_layers.root_loss, "mean_valid", data()[1], "slice_weight(labels)"),
-        (faulty_layers.mean_loss, "mean", data()[1], ""),
-        (gpt.gpt_loss, "mean_valid", data()[1], ""),
-    ],
-)
-@pytest.mark.parametrize("with_layers", [True, False])
-def test_losses(loss_fn: Any, reduction: str, labels: Tensor, says: str, with_layers: bool) -> None:
-    found = verify_gpt("float64", loss_fn, labels=labels, reduction=reduction, with_layers=with_layers)
-    assert [f.layer for f in found.findings] == ["loss_fn"] * bool(says)
-    assert found.num_losses == (not says) and found.num_layers == 5 * with_layers
-    assert not says or says in found.findings[0].problem
 
 
 def look(tensors: tuple[Tensor, ...], loss_fn: Any, with_layers: bool = True) -> Findings:
@@ -224,23 +187,6 @@ def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: fl
         return outputs.mean() + (size if outputs.shape[1] == LENGTH else size + 4e-5)
 
     assert bool(look((numbers(),), loss_fn).findings) == differs
-
-
-class Counting(nn.Module):
-    """Hands on how many tokens came, beside the outputs."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.tensor(float(x.shape[1]))
-
-
-def test_without_a_check_of_layers_a_number_that_does_not_add_up_is_told() -> None:
-    def loss_fn(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        return outputs[0].square().mean() + outputs[1]
-
-    found = verify([Counting()], (numbers(),), loss_fn, reduction="mean", with_layers=False)
-    assert (found.findings, found.num_losses) == ([], 0)
-    assert found.notes == ["the loss was not compared: an output without tokens does not add up over slices"]
-    assert verify([Counting()], (numbers(),), loss_fn, reduction="mean").findings
 
 
 def test_a_loss_that_is_not_finite_waits() -> None:

@@ -154,23 +154,6 @@ def test_demo_compares_validation_and_wants_all_steps(demo: ModuleType) -> None:
     assert not demo.compare_losses(stock, write_run(demo, "sliced", [5.0] * 8, 1.0, validation=3.0))
 
 
-def test_demo_shows_the_output_of_a_run_and_ends_with_it_where_it_fails(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    script = "import sys; print('working'); print('broken', file=sys.stderr); sys.exit(int(sys.argv[1]))"
-    code = "3"
-    monkeypatch.setattr(demo.Run, "command", lambda run: [sys.executable, "-c", script, code])
-    run = demo.Run("sliced", Path("unused.json"))
-    with pytest.raises(SystemExit) as failure:
-        demo.launch(run)
-    assert failure.value.code == 3
-    captured = capfdbinary.readouterr()
-    assert b"working" in captured.out
-    assert b"  | broken" in captured.err
-    code = "0"
-    demo.launch(run)
-
-
 def test_demo_measures_whole_sequences_with_the_sliced_config(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

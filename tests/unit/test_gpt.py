@@ -1,11 +1,11 @@
-"""The GPT of `terapipe_ds.models`: against a plain implementation written here, sliced against unsliced."""
+"""The GPT of `terapipe_ds.models` against a plain implementation written here: numbers, sizes, initial weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
@@ -22,7 +21,6 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.models.rotary import rotary_turns, rotate
 
 LENGTH = 23
-PLANS = ([LENGTH], [8, 8, 7], [3, 11, 8, 1])
 LAYERS = {"hidden_size": 24, "num_layers": 3, "num_heads": 4, "ffn_size": 40}
 SMALL: dict[str, Any] = {"vocab_size": 31, "max_sequence_length": LENGTH, **LAYERS}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -64,53 +62,15 @@ class Model:
             forward_fn = getattr(spec, "forward_fn", None)
             self.functions.append(functools.partial(forward_fn, module) if forward_fn else module)
 
-    def __call__(self, tokens: Tensor, recompute: bool = False) -> Tensor:
+    def __call__(self, tokens: Tensor) -> Tensor:
         hidden = tokens
         for function in self.functions:
-            hidden = checkpoint(function, hidden, use_reentrant=False) if recompute else function(hidden)
+            hidden = function(hidden)
         return hidden
 
-    def gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self.modules.named_parameters()}
 
-
-def batch(config: GPTConfig, rows: int = 2, masked: bool = True) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(config.vocab_size, (rows, LENGTH + 1), generator=generator)
-    labels = text[:, 1:].clone()
-    if masked:
-        labels[0, 5:20] = gpt.IGNORE_INDEX
-    return text[:, :-1], labels
-
-
-def train_whole(model: Model, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    logits = model(tokens)
-    loss = gpt_loss(logits, labels)
-    loss.backward()
-    return logits.detach(), loss.detach()
-
-
-def train_sliced(
-    model: Model, tokens: Tensor, labels: Tensor, lengths: Sequence[int], recompute: bool = False
-) -> tuple[Tensor, Tensor]:
-    """What the engine does with one micro-batch on one stage: forwards in order, backwards in reverse."""
-    store, valid, start = SliceStore(), (labels != gpt.IGNORE_INDEX).sum().item(), 0
-    slices, logits, losses = [], [], []
-    for slice_id, length in enumerate(lengths):
-        active = ActiveSlice(start, start + length, LENGTH, slice_id=slice_id, store=store)
-        with push_slice(active):
-            own = slice(active.start, active.stop)
-            logits.append(model(tokens[:, own], recompute))
-            share = (labels[:, own] != gpt.IGNORE_INDEX).sum().item() / valid
-            losses.append(gpt_loss(logits[-1], labels[:, own]) * share if share > 0 else logits[-1].sum() * 0)
-        slices.append(active)
-        start += length
-    for active, loss in zip(reversed(slices), reversed(losses), strict=True):
-        with push_slice(active.replace(mode="recompute")):
-            loss.backward()
-    store.release(0, 0)
-    store.assert_drained()
-    return torch.cat(logits, dim=1).detach(), torch.stack([loss.detach() for loss in losses]).sum()
+def text(config: GPTConfig) -> Tensor:
+    return torch.randint(config.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
@@ -197,7 +157,7 @@ def shake(model: Model) -> None:
 def test_forward_equals_a_naive_implementation(config: GPTConfig) -> None:
     model = Model(config)
     shake(model)
-    tokens, _ = batch(config)
+    tokens = text(config)
     assert relative_error(model(tokens), naive_logits(model, config, tokens)) < 1e-13
 
 
@@ -224,24 +184,6 @@ def test_loss_of_bf16_logits_is_taken_in_fp32() -> None:
     assert logits.grad is not None
     assert logits.grad.dtype == torch.bfloat16
     assert relative_error(logits.grad.double(), wide.grad) < 4e-3  # what rounding to bf16 costs
-
-
-# -- sliced against unsliced ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
-@pytest.mark.parametrize("lengths", PLANS, ids=str)
-def test_sliced_equals_whole(config: GPTConfig, lengths: list[int], recompute: bool) -> None:
-    whole, sliced = Model(config), Model(config)
-    shake(whole), shake(sliced)
-    tokens, labels = batch(config)
-    logits, loss = train_whole(whole, tokens, labels)
-    sliced_logits, sliced_loss = train_sliced(sliced, tokens, labels, lengths, recompute)
-    assert relative_error(sliced_logits, logits) <= 1e-12
-    assert relative_error(sliced_loss, loss) <= 1e-12
-    expected = whole.gradients()
-    for name, gradient in sliced.gradients().items():
-        assert relative_error(gradient, expected[name]) <= 1e-12, name
 
 
 # -- rotary positions ----------------------------------------------------------------------------------------
@@ -351,9 +293,9 @@ def test_learned_positions_end() -> None:
     config = GPTConfig(**{**SMALL, "positions": "learned", "max_sequence_length": 20})
     model = Model(config)
     with pytest.raises(ValueError, match="give max_sequence_length >= 23"):
-        model(batch(config)[0])
+        model(text(config))
     with push_slice(ActiveSlice(16, 23, LENGTH, store=SliceStore())), pytest.raises(ValueError, match=">= 23"):
-        model(batch(config)[0][:, 16:])
+        model(text(config)[:, 16:])
 
 
 # -- dropout -------------------------------------------------------------------------------------------------
@@ -363,7 +305,7 @@ def test_learned_positions_end() -> None:
 def test_dropout_is_active_in_training_only(positions: str) -> None:
     plain = GPTConfig(**{**SMALL, "positions": positions})
     model = Model(plain.model_copy(update={"dropout": 0.5, "attention_dropout": 0.5}))
-    tokens, _ = batch(plain)
+    tokens = text(plain)
     assert not torch.equal(model(tokens), model(tokens))
     model.modules.eval()
     assert torch.equal(model(tokens), Model(plain)(tokens))

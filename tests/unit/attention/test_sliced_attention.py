@@ -145,28 +145,6 @@ def test_evaluation_needs_no_node_and_gives_the_same(grad_mode: Callable[[], Any
     )  # trains in the same buffers
 
 
-def test_interleaved_micro_batches() -> None:
-    """As 1F1B over slices runs them: two micro-batches live at once, in their own buffers."""
-    store = SliceStore()
-    inputs = [random_inputs(seed=seed) for seed in (1, 2)]
-    first, second = (MicroBatch(x, (9, 10, 1), store, micro_batch_id=i) for i, x in enumerate(inputs))
-    first.forward_all()
-    second.forward(0)
-    first.backward(2)
-    second.forward(1)
-    first.backward(1)
-    second.forward(2)
-    second.backward(2)
-    first.backward(0)
-    store.release(0, 0)
-    second.backward(1)
-    second.backward(0)
-    store.release(0, 1)
-    store.assert_drained()
-    for micro_batch, x in zip((first, second), inputs, strict=True):
-        assert largest_error(micro_batch.result(), run_plain(x)) <= 1e-12
-
-
 def test_autocast_computes_as_the_plain_function_does() -> None:
     inputs = random_inputs((2, 4, 4, 20, 8), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.compat.insertions import PatchError
 from terapipe_ds.integrations import megatron_deepspeed as helpers
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 LENGTH, ROWS, HEADS, DIM = 13, 2, 3, 8
 PLANS = [(13,), (5, 8), (4, 4, 4, 1), (1, 6, 6)]  # slices of one length as well: a table kept by length would be wrong
-ENABLED = {"terapipe": {"enabled": True, "slices": 2}}
 
 
 class Attention(nn.Module):
@@ -155,35 +151,6 @@ def test_without_a_slice_upstream_goes_on() -> None:
 
 
 # -- loss ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan", [*PLANS, (3, 3, 7)], ids=str)
-def test_the_losses_of_slices_add_up_to_upstreams_loss(plan: tuple[int, ...]) -> None:
-    """Sum of the losses of tokens times their mask, over the sum of the mask, from logits [L, B, vocab]."""
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(LENGTH, ROWS, 11, generator=generator, dtype=torch.float64)
-    labels = torch.randint(11, (ROWS, LENGTH), generator=generator)
-    mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.4).float()
-    mask[:, :3] = 0.0  # (3, 3, 7) has a slice that counts nowhere
-
-    def loss_fn(output: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
-        losses = F.cross_entropy(output.flatten(0, 1), given[0].t().reshape(-1), reduction="none")
-        return (losses * given[1].t().reshape(-1)).sum() / given[1].sum()
-
-    cut = SlicePlan(plan)
-    both = SliceableTensors.of_labels((labels, mask), dim=1)
-    weights = slice_weights(
-        both, cut, loss_reduction="mean_valid", ignore_index=-100, slice_weight=helpers.slice_weight
-    )
-    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    spans = [cut.span(i) for i in range(cut.num_slices)]
-    shares = [weighted_loss(leaf[a:b], both.part(a, b), w, loss_fn) for (a, b), w in zip(spans, weights, strict=True)]
-    total = torch.as_tensor(sum(shares))
-    expected = loss_fn(other, (labels, mask))
-    torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
-    total.backward()
-    expected.backward()
-    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=1e-12)
 
 
 # -- batch, positions, first batch -----------------------------------------------------------------------------------

@@ -88,10 +88,3 @@ def test_the_versions_are_those_of_this_installation() -> None:
         assert Version(ours[f"version of {package.__name__}"]).public == Version(package.__version__).public
     assert ours["version of terapipe_ds"] == terapipe_ds.__version__
     assert ours["version of python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-class TestRanksThatNeverCome:
-    @pytest.fixture(autouse=True)
-    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(agreement, "REMIND_S", 0.0)

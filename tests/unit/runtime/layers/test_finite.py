@@ -144,7 +144,3 @@ def test_a_module_at_two_places_is_named_by_both() -> None:
 
 def multiplied(module: nn.Module, inputs: Tensor, factor: float = 1.0) -> Tensor:
     return inputs * factor
-
-
-def tied_head(embedding: nn.Module, hidden: Tensor) -> Tensor:
-    return hidden

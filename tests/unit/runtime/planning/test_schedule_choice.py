@@ -36,6 +36,12 @@ class _Module:
         self.parts = [layers * part // self.num_stages for part in range(self.num_stages + 1)]
 
 
+class Whole:
+    """Costs without W: nothing but chimera is faster than 1f1b."""
+
+    forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
+
+
 def engine_on(schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto", layers: int = LAYERS) -> Any:
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks))
     config = TeraPipeConfig(enabled=True, schedule="auto", slices=slices, granularity_tokens=4)
@@ -107,9 +113,6 @@ def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advis
     """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
     engine = engine_on("seq1f1b", 1, slices=(8,), layers=2)
 
-    class Whole:  # no W: nothing but chimera is faster than 1f1b
-        forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
-
     shares = [[LayerShare(1.0, 1.0, 50)]] * 2
     parts = MeasuredParts([Whole(), Whole()], shares, bytes_per_s)
     result, lines = best_of(engine, parts)
@@ -142,9 +145,6 @@ def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> No
     """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
     engine = engine_on("seq1f1b", 1, slices=(8,), layers=2)
     engine.optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
-
-    class Whole:
-        forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
 
     parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, 1e9)
     _, lines = best_of(engine, parts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,13 +23,6 @@ LENGTH = 16
 class Named(NamedTuple):
     x: Tensor
     twice: Tensor
-
-
-class Output(OrderedDict[str, Tensor]):
-    """As the outputs of models in other libraries: items are attributes."""
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self[name]
 
 
 class Clock:
@@ -149,22 +140,6 @@ def gpt() -> list[nn.Module]:
     return [spec.build() for spec in gpt_layers(config)]
 
 
-def _through_an_output() -> list[Any]:
-    first, last = gpt()[1:3]
-    return [lambda x: Output(x=first(x)), lambda output: last(output.x)]
-
-
-def _with_a_graph_beside() -> list[Any]:
-    first, last = gpt()[1:3]
-    kept: list[Tensor] = []
-
-    def noted(x: Tensor) -> Tensor:
-        kept[:] = [y := first(x)]
-        return y
-
-    return [noted, lambda x: last(x) + kept[0].square().mean()]
-
-
 def test_frozen_parameters_are_counted_apart() -> None:
     layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers[0].requires_grad_(False)
@@ -172,21 +147,6 @@ def test_frozen_parameters_are_counted_apart() -> None:
     shares = layer_shares(probe_of([*layers, torch.relu], False, False), [4, LENGTH])
     assert shares is not None
     assert [(share.parameters, share.trained) for share in shares] == [(272, 0), (272, 256), (0, 0)]
-
-
-@pytest.mark.parametrize("layers", [_through_an_output, _with_a_graph_beside])
-def test_layers_that_run_only_as_a_whole_have_no_shares(
-    layers: Callable[[], list[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
-    probe = probe_of(layers(), False, False)
-    with caplog.at_level(logging.INFO, "terapipe_ds"):
-        assert layer_shares(probe, [4, LENGTH]) is None
-    (line,) = caplog.messages
-    assert "part 0 cannot be timed one by one" in line and "\n" not in line
-    assert probe.store.live_bytes() == 0
-    _, live = probe.forward(4, 4)  # the part as a whole still runs
-    probe.backward(live)
 
 
 @pytest.mark.parametrize("interval", [0, 1])

@@ -299,12 +299,6 @@ def test_replicas_share_out_the_dataset_in_its_order(
         assert drawn[replica][round_id * size + row] == whole[sample]
 
 
-def test_a_run_goes_on_where_it_stopped_with_other_replicas(data: ModuleType, prefix: str) -> None:
-    start = rows(data.micro_batches(built(data, prefix)[0], 2, count=9))
-    resumed = data.micro_batches(built(data, prefix)[0], 1, first_sample=6, count=4, replica_id=1, num_replicas=3)
-    assert rows(resumed) == start[7::3]
-
-
 def test_the_end_of_the_data(data: ModuleType, prefix: str) -> None:
     train = built(data, prefix)[0]
     end = len(train) - 9

@@ -44,10 +44,10 @@ def said(arguments: ModuleType, capsys: pytest.CaptureFixture[str], *options: st
 # -- options ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
-                                   ("--tensor-parallel", "--pipeline-parallel")])  # fmt: skip
-def test_both_names_of_parallel_sizes(pretrain: ModuleType, names: tuple[str, str]) -> None:
-    config = pretrain.transformer_config(parsed(pretrain, names[0], "2", names[1], "4", "--local_rank=3"))
+@pytest.mark.parametrize("name", ["{}-model-parallel-size", "{}-parallel"])
+def test_both_names_of_parallel_sizes(pretrain: ModuleType, name: str) -> None:
+    options = f"--{name} 2 --{name} 4 --local_rank=3".replace("{}", "tensor", 1).replace("{}", "pipeline")
+    config = pretrain.transformer_config(parsed(pretrain, *options.split()))
     assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 4)
 
 
@@ -88,15 +88,9 @@ def test_the_model_has_what_is_no_part_of_the_config(pretrain: ModuleType, monke
     options = """--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5 --seed 7 --seq-length 256
         --max-position-embeddings 300 --tensor-parallel 2 --make-vocab-size-divisible-by 8"""
     pretrain.build_model(parsed(pretrain, *options.split()), vocab_size=257)
-    assert built == {
-        "vocab_size": 272,
-        "max_sequence_length": 300,
-        "position_embedding_type": "rope",
-        "rotary_base": 500000,
-        "rotary_percent": 0.5,
-        "share_embeddings_and_output_weights": True,
-        "seed": 7,
-    }
+    rope = {"position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 0.5}
+    sizes = {"vocab_size": 272, "max_sequence_length": 300}
+    assert built == {**sizes, **rope, "share_embeddings_and_output_weights": True, "seed": 7}
     pretrain.build_model(parsed(pretrain, "--untie-embeddings-and-output-weights"), vocab_size=257)
     assert built["share_embeddings_and_output_weights"] is False
     assert (built["vocab_size"], built["max_sequence_length"]) == (384, 512)
@@ -164,9 +158,6 @@ def test_the_first_rank_speaks_first(
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert "unknown arguments: --x" in said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--x")
         assert waits == expected
-
-
-# -- resuming ----------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_do_not_divide_are_told_before_anything_else(

@@ -150,9 +150,6 @@ def test_without_a_slice_upstream_goes_on() -> None:
         assert helpers.slicing(SimpleNamespace(deepspeed_config_dict={}))
 
 
-# -- loss ------------------------------------------------------------------------------------------------------------
-
-
 # -- batch, positions, first batch -----------------------------------------------------------------------------------
 
 

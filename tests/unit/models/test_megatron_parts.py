@@ -1,7 +1,8 @@
-"""The small parts of the Megatron layers: norms, random numbers, specs, marks; each without process groups."""
+"""The small parts of the Megatron layers: norms, gradients, names, specs, marks; each without process groups."""
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -22,19 +23,16 @@ from terapipe_ds import compat
 from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
 from terapipe_ds.models.megatron.kernels import TorchNorm
+from terapipe_ds.models.megatron.module import _SIZES_KEY, _patterns
 from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs
+from terapipe_ds.runtime.checkpoints.compatibility import MODEL_SIZES
 
-SIZES: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "use_cpu_initialization": True,
-    "params_dtype": torch.float64,
-}
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
+ON_CPU: dict[str, Any] = {"use_cpu_initialization": True, "params_dtype": torch.float64}
 
 
 def config(**changes: Any) -> TransformerConfig:
-    return TransformerConfig(**{**SIZES, **changes})
+    return TransformerConfig(**{**SIZES, **ON_CPU, **changes})
 
 
 # -- norms ---------------------------------------------------------------------------------------------------
@@ -80,7 +78,30 @@ def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
         gradient_reader(object.__new__(DeepSpeedZeroOptimizer_Stage3))
 
 
-# -- random numbers ------------------------------------------------------------------------------------------
+def test_what_another_engine_left_on_a_parameter_is_not_read() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter._hp_grad, parameter.grad_accum = torch.ones(3), torch.ones(3)  # type: ignore[attr-defined]
+    read = gradient_reader(torch.optim.SGD([parameter], lr=1.0))
+    assert read(parameter) is None
+    parameter.grad = torch.full((3,), 2.0)
+    assert read(parameter) is parameter.grad
+
+
+def test_patterns_match_every_layer_and_nothing_else() -> None:
+    names = [f"{layer}.layer.mlp.linear_fc1.weight" for layer in (1, 2, 13)]
+    (pattern,) = _patterns(names)
+    assert all(re.match(pattern, name) for name in [*names, "99.layer.mlp.linear_fc1.weight"])
+    for other in (
+        "1.layer.mlp.linear_fc1.weight2",
+        "1.layer.mlp.linear_fc2.weight",
+        "1.layerxmlp.linear_fc1.weight",
+        "1.layer.mlp.experts.local_experts.0.linear_fc1.weight",
+    ):
+        assert not re.match(pattern, other), other
+
+
+def test_the_engine_looks_where_the_model_writes() -> None:
+    assert _SIZES_KEY == MODEL_SIZES
 
 
 # -- specs ---------------------------------------------------------------------------------------------------

@@ -106,6 +106,14 @@ def test_only_a_few_are_named() -> None:
     assert found.count("(GRU)") == 4 and "and more" in found
 
 
+def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
+    layer = CausalConvolution()
+    for slices in (1, 4):
+        assert "deepspeed.moe" in str(problem(layer, slices, has_moe_layers=True))
+    layer.compile()
+    assert "torch.compile" in str(problem(layer))
+
+
 def compiled_in_place() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.compile()

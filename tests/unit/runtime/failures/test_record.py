@@ -5,27 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import Doing, RankState, Wait
+from terapipe_ds.runtime.failures.report import Doing, Wait
 
 
 def actions(record: RankRecord) -> list[tuple[str, str]]:
     return [(past.action, past.waited_for) for past in record.full().recent]
-
-
-def test_actions_in_their_order() -> None:
-    record = RankRecord(2, 1)
-    record.enter(Doing("the start of a batch", opening=True))
-    for action in ("L0", "F0.0"):
-        record.now(Doing(action))
-    record.now(Doing(""))
-    expected = ["outside a batch", "the start of a batch", "L0", "F0.0", "outside a batch"]
-    assert actions(record) == [(action, "") for action in expected]
-    assert (record.full().rank, record.full().stage_id, record.full().batch) == (2, 1, 1)
 
 
 def test_an_action_that_begins_by_waiting_is_one_entry() -> None:
@@ -65,9 +53,3 @@ def test_a_thread_that_waits_for_a_call_begun_earlier_waits() -> None:
         assert time.monotonic() < deadline
     end.put(None)
     thread.join()
-
-
-def test_what_costs_nothing_has_no_stack() -> None:
-    record = RankRecord(2, 1)
-    record.enter(Doing("save_checkpoint", is_long=True))
-    assert replace(record.brief(ended="x"), for_s=0.0) == RankState(2, 1, "running save_checkpoint", ended="x")

@@ -158,30 +158,3 @@ def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
         with untouched(layer):
             _use(layer)
         assert not torch.is_grad_enabled() and torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
-
-
-class Tracker:
-    """Random states by name, as tensor-parallel layers keep them for dropout."""
-
-    def __init__(self) -> None:
-        self.states = {"model-parallel": torch.arange(4)}
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = states
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_random_states_of_the_module_s_own_are_put_back(in_place: bool) -> None:
-    layer, tracker = Layer(), Tracker()
-    layer.rng_trackers = [tracker]
-    with untouched(layer):
-        if in_place:
-            tracker.states["model-parallel"].add_(1)
-        else:
-            tracker.states["model-parallel"] = torch.zeros(4)
-            tracker.states["another"] = torch.zeros(1)
-    assert list(tracker.states) == ["model-parallel"]
-    assert tracker.states["model-parallel"].tolist() == [0, 1, 2, 3]

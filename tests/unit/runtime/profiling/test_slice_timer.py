@@ -83,18 +83,3 @@ def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
         assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
         assert module.shapes[-1][:2] == (ROWS, tokens)
     assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
-
-
-def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
-    """Kept: the leaf that came, its clone (saved for the weight's gradient) and the output. Beside it in backward: the
-    gradients of the input and of the weight."""
-    timer = timer_of([nn.Linear(16, 16, bias=False)], False, False)
-    for tokens in (4, 8):
-        spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
-        timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
-        timer.output_spec(tokens)
-    with untouched(timer.module):
-        for tokens in (4, 8):
-            message = ROWS * tokens * 16 * 4
-            assert timer.slice_bytes(tokens, 0).kept == 3 * message
-            assert 16 * 16 * 4 <= timer.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4

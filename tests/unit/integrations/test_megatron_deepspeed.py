@@ -104,7 +104,7 @@ def test_slices_give_what_the_whole_sequence_gives(plan: tuple[int, ...], rotary
     if rotary_dim:
         table = angles(rotary_dim)
         rotary = table if form == "angles" else [table.cos(), table.sin()]
-    layers = [Attention(), Attention()]  # upstream numbers its first two layers alike
+    layers = [Attention(7), Attention(7)]  # upstream numbers its first two layers alike; the number scales nothing
     output, gradients = sliced(plan, rotary, layers)
     expected, expected_gradients = whole(rotary_dim)
     torch.testing.assert_close(output, expected.detach(), rtol=0, atol=1e-12)
@@ -150,7 +150,9 @@ def test_without_a_slice_upstream_goes_on() -> None:
         assert helpers.slicing(SimpleNamespace(deepspeed_config_dict={}))
 
 
-# -- batch, positions, first batch -----------------------------------------------------------------------------------
+def test_the_weight_of_a_slice_counts_its_mask() -> None:
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
+    assert helpers.slice_weight((torch.zeros(2, 3), mask)) == 4.0
 
 
 def test_an_attention_layer_that_no_slice_reached_stops_the_first_step() -> None:

@@ -108,3 +108,27 @@ def test_all_ranks_measure_as_often_as_the_slowest_can_afford(clock: list[float]
 def test_runs_in_which_another_program_had_the_processor_do_not_count() -> None:
     runs = [Taken(1.02, 0.01), Taken(1.51, 0.50), Taken(1.00, 0.0), Taken(1.30, 0.29), Taken(1.01, 0.02)]
     assert undisturbed(runs) == [1.02, 1.00, 1.01]
+
+
+def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[float]) -> None:
+    class Disturbed(FakeStage):
+        """In every second round something else has the processor for twice the time of each run."""
+
+        processor_s, runs = 0.0, 0
+
+        def forward(self, tokens: int, prefix: int) -> tuple[float, Any]:
+            seconds, kept = super().forward(tokens, prefix)
+            return self._lengthened(seconds), kept
+
+        def backward(self, live: Any) -> float:
+            return self._lengthened(super().backward(live))
+
+        def _lengthened(self, seconds: float) -> float:
+            self.processor_s += seconds
+            self.runs += 1
+            return 3 * seconds if self.runs % 4 < 2 else seconds
+
+    stage = Disturbed(clock)
+    (sample,) = measured(stage, [(1024, 0)], 1024, stages=4, processor_s=lambda: stage.processor_s).samples()
+    assert (sample.forward_s, sample.backward_s) == (1024, 2048)
+    assert sample.forward_spread > rounds.WIDE_SPREAD

@@ -16,9 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_weights
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from tests.unit.test_examples import example
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
@@ -225,12 +222,6 @@ def test_splits_share_no_document(data: ModuleType, prefix: str) -> None:
         assert start <= min(numbers) <= max(numbers) < stop
 
 
-def test_more_samples_than_an_epoch_has_and_none(data: ModuleType, prefix: str) -> None:
-    train, valid, test = built(data, prefix, (200, 0, 0))
-    assert len(train) >= 200 and (valid, test) == (None, None)
-    assert sum(sample["tokens"].tolist().count(7) for sample in train) in (2, 3, 4), "once in each epoch"
-
-
 def test_the_seed_decides_the_order(data: ModuleType, prefix: str) -> None:
     first, again, other = (rows(data.micro_batches(built(data, prefix, seed=s)[0], 4, count=3)) for s in (1, 1, 2))
     assert first == again != other
@@ -295,14 +286,6 @@ def test_files_that_are_no_index(data: ModuleType, prefix: str, tmp_path: Path) 
 # -- micro-batches -----------------------------------------------------------------------------------------------
 
 
-def test_form_of_a_micro_batch(data: ModuleType, prefix: str) -> None:
-    before = torch.random.get_rng_state()
-    (tokens, positions), (labels, mask) = next(data.micro_batches(built(data, prefix)[0], 3))
-    assert {t.shape for t in (tokens, positions, labels, mask)} == {(3, LENGTH)}
-    assert [t.dtype for t in (tokens, positions, labels, mask)] == [torch.int64] * 3 + [torch.float32]
-    assert torch.equal(torch.random.get_rng_state(), before), "drawing leaves torch's random numbers alone"
-
-
 @pytest.mark.parametrize(("num_replicas", "size"), [(1, 1), (1, 4), (2, 2), (3, 1)])
 def test_replicas_share_out_the_dataset_in_its_order(
     data: ModuleType, prefix: str, num_replicas: int, size: int
@@ -314,12 +297,6 @@ def test_replicas_share_out_the_dataset_in_its_order(
     for round_id, replica, row in itertools.product(range(3), range(num_replicas), range(size)):
         sample = (round_id * num_replicas + replica) * size + row  # Megatron's sequential sampler
         assert drawn[replica][round_id * size + row] == whole[sample]
-
-
-def test_a_run_goes_on_where_it_stopped_with_other_replicas(data: ModuleType, prefix: str) -> None:
-    start = rows(data.micro_batches(built(data, prefix)[0], 2, count=9))
-    resumed = data.micro_batches(built(data, prefix)[0], 1, first_sample=6, count=4, replica_id=1, num_replicas=3)
-    assert rows(resumed) == start[7::3]
 
 
 def test_the_end_of_the_data(data: ModuleType, prefix: str) -> None:
@@ -339,25 +316,3 @@ def test_workers_read_the_same(data: ModuleType, prefix: str) -> None:
 def test_a_token_that_the_tokenizer_does_not_have(data: ModuleType, prefix: str) -> None:
     with pytest.raises(ValueError, match="the vocabulary is 257: give the --tokenizer of the files"):
         list(data.micro_batches(built(data, prefix, tokenizer="bytes")[0], 1))
-
-
-def test_masked_slices_add_up_to_the_loss_of_megatron(data: ModuleType, prefix: str) -> None:
-    """sum(losses * mask) / sum(mask) of a micro-batch, from slices weighed by the sum of their mask."""
-    train = built(data, prefix, eod_mask_loss=True)[0]
-    (tokens, _), labels = next(batch for batch in data.micro_batches(train, 2) if batch[1][1].min() == 0)
-    losses = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    plan = SlicePlan((5, 1, 7, 3))
-    weights = slice_weights(
-        SliceableTensors.of_labels(labels, 1),
-        plan,
-        loss_reduction="mean",
-        ignore_index=-100,
-        slice_weight=lambda part: float(part[1].sum()),
-    )
-
-    def mean(start: int, stop: int) -> float:
-        mask = labels[1][:, start:stop]
-        return float((losses[:, start:stop] * mask).sum() / mask.sum())
-
-    assert sum(w * mean(*plan.span(i)) for i, w in enumerate(weights)) == pytest.approx(mean(0, LENGTH), rel=1e-12)
-    assert weights != tuple(n / LENGTH for n in plan.lengths), "the mask makes a difference here"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.test_examples import EXAMPLES, ROOT, example
+from tests.unit.test_examples import ROOT, example
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
 
@@ -46,10 +44,10 @@ def said(arguments: ModuleType, capsys: pytest.CaptureFixture[str], *options: st
 # -- options ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
-                                   ("--tensor-parallel", "--pipeline-parallel")])  # fmt: skip
-def test_both_names_of_parallel_sizes(pretrain: ModuleType, names: tuple[str, str]) -> None:
-    config = pretrain.transformer_config(parsed(pretrain, names[0], "2", names[1], "4", "--local_rank=3"))
+@pytest.mark.parametrize("name", ["{}-model-parallel-size", "{}-parallel"])
+def test_both_names_of_parallel_sizes(pretrain: ModuleType, name: str) -> None:
+    options = f"--{name} 2 --{name} 4 --local_rank=3".replace("{}", "tensor", 1).replace("{}", "pipeline")
+    config = pretrain.transformer_config(parsed(pretrain, *options.split()))
     assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 4)
 
 
@@ -90,26 +88,12 @@ def test_the_model_has_what_is_no_part_of_the_config(pretrain: ModuleType, monke
     options = """--position-embedding-type rope --rotary-base 500000 --rotary-percent 0.5 --seed 7 --seq-length 256
         --max-position-embeddings 300 --tensor-parallel 2 --make-vocab-size-divisible-by 8"""
     pretrain.build_model(parsed(pretrain, *options.split()), vocab_size=257)
-    assert built == {
-        "vocab_size": 272,
-        "max_sequence_length": 300,
-        "position_embedding_type": "rope",
-        "rotary_base": 500000,
-        "rotary_percent": 0.5,
-        "share_embeddings_and_output_weights": True,
-        "seed": 7,
-    }
+    rope = {"position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 0.5}
+    sizes = {"vocab_size": 272, "max_sequence_length": 300}
+    assert built == {**sizes, **rope, "share_embeddings_and_output_weights": True, "seed": 7}
     pretrain.build_model(parsed(pretrain, "--untie-embeddings-and-output-weights"), vocab_size=257)
     assert built["share_embeddings_and_output_weights"] is False
     assert (built["vocab_size"], built["max_sequence_length"]) == (384, 512)
-
-
-def test_sizes_that_megatron_lm_computes(pretrain: ModuleType) -> None:
-    # GPT-2's 50257 tokens: 50304 on one tensor-parallel rank, 51200 on eight, as Megatron-LM's log says it
-    assert [pretrain.padded(50257, 128 * ranks) for ranks in (1, 8)] == [50304, 51200]
-    assert pretrain.padded(256, 128) == 256
-    assert pretrain.default_ffn_size(4096, swiglu=False) == 16384
-    assert pretrain.default_ffn_size(4096, swiglu=True) == 10880  # 170 * 64, below 4 * 4096 * 2/3 = 10922.7
 
 
 @pytest.mark.parametrize(
@@ -156,18 +140,6 @@ def test_wrong_options(arguments: ModuleType, capsys: pytest.CaptureFixture[str]
     assert len(error.splitlines()) == 1  # every rank of a machine could say it
 
 
-def test_a_granularity_gives_way_to_short_sequences_unless_somebody_set_it(
-    arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert arguments.parse_arguments([f"--deepspeed_config={CONFIG}", "--seq-length=128"]).seq_length == 128
-    config = json.loads(CONFIG.read_text())
-    config["terapipe"]["granularity_tokens"] = 64
-    file = tmp_path / "ds.json"
-    file.write_text(json.dumps(config))
-    error = said(arguments, capsys, f"--deepspeed_config={file}", "--seq-length=128")
-    assert "4 slices cut at multiples of 64 tokens do not fit in a sequence of 128 tokens" in error
-
-
 def test_a_config_that_cannot_be_read(
     arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -186,50 +158,6 @@ def test_the_first_rank_speaks_first(
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert "unknown arguments: --x" in said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--x")
         assert waits == expected
-
-
-def test_help_has_groups_and_examples() -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-    script = str(EXAMPLES / "pretrain_gpt_megatron.py")
-    done = subprocess.run(
-        [sys.executable, script, "--help"], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for words in (
-        "parallelism:",
-        "model:",
-        "recomputation",
-        "data:",
-        "run:",
-        "examples:",
-        "--tensor-parallel",
-        "python examples/index_text.py books/ --out books",
-    ):
-        assert words in done.stdout
-
-
-# -- resuming ----------------------------------------------------------------------------------------------------
-
-
-def test_a_loaded_run_goes_on_at_the_first_sample_that_no_step_has_used(
-    pretrain: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the size of its batches was before: 3 steps of 8 samples, and now batches have 4."""
-    asked: dict[str, Any] = {}
-    module = example("megatron_data", monkeypatch)
-    monkeypatch.setattr(module, "micro_batches", lambda dataset, rows, **options: asked.update(options) or "them")
-    grid = SimpleNamespace(get_data_parallel_rank=lambda: 0, get_data_parallel_world_size=lambda: 1)
-    data = object.__new__(pretrain.Data)
-    data.num_workers, data.sets = 0, [["a sample"]]
-    data.engine = SimpleNamespace(
-        global_samples=24,
-        global_steps=3,
-        grid=grid,
-        train_batch_size=lambda: 4,
-        train_micro_batch_size_per_gpu=lambda: 4,
-    )
-    assert data.training() == "them"
-    assert asked["first_sample"] == 24
 
 
 def test_ranks_that_do_not_divide_are_told_before_anything_else(

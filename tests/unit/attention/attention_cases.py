@@ -90,10 +90,7 @@ class MicroBatch:
         self.slices = slices_of(lengths, store, **fields)
         self.attend = attend or (lambda q, k, v: sliced_attention(q, k, v, "layer"))
         self.leaves = [
-            [
-                x[:, :, s.start : s.stop].clone().requires_grad_(needs)
-                for x, needs in zip(inputs, needs_grad, strict=False)
-            ]
+            [x[:, :, s.start : s.stop].clone().requires_grad_(n) for x, n in zip(inputs, needs_grad, strict=False)]
             for s in self.slices
         ]
         self.grads = [inputs[3][:, :, s.start : s.stop] for s in self.slices]

@@ -10,10 +10,6 @@ import pytest
 from terapipe_ds.attention import ActiveSlice, active_slice, push_slice
 
 
-def test_nothing_is_active_outside() -> None:
-    assert active_slice() is None
-
-
 def test_pushed_slices_nest_and_come_off_again() -> None:
     outer, inner = ActiveSlice(0, 4, 8), ActiveSlice(4, 8, 8, mode="recompute")
     with push_slice(outer) as given:
@@ -31,14 +27,6 @@ def test_an_exception_leaves_the_stack_as_it_was() -> None:
             raise KeyError
         assert active_slice() is outer
     assert active_slice() is None
-
-
-def test_the_same_slice_may_be_pushed_twice() -> None:
-    active = ActiveSlice(0, 4, 8)
-    with push_slice(active):
-        with push_slice(active):
-            pass
-        assert active_slice() is active
 
 
 def test_what_a_body_left_behind_goes_with_it() -> None:

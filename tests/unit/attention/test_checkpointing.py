@@ -86,25 +86,6 @@ def test_a_recomputed_forward_replays_its_dropout(kind: str) -> None:
     assert largest_error(results[0], run_plain(inputs)) > 0.1
 
 
-def test_reentrant_frees_and_recomputes_under_interleaved_micro_batches() -> None:
-    store = SliceStore()
-    inputs = [random_inputs(seed=seed) for seed in (1, 2)]
-    wrap = KINDS["reentrant"]()
-    first, second = (
-        MicroBatch(x, PLAN, store, attend=functools.partial(wrap, Attend()), micro_batch_id=i)
-        for i, x in enumerate(inputs)
-    )
-    first.forward_all()
-    second.forward_all()
-    for i in (2, 1, 0):
-        second.backward(i)
-        first.backward(i)
-    store.release(0, 0)
-    store.release(0, 1)
-    for micro_batch, x in zip((first, second), inputs, strict=True):
-        assert largest_error(micro_batch.result(), run_plain(x)) <= 1e-12
-
-
 def test_offloaded_activations() -> None:
     """Saved tensors may be packed away and brought back as copies."""
     inputs = random_inputs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,18 +28,9 @@ from terapipe_ds.attention import (
     sliced_attention,
 )
 from terapipe_ds.attention.backends.fused import CpuFlash
-from terapipe_ds.attention.slice_store import SliceEntry
 
 ON_CPU = [None, *(name for name in available_backends() if name in ("cpu_flash", "reference"))]
 PLANS = {"equal": (5, 5, 5, 5), "uneven": (9, 2, 6, 3), "single token last": (12, 7, 1), "tokens": (1,) * 20}
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks so small that short sequences use several of each kind."""
-    monkeypatch.setattr(CpuFlash, "causal_tokens", 2)
-    monkeypatch.setattr(CpuFlash, "_prefix_tokens", lambda self, keys, dtype: 3)
-    yield
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
@@ -48,15 +39,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_equals_plain_attention_in_fp64(plan: str, heads: tuple[int, int], backend: str | None) -> None:
     inputs = random_inputs((2, *heads, 20, 8))
     with forced(backend):
-        assert largest_error(run_sliced(inputs, PLANS[plan]), run_plain(inputs)) <= 1e-12
-
-
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_equals_plain_attention_in_many_blocks(plan: str, heads: tuple[int, int]) -> None:
-    inputs = random_inputs((2, *heads, 20, 8))
-    with forced("cpu_flash"):
         assert largest_error(run_sliced(inputs, PLANS[plan]), run_plain(inputs)) <= 1e-12
 
 
@@ -89,21 +71,14 @@ def test_half_precision_is_as_good_as_unsliced() -> None:
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_scale(backend: str | None) -> None:
-    inputs = random_inputs((1, 2, 2, 20, 8))
+def test_a_scale_and_an_odd_head_dim(backend: str | None) -> None:
+    inputs = random_inputs((1, 3, 3, 20, 5))
     with forced(backend):
         sliced = run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, scale=0.7))
     assert largest_error(sliced, run_plain(inputs, scale=0.7)) <= 1e-12
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_odd_head_dims(backend: str | None) -> None:
-    inputs = random_inputs((2, 3, 3, 20, 5))
-    with forced(backend):
-        assert largest_error(run_sliced(inputs, (9, 11)), run_plain(inputs)) <= 1e-12
-
-
-@pytest.mark.parametrize("layout", ["heads first", "tokens first", "fused", "head dim not last"])
+@pytest.mark.parametrize("layout", ["tokens first", "fused", "head dim not last"])
 def test_any_memory_layout(layout: str) -> None:
     inputs = random_inputs((2, 4, 4, 20, 8))
 
@@ -117,13 +92,6 @@ def test_any_memory_layout(layout: str) -> None:
         return sliced_attention(q, k, v, 0)
 
     assert largest_error(run_sliced(inputs, (9, 11), attend=attend), run_plain(inputs)) <= 1e-12
-
-
-def test_an_expanded_gradient() -> None:
-    """The gradient of a sum is one number with strides of zero."""
-    inputs = random_inputs((2, 4, 4, 20, 8))
-    inputs[3] = torch.ones(()).double().expand(2, 4, 20, 8)
-    assert largest_error(run_sliced(inputs, (9, 11)), run_plain(inputs)) <= 1e-12
 
 
 def test_plain_without_an_active_slice_and_with_a_whole_one() -> None:
@@ -161,29 +129,6 @@ def test_gradients_of_some_inputs_only(needs: tuple[int, ...], backend: str | No
     assert store.peak_bytes() == (2 if any(needs[1:]) else 1) * kv_bytes
 
 
-def test_frozen_layers_need_no_backward() -> None:
-    inputs = random_inputs()
-    store = SliceStore()
-    micro_batch = MicroBatch(inputs, (9, 11), store, needs_grad=(False, False, False))
-    micro_batch.forward_all()
-    assert not any(out is not None and out.requires_grad for out in micro_batch.outs)
-    store.release(0, 0)
-    store.assert_drained()
-
-
-def test_keys_frozen_in_the_last_slice_only() -> None:
-    """Its queries still give to the keys before."""
-    inputs = random_inputs()
-    store = SliceStore()
-    micro_batch = MicroBatch(inputs, (9, 11), store)
-    for x in micro_batch.leaves[1][1:]:
-        x.requires_grad_(False)
-    micro_batch.forward_all()
-    micro_batch.backward_all()
-    expected = run_plain(inputs)
-    assert torch.allclose(micro_batch.leaves[0][1].grad, expected.dk[:, :, :9], atol=1e-12)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_needs_no_node_and_gives_the_same(grad_mode: Callable[[], Any]) -> None:
     inputs = random_inputs()
@@ -200,41 +145,6 @@ def test_evaluation_needs_no_node_and_gives_the_same(grad_mode: Callable[[], Any
     )  # trains in the same buffers
 
 
-def test_interleaved_micro_batches() -> None:
-    """As 1F1B over slices runs them: two micro-batches live at once, in their own buffers."""
-    store = SliceStore()
-    inputs = [random_inputs(seed=seed) for seed in (1, 2)]
-    first, second = (MicroBatch(x, (9, 10, 1), store, micro_batch_id=i) for i, x in enumerate(inputs))
-    first.forward_all()
-    second.forward(0)
-    first.backward(2)
-    second.forward(1)
-    first.backward(1)
-    second.forward(2)
-    second.backward(2)
-    first.backward(0)
-    store.release(0, 0)
-    second.backward(1)
-    second.backward(0)
-    store.release(0, 1)
-    store.assert_drained()
-    for micro_batch, x in zip((first, second), inputs, strict=True):
-        assert largest_error(micro_batch.result(), run_plain(x)) <= 1e-12
-
-
-def test_layers_and_parts_do_not_mix() -> None:
-    store = SliceStore()
-    inputs = random_inputs()
-    here, there = (MicroBatch(inputs, (9, 11), store, part_id=part) for part in (0, 1))
-    for i in (0, 1):
-        here.forward(i)
-        there.forward(i)
-    there.backward_all()
-    here.backward_all()
-    assert largest_error(here.result(), run_plain(inputs)) <= 1e-12
-    assert largest_error(there.result(), run_plain(inputs)) <= 1e-12
-
-
 def test_autocast_computes_as_the_plain_function_does() -> None:
     inputs = random_inputs((2, 4, 4, 20, 8), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -243,23 +153,6 @@ def test_autocast_computes_as_the_plain_function_does() -> None:
     assert result.out.dtype == plain.dtype == torch.bfloat16
     assert result.dq.dtype == torch.float32
     assert largest_error(result, run_plain(inputs)) <= 2e-2
-
-
-def test_nothing_of_the_store_is_saved_and_q_has_its_own_memory() -> None:
-    """A part of a fused projection, saved, would keep K and V alive a second time."""
-    store = SliceStore()
-    saved: list[Tensor] = []
-    fused = random_inputs((1, 2, 2, 20, 24))[0].requires_grad_()
-    with (
-        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
-        push_slice(ActiveSlice(0, 20, 40, store=store)),
-    ):
-        out = sliced_attention(*fused.chunk(3, dim=-1), 0)
-    entry = store._entries[0, 0][0]
-    assert {x.shape for x in saved} == {out.shape, out.shape[:3]}
-    for x in saved:
-        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
-        assert x.untyped_storage().data_ptr() != entry.kv.untyped_storage().data_ptr()
 
 
 def test_double_backward_is_refused() -> None:
@@ -271,49 +164,6 @@ def test_double_backward_is_refused() -> None:
     (dq,) = torch.autograd.grad(out.square().sum(), micro_batch.leaves[1][0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dq.sum().backward()
-
-
-# -- a comparison that cannot fail shows nothing ------------------------------------------------------------------
-
-
-def _drop_accumulated(self: SliceEntry, offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
-    if not self.has_later:
-        original_add(self, offset, dk, dv, again)
-
-
-def _drop_keys(self: SliceEntry, offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
-    original_add(self, offset, torch.zeros_like(dk), dv, again)
-
-
-original_add = SliceEntry.add_grads
-
-
-@pytest.mark.parametrize("broken", [_drop_accumulated, _drop_keys])
-def test_the_comparison_sees_a_lost_gradient(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SliceEntry, "add_grads", broken)
-    inputs = random_inputs()
-    assert largest_error(run_sliced(inputs, (5, 5, 10)), run_plain(inputs)) > 1e-2
-
-
-def test_the_comparison_sees_a_lost_prefix() -> None:
-    inputs = random_inputs()
-    result = run_sliced(
-        inputs, (5, 5, 10), attend=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    )
-    assert largest_error(result, run_plain(inputs)) > 1e-2
-
-
-def test_the_comparison_sees_an_unmerged_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = CpuFlash.forward
-
-    def forward(self: CpuFlash, *arguments: Any) -> Any:
-        out, lse, state = original(self, *arguments)
-        return out, lse + 0.01, state
-
-    monkeypatch.setattr(CpuFlash, "forward", forward)
-    inputs = random_inputs()
-    with forced("cpu_flash"):
-        assert largest_error(run_sliced(inputs, (5, 5, 10)), run_plain(inputs)) > 1e-3
 
 
 # -- input that cannot be right -----------------------------------------------------------------------------------

@@ -10,20 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-import terapipe_ds
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.compat.insertions import PatchError
 from terapipe_ds.integrations import megatron_deepspeed as helpers
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import slice_weights, weighted_loss
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 
 LENGTH, ROWS, HEADS, DIM = 13, 2, 3, 8
 PLANS = [(13,), (5, 8), (4, 4, 4, 1), (1, 6, 6)]  # slices of one length as well: a table kept by length would be wrong
-ENABLED = {"terapipe": {"enabled": True, "slices": 2}}
 
 
 class Attention(nn.Module):
@@ -109,25 +104,12 @@ def test_slices_give_what_the_whole_sequence_gives(plan: tuple[int, ...], rotary
     if rotary_dim:
         table = angles(rotary_dim)
         rotary = table if form == "angles" else [table.cos(), table.sin()]
-    layers = [Attention(), Attention()]  # upstream numbers its first two layers alike
+    layers = [Attention(7), Attention(7)]  # upstream numbers its first two layers alike; the number scales nothing
     output, gradients = sliced(plan, rotary, layers)
     expected, expected_gradients = whole(rotary_dim)
     torch.testing.assert_close(output, expected.detach(), rtol=0, atol=1e-12)
     for gradient, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, other, rtol=0, atol=1e-12)
-
-
-def test_positions_that_begin_again_in_each_slice_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn = helpers.turn
-    monkeypatch.setattr(helpers, "turn", lambda x, rotary, start: turn(x, rotary, 0))
-    output, _ = sliced((5, 8), angles(DIM), [Attention(), Attention()])
-    assert float((output - whole(DIM)[0]).detach().abs().max()) > 1e-2
-
-
-def test_upstreams_scaling_by_layer_does_not_change_the_scores() -> None:
-    """`apply_query_key_layer_scaling`: divided by the layer number before the softmax, multiplied inside."""
-    layers = [Attention(7), Attention(7)]
-    torch.testing.assert_close(sliced((5, 8), None, layers)[0], whole(0)[0].detach(), rtol=0, atol=1e-12)
 
 
 def test_dropout_draws_from_the_random_state_of_the_rank() -> None:
@@ -168,75 +150,9 @@ def test_without_a_slice_upstream_goes_on() -> None:
         assert helpers.slicing(SimpleNamespace(deepspeed_config_dict={}))
 
 
-def test_half_precision_stays() -> None:
-    x = torch.ones(3, ROWS, HEADS, DIM, dtype=torch.bfloat16)
-    assert helpers.turn(x, angles(DIM), 2).dtype == torch.bfloat16
-
-
-# -- loss ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("plan", [*PLANS, (3, 3, 7)], ids=str)
-def test_the_losses_of_slices_add_up_to_upstreams_loss(plan: tuple[int, ...]) -> None:
-    """Sum of the losses of tokens times their mask, over the sum of the mask, from logits [L, B, vocab]."""
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(LENGTH, ROWS, 11, generator=generator, dtype=torch.float64)
-    labels = torch.randint(11, (ROWS, LENGTH), generator=generator)
-    mask = (torch.rand(ROWS, LENGTH, generator=generator) > 0.4).float()
-    mask[:, :3] = 0.0  # (3, 3, 7) has a slice that counts nowhere
-
-    def loss_fn(output: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
-        losses = F.cross_entropy(output.flatten(0, 1), given[0].t().reshape(-1), reduction="none")
-        return (losses * given[1].t().reshape(-1)).sum() / given[1].sum()
-
-    cut = SlicePlan(plan)
-    both = SliceableTensors.of_labels((labels, mask), dim=1)
-    weights = slice_weights(
-        both, cut, loss_reduction="mean_valid", ignore_index=-100, slice_weight=helpers.slice_weight
-    )
-    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    spans = [cut.span(i) for i in range(cut.num_slices)]
-    shares = [weighted_loss(leaf[a:b], both.part(a, b), w, loss_fn) for (a, b), w in zip(spans, weights, strict=True)]
-    total = torch.as_tensor(sum(shares))
-    expected = loss_fn(other, (labels, mask))
-    torch.testing.assert_close(total, expected, rtol=0, atol=1e-12)
-    total.backward()
-    expected.backward()
-    torch.testing.assert_close(leaf.grad, other.grad, rtol=0, atol=1e-12)
-
-
 def test_the_weight_of_a_slice_counts_its_mask() -> None:
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
     assert helpers.slice_weight((torch.zeros(2, 3), mask)) == 4.0
-
-
-# -- batch, positions, first batch -----------------------------------------------------------------------------------
-
-
-def test_the_mask_leaves_the_batch_where_enabled() -> None:
-    mask = torch.ones(1, 1, 8, 8).bool()
-    assert helpers.batch_mask(mask, SimpleNamespace(deepspeed_config_dict={"terapipe": {"enabled": False}})) is mask
-    terapipe_ds.register()
-    try:
-        assert helpers.batch_mask(mask, SimpleNamespace(deepspeed_config_dict=ENABLED)).shape == (1,)
-    finally:
-        terapipe_ds.unregister()
-
-
-def test_the_rotary_table_is_kept_where_enabled() -> None:
-    args = SimpleNamespace(deepspeed_config_dict={}, rope_theta=500.0)
-
-    def embedding(dim: int, theta: float) -> Any:
-        return lambda length: [dim, theta, length]
-
-    assert not helpers.keep_rotary(args, embedding, 6, 32)
-    args.deepspeed_config_dict = ENABLED
-    terapipe_ds.register()
-    try:
-        assert helpers.keep_rotary(args, embedding, 6, 32)
-    finally:
-        terapipe_ds.unregister()
-    assert args.rotary_pos_emb == [6, 500.0, 32]
 
 
 def test_an_attention_layer_that_no_slice_reached_stops_the_first_step() -> None:

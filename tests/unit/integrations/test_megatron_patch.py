@@ -49,12 +49,6 @@ def test_the_patch_only_inserts() -> None:
         assert not line.startswith("+ \t") and len(line) <= 121
 
 
-@pytest.mark.parametrize("broken", ["-removed", " context", "@@ -3,1 +3,2 @@", "@@ -3,0 +4 @@ def section():"])
-def test_the_check_of_the_form_sees_other_lines(broken: str) -> None:
-    with pytest.raises(AssertionError):
-        mini_megatron.hunks(TEXT + broken + "\n")
-
-
 def test_every_helper_that_is_called_exists() -> None:
     called = set(re.findall(r"terapipe_patch\.(\w+)", TEXT))
     assert called == {name for name in called if callable(getattr(helpers, name))}
@@ -76,15 +70,6 @@ def test_a_wholly_patched_program_has_no_problem(tmp_path: Path) -> None:
         assert problem_of_insertions(model_of(program)) is None
 
 
-def test_an_unpatched_program_lacks_every_insertion(tmp_path: Path) -> None:
-    mini_megatron.write(tmp_path, without=[hunk.name for hunk in HUNKS[1:]], patch=TEXT)
-    with mini_megatron.imported(tmp_path, mini_megatron.arguments(8)) as program:
-        problem = problem_of_insertions(model_of(program)) or ""
-    assert problem.count("\n  ") == len(INSERTIONS) - 1  # HUNKS[0] is there: git refuses an empty patch
-    for file in {insertion.file for insertion in INSERTIONS}:
-        assert f"  {file}: " in problem
-
-
 @pytest.mark.parametrize("name", [h.name for h in HUNKS if h.name not in (REGISTRATION, COMPRESSION)])
 def test_the_engine_names_the_file_of_a_missing_insertion(name: str, tmp_path: Path) -> None:
     mini_megatron.write(tmp_path, without=[name])
@@ -94,20 +79,6 @@ def test_the_engine_names_the_file_of_a_missing_insertion(name: str, tmp_path: P
     named = [line.split(":")[0].strip() for line in problem.splitlines() if line.startswith("  ")]
     assert named and set(named) == {file}
     assert "Apply patches/megatron_deepspeed.patch again" in problem
-
-
-def test_other_models_need_no_insertions() -> None:
-    assert problem_of_insertions(object()) is None
-
-
-def test_a_batch_function_of_another_script_is_missing_one(tmp_path: Path) -> None:
-    mini_megatron.write(tmp_path)
-    with mini_megatron.imported(tmp_path, mini_megatron.arguments(8)) as program:
-        model = model_of(program)
-        model._megatron_batch_fn = lambda data: data
-        assert "pretrain_gpt.py" in (problem_of_insertions(model) or "")
-        del model.__dict__["_megatron_batch_fn"]
-        assert "pretrain_gpt.py" in (problem_of_insertions(model) or "")
 
 
 @pytest.mark.parametrize("where", ["check_arguments", "batch_mask", "slicing", "keep_rotary"])
@@ -171,10 +142,3 @@ def test_sections_that_cut_the_batch_wrongly_are_refused(changes: dict[str, Any]
     args = mini_megatron.arguments(8, deepspeed_config_dict={"terapipe": {**ENABLED["terapipe"], **changes}})
     with pytest.raises(ValueError, match=told):
         helpers.check_arguments(args)
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("good", [None, [0, 1], [1, 0]])
-def test_sections_that_cut_tokens_and_positions_pass(good: list[int] | None) -> None:
-    section = {**ENABLED["terapipe"], "sliced_inputs": good}
-    helpers.check_arguments(mini_megatron.arguments(8, deepspeed_config_dict={"terapipe": section}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -16,15 +16,13 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, push_slice
-from terapipe_ds.models.megatron import kernels, linears
+from terapipe_ds.models.megatron import linears
 from terapipe_ds.models.megatron.linears import split_backwards
-from terapipe_ds.runtime.batch.in_flight import InFlightError
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 
 UNITS = ((0, 0, 1), (0, 0, 0))
 TOKENS, ROWS, IN, OUT = 5, 2, 6, 4
@@ -63,20 +61,10 @@ def by_torch(layers: Layers, hidden: Tensor) -> Tensor:
     return F.linear(torch.tanh(F.linear(hidden, layers.up.weight, bias)), layers.down.weight, layers.down.bias)
 
 
-@contextmanager
-def slice_of(unit: tuple[int, int, int]) -> Iterator[None]:
-    active = ActiveSlice(
-        start=0,
-        stop=TOKENS,
-        sequence_length=2 * TOKENS,
-        part_id=unit[0],
-        micro_batch_id=unit[1],
-        slice_id=unit[2],
-        mode="train",
-        store=None,
-    )
-    with push_slice(active):
-        yield
+def slice_of(unit: tuple[int, int, int]) -> AbstractContextManager[ActiveSlice]:
+    part_id, micro_batch_id, slice_id = unit
+    ids = {"part_id": part_id, "micro_batch_id": micro_batch_id, "slice_id": slice_id}
+    return push_slice(ActiveSlice(0, TOKENS, 2 * TOKENS, **ids))
 
 
 class Run:
@@ -132,14 +120,6 @@ def test_b_has_all_but_the_weights_and_w_these(column: dict[str, Any], optimizer
     run.assert_same()
 
 
-def test_a_bias_that_is_added_later_is_none_of_the_layer_s() -> None:
-    run = Run(Layers(skip_bias_add=True))
-    run.backward()
-    assert run.deferred() == {"up.weight", "up.bias", "down.weight"}
-    assert run.weights() == [2, 2]
-    run.assert_same()
-
-
 def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.gradients.open_batch(UNITS[:1])
@@ -151,56 +131,6 @@ def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPa
     run.assert_same()
     with torch.no_grad(), slice_of(UNITS[0]):
         run.layers(mine)
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", "megatron"])
-def test_recomputed_layers(how: str) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    kernels.stand_in_for_cuda()
-    kernels.stand_in_for_transformer_engine()
-    run = Run()
-
-    def without_output(hidden: Tensor) -> Tensor:
-        """As recompute_modules=["layernorm"]: what comes before a layer loses its memory until B."""
-        recomputed = CheckpointWithoutOutput()
-        middle = recomputed.checkpoint(torch.tanh, run.layers.up(hidden)[0])
-        outputs = run.layers.down(middle)[0]
-        recomputed.discard_output_and_register_recompute(outputs)
-        return outputs
-
-    if how == "megatron":
-        run.backward(without_output)
-    else:
-        run.backward(lambda hidden: checkpoint(run.layers, hidden, use_reentrant=how == "reentrant"))
-    assert run.weights() == [2, 2]
-    run.assert_same()
-
-
-class Tied(nn.Module):
-    """Logits by the weight of an embedding, which a layer without a weight of its own is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(OUT, IN, dtype=torch.float64))
-        self.projection = Layers().up
-        self.projection.weight = self.projection.bias = None
-
-    def defer_weight_gradients(self, gradients: Any) -> None:
-        split_backwards(self.projection, gradients)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        rows = F.embedding(torch.tensor([[0, 2]] * TOKENS), self.embedding)
-        return self.projection(hidden * rows, weight=self.embedding)[0]
-
-
-@pytest.mark.parametrize("optimizer", [None, DeepSpeedOptimizer()], ids=["plain", "watched"])
-def test_a_weight_that_an_embedding_has_too(optimizer: Any) -> None:
-    run = Run(Tied(), optimizer, lambda tied, x: F.linear(x * tied.embedding[[0, 2]], tied.embedding))
-    run.backward()
-    assert not run.deferred(), "the embedding's gradient is there since B"
-    assert run.weights() == [1, 1]
-    run.assert_same()
 
 
 class TestWhoIsLeftAlone:
@@ -270,88 +200,3 @@ def test_a_hook_on_a_weight_is_called_in_w_and_once() -> None:
     run.weights()
     assert len(seen) == len(UNITS)
     torch.testing.assert_close(run.layers.up.weight.grad, 3 * run.plain.up.weight.grad)
-
-
-def test_another_engine_takes_the_layers_over() -> None:
-    run = Run()
-    first, run.gradients = run.gradients, accumulate_in_products(run.layers, None)
-    run.gradients.open_batch(UNITS)
-    run.backward()
-    assert first.kept_bytes(UNITS[0]) == 0
-    assert run.weights() == [2, 2]
-    run.assert_same()
-
-
-def test_a_backward_apart_from_b_is_refused() -> None:
-    run = Run()
-    with slice_of(UNITS[0]), pytest.raises(InFlightError, match="but not in its B"):
-        run.layers(run.inputs[UNITS[0]].requires_grad_()).sum().backward()
-
-
-class TwoAlike:
-    """A group of two ranks, the other of which holds and computes the same as this one."""
-
-    def size(self) -> int:
-        return 2
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        monkeypatch.setattr(linears, "torch_dist", self)
-        self.kept: dict[Any, Tensor] = {}
-        monkeypatch.setattr(linears, "get_global_memory_buffer", lambda: self)
-
-    def get_tensor(self, shape: list[int], dtype: torch.dtype, name: str) -> Tensor:
-        """One buffer for all, as megatron-core's."""
-        flat = self.kept.setdefault((name, dtype), torch.empty(1000, dtype=dtype))
-        return flat[: torch.Size(shape).numel()].view(shape)
-
-    def all_gather_into_tensor(self, whole: Tensor, share: Tensor, group: Any) -> None:
-        self.calls.append("gather")
-        whole.copy_(torch.cat([share, share]))
-
-    def reduce_scatter_tensor(self, share: Tensor, whole: Tensor, group: Any, async_op: bool) -> TwoAlike:
-        self.calls.append("scatter")
-        share.copy_(2 * whole.chunk(2)[0])
-        return self
-
-    def all_reduce(self, tensor: Tensor, group: Any, async_op: bool) -> TwoAlike:
-        self.calls.append("reduce")
-        tensor.mul_(2)
-        return self
-
-    def wait(self) -> None:
-        self.calls.append("wait")
-
-
-@pytest.mark.parametrize("how", ["sums", "shares"])
-def test_collectives_stand_where_they_belong(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F, B, W; what waits for W is a share of the inputs, and another gather does not spoil it."""
-    ranks, gradients = TwoAlike(monkeypatch), WeightGradients()
-    layers = Layers(bias=False)
-    split_backwards(layers, gradients)
-    gradients.open_batch(UNITS)
-    options = {"tp_group": ranks, "allreduce_dgrad": how == "sums", "sequence_parallel": how == "shares"}
-    inputs, upstream, calls = {}, {}, []
-    for unit in UNITS:
-        inputs[unit] = torch.randn(TOKENS, ROWS, IN, dtype=torch.float64, requires_grad=True)
-        with slice_of(unit), gradients.deferred(unit):
-            outputs = layers.up._forward_impl(input=inputs[unit], weight=layers.up.weight, bias=None, **options)
-            calls.append(list(ranks.calls))
-            ranks.calls.clear()
-            upstream[unit] = torch.randn_like(outputs)
-            outputs.backward(upstream[unit])
-        calls.append(list(ranks.calls))
-        ranks.calls.clear()
-    shared = 2 if how == "shares" else 1
-    assert gradients.kept_bytes(UNITS[0]) == 8 * ROWS * (TOKENS * IN + shared * TOKENS * OUT)
-    for unit in UNITS:
-        assert gradients.compute(unit, nullcontext) == 1
-    assert ranks.calls == (["gather"] * 2 if how == "shares" else [])
-    assert calls == ([["gather"], ["scatter", "wait"]] if how == "shares" else [[], ["reduce", "wait"]]) * 2
-    expected = torch.zeros_like(layers.up.weight)
-    for unit, hidden in inputs.items():
-        whole = torch.cat([hidden] * shared).detach()
-        expected += torch.einsum("tbo,tbi->oi", upstream[unit], whole)
-        input_gradient = 2 * (upstream[unit] @ layers.up.weight)[:TOKENS]
-        torch.testing.assert_close(hidden.grad, input_gradient, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layers.up.weight.grad, expected, rtol=1e-12, atol=1e-12)

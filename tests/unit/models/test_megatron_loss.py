@@ -94,31 +94,29 @@ def test_labels_of_another_form_are_refused() -> None:
         VocabParallelLoss("fused")
 
 
-def split_loss(dtype: torch.dtype, ranks: int) -> tuple[float, Tensor]:
+def split_loss() -> tuple[float, Tensor]:
     """On each rank: loss and gradient of its share of the vocabulary."""
     import torch.distributed as torch_dist
 
-    logits, labels, mask = sample(dtype=dtype)
+    logits, labels, mask = sample()
     labels[0, 0] = -100
-    rank = torch_dist.get_rank()
-    mine = logits.detach().chunk(ranks, dim=-1)[rank].clone().requires_grad_()
+    mine = logits.detach().chunk(2, dim=-1)[torch_dist.get_rank()].clone().requires_grad_()
     loss_fn = VocabParallelLoss()
     loss_fn.use_group(lambda: torch_dist.group.WORLD)
-    loss = loss_fn(mine, (labels, mask.to(dtype)))
+    loss = loss_fn(mine, (labels, mask.double()))
     loss.backward()
     assert mine.grad is not None
     return float(loss), mine.grad
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_split_over_ranks(ranks: int) -> None:
+def test_split_over_ranks() -> None:
     logits, labels, mask = sample()
     labels[0, 0] = -100
     mask = mask.double()
     mask[0, 0] = 0.0
     wanted = expected_loss(logits, labels.clamp_min(0), mask)
     wanted.backward()
-    results = rank_pool(ranks).run(split_loss, dtype=torch.float64, ranks=ranks)
+    results = rank_pool(2).run(split_loss)
     for loss, _ in results:
         assert loss == pytest.approx(wanted.item(), rel=1e-13)
     torch.testing.assert_close(torch.cat([gradient for _, gradient in results], dim=-1), logits.grad)

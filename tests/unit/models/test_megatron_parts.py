@@ -1,7 +1,8 @@
-"""The small parts of the Megatron layers: norms, random numbers, specs, marks; each without process groups."""
+"""The small parts of the Megatron layers: norms, gradients, names, specs, marks; each without process groups."""
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -12,10 +13,8 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import CrossAttention
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
@@ -23,21 +22,17 @@ from torch import nn
 from terapipe_ds import compat
 from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.gradients import gradient_reader, is_partial
-from terapipe_ds.models.megatron.kernels import CpuRngTracker, TorchNorm
-from terapipe_ds.models.megatron.layers import initial_weights
-from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs, with_sliced_attention
+from terapipe_ds.models.megatron.kernels import TorchNorm
+from terapipe_ds.models.megatron.module import _SIZES_KEY, _patterns
+from terapipe_ds.models.megatron.sliced_core_attention import SlicedCoreAttention, layer_specs
+from terapipe_ds.runtime.checkpoints.compatibility import MODEL_SIZES
 
-SIZES: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "use_cpu_initialization": True,
-    "params_dtype": torch.float64,
-}
+SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
+ON_CPU: dict[str, Any] = {"use_cpu_initialization": True, "params_dtype": torch.float64}
 
 
 def config(**changes: Any) -> TransformerConfig:
-    return TransformerConfig(**{**SIZES, **changes})
+    return TransformerConfig(**{**SIZES, **ON_CPU, **changes})
 
 
 # -- norms ---------------------------------------------------------------------------------------------------
@@ -75,34 +70,7 @@ def test_norm_parameters_say_whether_their_gradients_are_partial(sequence_parall
     assert partial == ({"weight", "bias"} if sequence_parallel else set())
 
 
-def test_an_unknown_norm_is_refused() -> None:
-    shape = config()
-    shape.normalization = "L2Norm"
-    with pytest.raises(ValueError, match="LayerNorm or RMSNorm"):
-        TorchNorm(shape, 16)
-
-
 # -- partial gradients ---------------------------------------------------------------------------------------
-
-
-def test_gradients_of_query_and_key_norms_count_the_rank_s_heads_only() -> None:
-    shape = config(tensor_model_parallel_size=2)
-    parameter = nn.Parameter(torch.zeros(4))
-    assert is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
-    assert is_partial("1.layer.self_attention.k_layernorm.weight", parameter, shape)
-    assert not is_partial("1.layer.input_layernorm.weight", parameter, shape)
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    assert not is_partial("1.layer.self_attention.q_layernorm.weight", parameter, shape)
-
-
-def test_a_plain_optimizer_reads_grad_and_nothing_else() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    read = gradient_reader(torch.optim.SGD([parameter], lr=0.1))
-    assert read(parameter) is None
-    parameter.grad_accum = torch.full((2,), 2.0)  # type: ignore[attr-defined]
-    assert read(parameter) is None
-    parameter.grad = torch.ones(2)
-    assert read(parameter) is parameter.grad
 
 
 def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
@@ -110,95 +78,33 @@ def test_an_optimizer_whose_gradients_are_somewhere_else_is_refused() -> None:
         gradient_reader(object.__new__(DeepSpeedZeroOptimizer_Stage3))
 
 
-# -- random numbers ------------------------------------------------------------------------------------------
+def test_what_another_engine_left_on_a_parameter_is_not_read() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter._hp_grad, parameter.grad_accum = torch.ones(3), torch.ones(3)  # type: ignore[attr-defined]
+    read = gradient_reader(torch.optim.SGD([parameter], lr=1.0))
+    assert read(parameter) is None
+    parameter.grad = torch.full((3,), 2.0)
+    assert read(parameter) is parameter.grad
 
 
-def test_a_fork_draws_from_its_own_state_and_leaves_the_default_one() -> None:
-    tracker = CpuRngTracker()
-    tracker.add("model-parallel-rng", 7)
-    torch.manual_seed(1)
-    expected = torch.rand(2)
-    torch.manual_seed(1)
-    with tracker.fork():
-        first = torch.rand(3)
-    with tracker.fork():
-        second = torch.rand(3)
-    assert torch.equal(torch.rand(2), expected)
-    torch.manual_seed(7)
-    assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
+def test_patterns_match_every_layer_and_nothing_else() -> None:
+    names = [f"{layer}.layer.mlp.linear_fc1.weight" for layer in (1, 2, 13)]
+    (pattern,) = _patterns(names)
+    assert all(re.match(pattern, name) for name in [*names, "99.layer.mlp.linear_fc1.weight"])
+    for other in (
+        "1.layer.mlp.linear_fc1.weight2",
+        "1.layer.mlp.linear_fc2.weight",
+        "1.layerxmlp.linear_fc1.weight",
+        "1.layer.mlp.experts.local_experts.0.linear_fc1.weight",
+    ):
+        assert not re.match(pattern, other), other
 
 
-def test_unknown_and_repeated_states_are_errors() -> None:
-    tracker = CpuRngTracker()
-    with pytest.raises(ValueError, match="seed_dropout"), tracker.fork():
-        pass
-    tracker.add("a", 1)
-    with pytest.raises(ValueError, match="exists already"):
-        tracker.add("a", 2)
-
-
-def test_recompute_replays_the_numbers_of_both_states() -> None:
-    kernels.stand_in_for_cuda()
-    tracker = megatron_random.get_cuda_rng_tracker()
-    assert isinstance(tracker, CpuRngTracker)
-    tracker.reset()
-    tracker.add("model-parallel-rng", 3)
-    drawn: list[torch.Tensor] = []
-
-    def layer(hidden: torch.Tensor) -> torch.Tensor:
-        with tracker.fork():
-            inside = torch.rand(4)
-        drawn.append(torch.cat([inside, torch.rand(4)]))
-        return hidden * drawn[-1].sum()
-
-    hidden = torch.ones(1, requires_grad=True)
-    out = megatron_random.checkpoint(layer, False, hidden)
-    torch.rand(5)
-    with tracker.fork():
-        torch.rand(5)
-    out.backward()
-    assert len(drawn) == 2 and torch.equal(drawn[0], drawn[1])
-    assert hidden.grad is not None and hidden.grad.item() == pytest.approx(drawn[0].sum().item())
-
-
-def test_initial_weights_depend_on_seed_and_layer_alone() -> None:
-    kernels.stand_in_for_cuda()
-    tracker = megatron_random.get_cuda_rng_tracker()
-
-    def draw(seed: int, layer: int, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        with initial_weights(seed, layer, rank):
-            with tracker.fork():
-                split = torch.rand(3)
-            return torch.rand(3), split
-
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    whole, split = draw(1, 2)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(10)
-    again, split_again = draw(1, 2)
-    assert torch.equal(whole, again) and torch.equal(split, split_again)
-    assert not torch.equal(whole, draw(1, 3)[0]) and not torch.equal(whole, draw(2, 2)[0])
-    other_whole, other_split = draw(1, 2, rank=1)
-    assert torch.equal(whole, other_whole) and not torch.equal(split, other_split)
+def test_the_engine_looks_where_the_model_writes() -> None:
+    assert _SIZES_KEY == MODEL_SIZES
 
 
 # -- specs ---------------------------------------------------------------------------------------------------
-
-
-def test_each_layer_has_our_attention_and_torch_norms() -> None:
-    built = layer_specs(config(normalization="RMSNorm", qk_layernorm=True))
-    assert len(built) == 4
-    for spec in built:
-        attention = spec.submodules.self_attention.submodules
-        assert attention.core_attention is SlicedCoreAttention
-        norms = [
-            spec.submodules.input_layernorm,
-            spec.submodules.pre_mlp_layernorm,
-            attention.q_layernorm,
-            attention.k_layernorm,
-        ]
-        assert norms == [TorchNorm] * 4
 
 
 def test_experts_stand_where_the_frequency_says() -> None:
@@ -206,13 +112,6 @@ def test_experts_stand_where_the_frequency_says() -> None:
         num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none", add_bias_linear=False
     )
     assert [spec.submodules.mlp.module is MoELayer for spec in layer_specs(shape)] == [False, True, False, True]
-
-
-def test_the_given_spec_is_copied_not_changed() -> None:
-    given = get_gpt_layer_local_spec()
-    ours = with_sliced_attention(given, config())
-    assert given.submodules.self_attention.submodules.core_attention is DotProductAttention
-    assert ours.submodules.self_attention.submodules.core_attention is SlicedCoreAttention
 
 
 def changed(**submodules: Any) -> ModuleSpec:
@@ -281,11 +180,6 @@ def test_masks_biases_and_packing_are_refused(argument: str) -> None:
     heads = torch.randn(3, 1, 4, 4)
     with pytest.raises(ValueError, match=argument):
         attention(heads, heads, heads, **{argument: torch.ones(1)})
-
-
-def test_cross_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="self-attention"):
-        SlicedCoreAttention(config(), layer_number=1, attention_type="cross")
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

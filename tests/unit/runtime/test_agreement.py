@@ -17,8 +17,6 @@ from terapipe_ds.runtime.agreement import (
     from_rank_0,
     gather,
     gather_results,
-    meet,
-    on_any_rank,
     refuse_everywhere,
     share,
 )
@@ -48,12 +46,6 @@ class TestValues:
         assert ranks.run(lambda rank: gather(10 * rank)) == [[0, 10, 20]] * 3
         assert ranks.run(lambda rank: gather(rank, (0, 2)) if rank != 1 else None) == [[0, 2], None, [0, 2]]
 
-    def test_a_single_rank_asks_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        alone = Ranks(1)
-        monkeypatch.setattr(agreement, "torch_dist", alone)
-        assert alone.run(lambda rank: (gather(7), from_rank_0(lambda: 8), gather_results(lambda: 9))) == [([7], 8, [9])]
-        assert alone.calls == [[]]
-
     def test_on_the_cpu_where_the_ranks_talk_by_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ranks, groups = Ranks(2), []
         monkeypatch.setattr(agreement, "torch_dist", ranks)
@@ -68,10 +60,6 @@ class TestValues:
         asked: list[int] = []
         assert ranks.run(lambda rank: from_rank_0(lambda: asked.append(rank) or 7)) == [7] * 3
         assert asked == [0]
-
-    def test_flags(self, ranks: Ranks) -> None:
-        assert ranks.run(lambda rank: on_any_rank(rank == 1, None)) == [True] * 3
-        assert ranks.run(lambda rank: on_any_rank(False, None)) == [False] * 3
 
 
 class TestErrors:
@@ -110,10 +98,6 @@ class TestErrors:
             raise RaisedEverywhere(error)
         assert caught.value is error and error.__cause__ is cause
 
-    def test_other_errors_pass(self) -> None:
-        with pytest.raises(KeyError), ErrorsUnwrapped():
-            raise KeyError("mine")
-
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6))
 def test_shares_sum_up_to_zero_for_equal_digests_only(values: list[int]) -> None:
@@ -121,17 +105,3 @@ def test_shares_sum_up_to_zero_for_equal_digests_only(values: list[int]) -> None
     total = sum(share(number, index, len(numbers)) for index, number in enumerate(numbers))
     assert (total == 0) == (len(set(values)) == 1)
     assert all(0 <= number < 2**40 for number in numbers)
-
-
-class TestMeetings:
-    def test_each_learns_what_the_others_say(self, ranks: Ranks) -> None:
-        told = ranks.run(lambda rank: meet("here", (0, 1, 2), rank, f"I am {rank}", lambda waited_s, missing: None))
-        assert told == [{0: "I am 0", 1: "I am 1", 2: "I am 2"}] * 3
-
-    def test_a_rank_that_is_late_can_be_named(self, ranks: Ranks) -> None:
-        def late(waited_s: float, missing: Any) -> None:
-            if waited_s > 0.05:
-                raise TimeoutError(missing())
-
-        error, *_ = ranks.run(lambda rank: meet("late", (0, 1, 2), rank, "", late) if rank == 0 else None)
-        assert isinstance(error, TimeoutError) and error.args == ([1, 2],)

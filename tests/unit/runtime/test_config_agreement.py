@@ -46,34 +46,11 @@ def test_equal_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(monkeypatch, CONFIG, reordered, CONFIG).calls == [[]] * 3, "the store is enough"
 
 
-def test_both_sides_are_shown_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = changed(terapipe={"enabled": True, "slices": 8})
-    with pytest.raises(TeraPipeConfigError) as caught:
-        check(monkeypatch, CONFIG, other, CONFIG)
-    assert str(caught.value).splitlines()[1:] == [
-        '  terapipe: ranks [0, 2]: {"enabled": true, "slices": 4}; ranks [1]: {"enabled": true, "slices": 8}'
-    ]
-    assert "every rank must be given the same one" in str(caught.value)
-
-
 @pytest.mark.parametrize("section", COMPARED_SECTIONS)
 def test_everything_that_decides_on_messages_is_compared(monkeypatch: pytest.MonkeyPatch, section: str) -> None:
     other = changed(**{section: {"enabled": True, "other": 1}})
     with pytest.raises(TeraPipeConfigError, match=rf"\n  {section}: ranks \[0\]: .*; ranks \[1\]: "):
         check(monkeypatch, CONFIG, other)
-
-
-def test_every_difference_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = changed(gradient_clipping=0.5, bf16={"enabled": True})
-    with pytest.raises(TeraPipeConfigError) as caught:
-        check(monkeypatch, CONFIG, other)
-    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == ["bf16", "gradient_clipping"]
-
-
-def test_a_rank_without_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    without = {key: value for key, value in CONFIG.items() if key != "terapipe"}
-    with pytest.raises(TeraPipeConfigError, match=r"terapipe: ranks \[0\]: null; ranks \[1\]: "):
-        check(monkeypatch, without, CONFIG)
 
 
 def test_what_ranks_may_have_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +62,6 @@ def test_without_an_enabled_section_nothing_is_compared(
     monkeypatch: pytest.MonkeyPatch, section: dict[str, Any] | None
 ) -> None:
     check(monkeypatch, changed(terapipe=section), changed(terapipe=section, gradient_clipping=0.5))
-
-
-def test_a_single_process_asks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_equal_configs(CONFIG)  # without a process group
-    check(monkeypatch, CONFIG)
 
 
 def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,31 +88,3 @@ def test_the_versions_are_those_of_this_installation() -> None:
         assert Version(ours[f"version of {package.__name__}"]).public == Version(package.__version__).public
     assert ours["version of terapipe_ds"] == terapipe_ds.__version__
     assert ours["version of python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-class TestRanksThatNeverCome:
-    @pytest.fixture(autouse=True)
-    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(agreement, "PATIENCE_S", 0.0)
-        monkeypatch.setattr(agreement, "REMIND_S", 0.0)
-
-    def test_they_are_named(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        config = changed(terapipe={"enabled": True, "stall_timeout_s": 0.05})
-        ranks = Ranks(4)
-        monkeypatch.setattr(agreement, "torch_dist", ranks)
-        monkeypatch.setattr(agreement, "torch_dist", ranks)
-        error, *_ = ranks.run(lambda rank: require_equal_configs(config) if rank == 0 else None)
-        assert isinstance(error, TeraPipeConfigError)
-        assert "ranks [1, 2, 3] have not come" in str(error) and "terapipe_ds.register()" in str(error)
-        assert ranks.calls[0] == [], "a collective would wait for them"
-        assert sum("have not come" in message for message in caplog.messages) == 1
-
-    @pytest.mark.parametrize(
-        ("section", "timeout_s"),
-        [
-            ({"enabled": True, "stall_timeout_s": 7}, 7.0), ({"enabled": True}, 300.0), (None, 300.0),
-            ({"stall_timeout_s": "soon"}, 300.0), ("on", 300.0),
-        ],
-    )  # fmt: skip
-    def test_for_how_long(self, section: Any, timeout_s: float) -> None:
-        assert agreement._timeout_s(agreement._compared(changed(terapipe=section))) == timeout_s

@@ -22,20 +22,16 @@ def bare_logger() -> Iterator[logging.Logger]:
     logger.propagate, logger.handlers = before[1], before[2]
 
 
-def test_rank_0_tells_all_and_others_warn(bare_logger: logging.Logger, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("rank", "told"), [(0, ["the plan", "beware"]), (3, ["beware"])])
+def test_rank_0_tells_all_and_others_warn(
+    rank: int, told: list[str], bare_logger: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
     bare_logger.handlers.clear()  # pytest's own
-    show_log(0)
-    show_log(0)
-    bare_logger.info("the plan")
-    assert capfd.readouterr().err == "[terapipe_ds rank 0] the plan\n"
-
-
-def test_other_ranks_warn_only(bare_logger: logging.Logger, capfd: pytest.CaptureFixture[str]) -> None:
-    bare_logger.handlers.clear()
-    show_log(3)
+    show_log(rank)
+    show_log(rank)
     bare_logger.info("the plan")
     bare_logger.warning("beware")
-    assert capfd.readouterr().err == "[terapipe_ds rank 3] beware\n"
+    assert capfd.readouterr().err.splitlines() == [f"[terapipe_ds rank {rank}] {line}" for line in told]
 
 
 def test_the_programs_own_handlers_stay(bare_logger: logging.Logger) -> None:

@@ -74,11 +74,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--module terapipe_ds.run [--verify] SCRIPT.py" in capsys.readouterr().out
 
 
-def test_help_of_the_script_is_the_scripts(script: Path, tmp_path: Path) -> None:
-    main([str(script), "--help", str(tmp_path / "out.json")])
-    assert json.loads((tmp_path / "out.json").read_text())[1][1] == "--help"
-
-
 @pytest.mark.parametrize("from_command_line", [False, True])
 def test_the_script_runs_as_if_it_had_been_started_itself(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_command_line: bool

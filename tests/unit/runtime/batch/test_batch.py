@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terapipe_ds.runtime.batch.sliceable import (
-    BatchError,
-    SliceableTensors,
-    as_tuple,
-    check_found,
-    has_length,
-    sequence_length,
-)
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, as_tuple, check_found, sequence_length
 
 TOKENS = torch.arange(24).reshape(2, 12)
 POSITIONS = torch.arange(12).repeat(2, 1)
@@ -36,51 +29,14 @@ class TestWhatIsSliced:
         assert torch.equal(positions, POSITIONS[:, 5:8])
         assert mask is MASK
 
-    def test_spans_are_views(self) -> None:
-        [tokens] = of_inputs(TOKENS).span(5, 8)
-        assert tokens.data_ptr() == TOKENS[:, 5:].data_ptr()
-
     def test_indices_override_sizes(self) -> None:
         inputs = of_inputs((TOKENS, WHOLE), sliced_inputs=(0,))
         assert inputs.sliced == (True, False)
         assert [tuple(t.shape) for t in inputs.span(0, 4)] == [(2, 4), (2, 12, 3)]
         assert of_inputs((TOKENS, WHOLE)).sliced == (True, True)
 
-    def test_another_dimension(self) -> None:
-        inputs = SliceableTensors.of_inputs((TOKENS.T, WHOLE.transpose(0, 1), MASK), 12, 0)
-        assert inputs.sliced == (True, True, False)
-        assert [tuple(t.shape) for t in inputs.span(11, 12)][:2] == [(1, 2), (1, 2, 3)]
-
-    def test_a_tensor_without_that_dimension_goes_whole(self) -> None:
-        assert of_inputs((TOKENS, torch.ones(()), torch.ones(12))).sliced == (True, False, False)
-
-    @pytest.mark.parametrize(
-        ("shape", "dim", "expected"),
-        [((2, 12), 1, True), ((2, 12), 0, False), ((12,), 1, False), ((), 0, False), ((2, 3, 12), 2, True)],
-    )
-    def test_has_length(self, shape: tuple[int, ...], dim: int, expected: bool) -> None:
-        assert has_length(torch.zeros(shape), dim, 12) is expected
-
-    def test_the_slices_cover_the_sequence_once(self) -> None:
-        inputs = of_inputs(TOKENS)
-        parts = [inputs.span(start, stop)[0] for start, stop in ((0, 5), (5, 11), (11, 12))]
-        assert torch.equal(torch.cat(parts, dim=1), TOKENS)
-
 
 class TestForm:
-    @pytest.mark.parametrize("inputs", [(TOKENS,), [TOKENS]])
-    def test_tuples_stay_tuples(self, inputs: Any) -> None:
-        sliceable = of_inputs(inputs)
-        assert sliceable.is_tuple
-        packed = sliceable.packed(sliceable.span(0, 2))
-        assert isinstance(packed, tuple)
-        assert torch.equal(packed[0], TOKENS[:, :2])
-
-    def test_a_tensor_stays_a_tensor(self) -> None:
-        sliceable = of_inputs(TOKENS)
-        assert not sliceable.is_tuple
-        assert torch.equal(sliceable.packed(sliceable.span(0, 2)), TOKENS[:, :2])
-
     def test_a_part_for_the_users_code_is_contiguous(self) -> None:
         """So that `labels.view(-1)` works as it does on whole labels."""
         part = SliceableTensors.of_labels(TOKENS, 1).part(3, 7)
@@ -90,22 +46,11 @@ class TestForm:
         assert torch.equal(labels, TOKENS[:, 3:7])
         assert torch.equal(mask, MASK)
 
-    def test_to_keeps_all_but_the_graph(self) -> None:
-        weights = torch.ones(2, 12, requires_grad=True) * 2
-        moved = of_inputs((TOKENS, weights), sliced_inputs=(0,)).to(torch.device("cpu"))
-        assert (moved.sliced, moved.dim, moved.is_tuple) == ((True, False), 1, True)
-        assert torch.equal(moved.tensors[0], TOKENS)
-        assert not moved.tensors[1].requires_grad
-
 
 class TestSequenceLength:
     def test_the_first_label_tensor_with_that_dimension_decides(self) -> None:
         assert sequence_length((torch.ones(7), TOKENS, WHOLE), 1) == 12
         assert sequence_length((torch.ones(7), TOKENS), 0) == 7
-
-    def test_other_labels_go_whole(self) -> None:
-        labels = SliceableTensors.of_labels((TOKENS, torch.ones(2, 3)), 1)
-        assert labels.sliced == (True, False)
 
 
 WHOLE_BATCHES = 'images .* "slices": 1, "schedule": "1f1b"'
@@ -116,11 +61,6 @@ class TestErrors:
         told = r"length 12 in dimension 1 .*shapes \[2, 11\], \[2, 1, 1, 5\].*"
         with pytest.raises(BatchError, match=told + WHOLE_BATCHES):
             of_inputs((TOKENS[:, 1:], MASK))
-
-    def test_labels_without_the_dimension(self) -> None:
-        told = r"no label tensor has dimension 1 .*label shapes: \[24\].*"
-        with pytest.raises(BatchError, match=told + WHOLE_BATCHES):
-            SliceableTensors.of_labels(TOKENS.flatten(), 1)
 
     def test_an_index_that_is_not_there(self) -> None:
         with pytest.raises(BatchError, match="names input 2, but the batch has 2 input tensors"):
@@ -167,10 +107,6 @@ class TestWhatSizesDoNotTell:
         assert f"input 2 ({str(dtype)[6:]} [2, 12]) has the labels' length 12 in dimension 1" in message
         assert "terapipe.sliced_inputs = [0, 1] hands it whole to each slice and [0, 1, 2] cuts it" in message
 
-    def test_the_only_input_can_only_be_cut(self) -> None:
-        with pytest.raises(BatchError, match=r"input 0 .*sliced_inputs = \[0\] cuts it in dimension 1 with the tok"):
-            self.check(torch.ones(2, 12))
-
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
     @pytest.mark.parametrize(
         ("shape", "ways"),
@@ -190,10 +126,6 @@ class TestWhatSizesDoNotTell:
         assert "sliced_attention is causal, so leave it out of the batch" in message and '"slices": 1' in message
         assert f"terapipe.sliced_inputs = {ways}" in message
 
-    def test_as_many_features_as_tokens(self) -> None:
-        with pytest.raises(BatchError, match=r"input 0 .*two dimensions.*sliced_inputs = \[0\] cuts it"):
-            self.check(torch.randn(2, 12, 12))
-
     def test_as_many_rows_as_tokens(self) -> None:
         square = torch.zeros(12, 12, dtype=torch.long)
         self.check(square, square.bool(), torch.randn(12, 12, 3), rows=12)
@@ -210,25 +142,3 @@ class TestWhatSizesDoNotTell:
             self.check(TOKENS.T, torch.ones(12, 2), dim=0)
         with pytest.raises(BatchError, match=r"input 1 .*\[12, 2, 12\].*in two dimensions"):
             self.check(TOKENS.T, torch.ones(12, 2, 12), dim=0)
-
-    def test_all_are_told_at_once(self) -> None:
-        with pytest.raises(BatchError) as caught:
-            self.check(TOKENS, torch.ones(2, 12, 12), torch.ones(2, 12))
-        message = str(caught.value)
-        assert "input 1 (float32 [2, 12, 12])" in message and "input 2 (float32 [2, 12])" in message
-        assert "= [0] hands it whole to each slice and [0, 1, 2] cuts it" in message
-        assert "(of [1, 2], each as it is meant)" in message
-
-
-def test_description() -> None:
-    assert of_inputs((TOKENS, MASK, WHOLE)).describe() == (
-        "cut in slices, in dimension 1: input 0 (int64 [2, 12]), input 2 (float32 [2, 12, 3]); whole with each slice: "
-        "input 1 (bool [2, 1, 1, 5])"
-    )
-    assert of_inputs(TOKENS).describe() == "cut in slices, in dimension 1: input 0 (int64 [2, 12])"
-
-
-def test_as_tuple() -> None:
-    one: tuple[Tensor, ...] = as_tuple(TOKENS, "it")
-    assert one[0] is TOKENS
-    assert as_tuple([TOKENS, MASK], "it") == (TOKENS, MASK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +10,7 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch import batch_agreement
-from terapipe_ds.runtime.batch.batch_agreement import (
-    DataSums,
-    MicroBatchShape,
-    PlaceInJob,
-    Shapes,
-    StageReport,
-    TensorPeers,
-)
+from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.sliceable import BatchError
 from tests.unit.runtime.rank_threads import Ranks
 
@@ -30,10 +21,6 @@ MIXED = (MicroBatchShape(2, 12), MicroBatchShape(3, 7))
 def report(**changes: Any) -> StageReport:
     fields: dict[str, Any] = {"training": True, "num_micro_batches": 2, "agreement": "two slices", "shapes": None}
     return StageReport(**{**fields, **changes})
-
-
-def first(**changes: Any) -> StageReport:
-    return report(**{"seen": SHAPES, **changes})
 
 
 def last(**changes: Any) -> StageReport:
@@ -48,73 +35,35 @@ def places(stages: int, pipelines: int = 1, peers: int = 1) -> list[PlaceInJob]:
         stage_id, pipeline_id = divmod(rank, pipelines)
         start = rank - rank % peers
         group = TensorPeers(tuple(range(start, start + peers)), stage_id, pipeline_id // peers, pipelines // peers)
-        found.append(
-            PlaceInJob(
-                stage_id,
-                stages,
-                tuple(sorted({0, stages - 1})),
-                stages - 1,
-                None if stages == 1 else tuple(range(pipeline_id, size, pipelines)),
-                tuple(range(size)),
-                pipeline_id,
-                pipelines,
-                group if peers > 1 else None,
-            )
-        )
+        pipeline = None if stages == 1 else tuple(range(pipeline_id, size, pipelines))
+        stage = stage_id, stages, tuple(sorted({0, stages - 1})), stages - 1
+        everyone = tuple(range(size)), pipeline_id, pipelines
+        found.append(PlaceInJob(*stage, pipeline, *everyone, group if peers > 1 else None))
     return found
 
 
 def agreed(
-    monkeypatch: pytest.MonkeyPatch,
-    reports: list[StageReport],
-    in_job: list[PlaceInJob] | None = None,
-    check: Callable[[int, Shapes], None] = lambda rank, shapes: None,
+    monkeypatch: pytest.MonkeyPatch, reports: list[StageReport], in_job: list[PlaceInJob] | None = None
 ) -> tuple[list[Any], Ranks]:
     """What each rank gets, or the error that all raise alike."""
     ranks, in_job = Ranks(len(reports)), in_job or places(len(reports))
     monkeypatch.setattr(batch_agreement, "torch_dist", ranks)
     monkeypatch.setattr(agreement, "torch_dist", ranks)
-    results = ranks.run(
-        lambda rank: batch_agreement.agree_on_batch(reports[rank], in_job[rank], lambda shapes: check(rank, shapes))
-    )
+    act = batch_agreement.agree_on_batch
+    results = ranks.run(lambda rank: act(reports[rank], in_job[rank], lambda shapes: None))
     if any(isinstance(each, Exception) for each in results):
         assert all(isinstance(each, RaisedEverywhere) for each in results), results
         results = [each.error for each in results]
     return results, ranks
 
 
-class TestShapes:
-    def test_every_stage_learns_those_of_the_last_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        results, ranks = agreed(monkeypatch, [first(), report(), last()])
-        assert results == [SHAPES] * 3
-        assert ranks.calls == [["all_reduce"]] * 3, "one message of one size"
-
-    def test_mixed_shapes_take_a_second_message(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        results, ranks = agreed(monkeypatch, [first(seen=MIXED), report(), last(shapes=MIXED, seen=MIXED)])
-        assert results == [MIXED] * 3
-        assert ranks.calls == [["all_reduce", "broadcast"]] * 3
-
-    def test_one_rank_needs_no_other(self) -> None:
-        assert batch_agreement.agree_on_batch(last(shapes=MIXED), PlaceInJob(), lambda shapes: None) == MIXED
-
-    def test_each_pipeline_has_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        other = (MicroBatchShape(1, 5),) * 2
-        reports = [first(), first(seen=other), last(), last(shapes=other, seen=other)]
-        results, _ = agreed(monkeypatch, reports, places(2, pipelines=2))
-        assert results == [SHAPES, other] * 2
-
-    def test_a_stage_without_labels_looks_at_its_inputs_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        looked: list[tuple[int, Shapes]] = []
-
-        def check(rank: int, shapes: Shapes) -> None:
-            looked.append((rank, shapes))
-            if rank == 0:
-                raise BatchError("no input tensor has the sequence")
-
-        results, _ = agreed(monkeypatch, [first(seen=()), last()], check=check)
-        assert sorted(looked) == [(0, SHAPES), (1, SHAPES)]
-        assert all(isinstance(error, BatchError) for error in results)
-        assert str(results[0]) == "no input tensor has the sequence" and str(results[0]) in str(results[1])
+@pytest.mark.parametrize(("shapes", "messages"), [(SHAPES, ["all_reduce"]), (MIXED, ["all_reduce", "broadcast"])])
+def test_every_stage_learns_the_shapes_of_the_last_one(
+    shapes: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message of one size, and a second one for shapes that differ."""
+    results, ranks = agreed(monkeypatch, [report(seen=shapes), report(), last(shapes=shapes, seen=shapes)])
+    assert results == [shapes] * 3 and ranks.calls == [messages] * 3
 
 
 class TestErrors:
@@ -132,62 +81,16 @@ class TestErrors:
             assert results[0] is own
             assert [(type(error), str(error)) for error in results[1:]] == [(BatchError, what)] * 2
 
-    def test_the_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        end = StopIteration()
-        results, _ = agreed(monkeypatch, [report(error=end), report(), report(error=StopIteration())])
-        assert [type(error) for error in results] == [StopIteration] * 3 and results[0] is end
-
-    def test_all_stop_at_the_first_end_of_the_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        end = report(error=StopIteration())
-        results, _ = agreed(monkeypatch, [first(), end, last(), end], places(2, pipelines=2))
-        assert [type(error) for error in results] == [StopIteration] * 4
-
-    def test_the_end_of_the_data_on_one_side_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Not an ordinary end: one side has drawn data that the other one does not have."""
-        results, _ = agreed(monkeypatch, [report(error=StopIteration()), report(), last()])
-        for error in results:
-            assert isinstance(error, BatchError)
-            assert "iterator of stage 0 is at its end, but not that of the others" in str(error)
-
-    def test_the_end_of_the_data_on_one_side_and_an_error_on_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        failed = [report(error=StopIteration()), report(), report(error=ValueError("bad"))]
-        results, _ = agreed(monkeypatch, failed)
-        assert [type(error) for error in results] == [BatchError, BatchError, ValueError]
-        assert "stage 0 is at its end" in str(results[1])
-        assert "stage 2 failed to draw its data: ValueError: bad" in str(results[1])
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"training": False}, r"training or evaluation: ranks \[0\]: evaluation; ranks \[1\]: training"),
-            ({"num_micro_batches": 3}, r"the number of micro-batches: ranks \[0\]: 3; ranks \[1\]: 2"),
-            ({"agreement": "three slices"}, r"plans: ranks \[0\]: three slices; ranks \[1\]: two slices"),
-            ({"seen": MIXED}, r"each micro-batch: ranks \[0\]: \[\[2, 12\], \[3, 7\]\]; ranks \[1\]: \[\[2, 12\]"),
-        ],
-    )
-    def test_stages_that_disagree(self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str) -> None:
-        results, _ = agreed(monkeypatch, [first(**changes), last()])
-        for error in results:
-            with pytest.raises(BatchError, match=message):
-                raise error
-
     @pytest.mark.parametrize("changes", [{"training": False}, {"agreement": "none"}])
     def test_pipelines_that_disagree(self, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
         results, _ = agreed(monkeypatch, [last(), last(**changes), last()], places(1, pipelines=3))
         for error in results:
             assert isinstance(error, BatchError) and "ranks [0, 2]: t" in str(error) and "ranks [1]: " in str(error)
 
-    def test_one_rank_raises_its_own_error(self) -> None:
-        own = KeyError("tokens")
-        with pytest.raises(RaisedEverywhere) as caught:
-            batch_agreement.agree_on_batch(report(error=own), PlaceInJob(), lambda shapes: None)
-        assert caught.value.error is own
 
-
-def drawn(sums: list[tuple[int | None, int | None]], **of_last: Any) -> list[StageReport]:
+def drawn(sums: list[tuple[int | None, int | None]]) -> list[StageReport]:
     """Four ranks, of one stage and two replicas, that have drawn data with these checksums."""
-    reports = [last(sums=DataSums(*each)) for each in sums]
-    return [*reports[:-1], replace(reports[-1], **of_last)]
+    return [last(sums=DataSums(*each)) for each in sums]
 
 
 class TestTensorPeers:
@@ -213,15 +116,3 @@ class TestTensorPeers:
     def test_data_that_are_swapped_between_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
         results, _ = agreed(monkeypatch, drawn([(1, 2), (8, 9), (8, 9), (1, 2)]), self.PLACES)
         assert all(str(error).count("inputs of tensor-parallel ranks") == 2 for error in results)
-
-    def test_peers_with_other_numbers_of_micro_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        reports = drawn([(1, 2), (1, 2), (8, 9), (7, 9)], num_micro_batches=3)
-        for error in agreed(monkeypatch, reports, self.PLACES)[0]:
-            assert "ranks [2]: 2 micro-batches; ranks [3]: 3 micro-batches" in str(error)
-
-    def test_an_error_comes_before_a_comparison(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        own = BatchError("bad")
-        reports = drawn([(1, 2), (3, 2), (8, 9), (8, 9)])
-        reports[1] = report(error=own)
-        results, _ = agreed(monkeypatch, reports, self.PLACES)
-        assert results[1] is own and str(results[0]) == "stage 0 failed to draw its data: BatchError: bad"

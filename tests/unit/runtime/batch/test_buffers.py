@@ -71,22 +71,6 @@ def test_what_is_left_at_the_end() -> None:
         books.assert_done(expected_peak=2)
 
 
-def test_evaluation_has_no_peak_to_keep() -> None:
-    books = batch(training=False)
-    books.put((1, 0, 0), a_slice())
-    books.drop((1, 0, 0))
-    books.assert_done(expected_peak=5)
-
-
-def test_signatures() -> None:
-    """Shapes follow from the mode, the rows, the sequence length and the slice length, and from nothing else."""
-    books = batch()
-    assert books.signature((0, 0)) == (True, 2, 6, 4)
-    assert books.signature((0, 1)) == (True, 2, 6, 2)
-    assert books.signature((1, 0)) == books.signature((1, 1)) == (True, 5, 7, 3)
-    assert batch(training=False).signature((0, 0)) == (False, 2, 6, 4)
-
-
 def test_places_are_those_of_the_orders() -> None:
     schedule = build("seq1f1b", 3, 2, 2)
     places = Places(schedule)

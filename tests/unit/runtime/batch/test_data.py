@@ -64,13 +64,6 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
 
 
 class TestDrawing:
-    def test_inputs_labels_and_shapes(self) -> None:
-        drawn, shapes = of((TOKENS, TOKENS + 1), [TOKENS[:1, :5], TOKENS[:1, 1:6]]).draw(2, training=True)
-        assert shapes == (MicroBatchShape(2, 12), MicroBatchShape(1, 5))
-        assert torch.equal(drawn[0].inputs, TOKENS)
-        assert drawn[0].labels is not None
-        assert torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
-
     def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
         stock_order = {"slices": 1, "schedule": "1f1b"}
         images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
@@ -87,80 +80,17 @@ class TestDrawing:
         with pytest.raises(BatchError, match="no input tensor has the sequence"):
             one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))
 
-    def test_rows_are_all_that_is_not_the_sequence(self) -> None:
-        labels = torch.zeros(2, 12, 3)
-        _, shapes = of((TOKENS, labels)).draw(1, training=True)
-        assert shapes == (MicroBatchShape(6, 12),)
-
     def test_a_loader_may_reuse_its_memory(self) -> None:
         memory = torch.zeros(2, 12, dtype=torch.long)
         drawn, _ = source(lambda: ((memory.add_(1), memory), memory)).draw(3, training=True)
         assert [int(each.inputs[0][0, 0]) for each in drawn] == [1, 2, 3]
         assert [int(each.labels.tensors[0][0, 0]) for each in drawn if each.labels is not None] == [1, 2, 3]
 
-    def test_the_first_stage_needs_no_labels(self, reports: list[StageReport]) -> None:
-        drawn, _ = of((TOKENS, None), stage_id=0, num_stages=2).draw(1, training=False)
-        assert torch.equal(drawn[0].inputs, TOKENS)
-        assert drawn[0].labels is None
-        assert reports[0].shapes is None
-        assert reports[0].training is False
-
     @pytest.mark.parametrize("labels", [None, (), []])
     def test_without_a_loss_the_inputs_tell_the_length(self, labels: Any) -> None:
         passenger = torch.zeros(3)
         _, shapes = of(((passenger, TOKENS), labels)).draw(1, training=False, needs_labels=False)
         assert shapes == (MicroBatchShape(2, 12),)
-
-    def test_without_a_loss_sliced_inputs_say_which_of_them(self) -> None:
-        inputs = (torch.zeros(2, 5), TOKENS)
-        _, shapes = of((inputs, None), sliced_inputs=[1]).draw(1, training=False, needs_labels=False)
-        assert shapes == (MicroBatchShape(2, 12),)
-
-    @pytest.mark.parametrize("labels", [None, ()])
-    def test_a_loss_needs_labels(self, labels: Any) -> None:
-        with pytest.raises(BatchError, match=r"there are no labels.*compute_loss=False"):
-            of((TOKENS, labels)).draw(1, training=False)
-
-    def test_the_last_stage_needs_no_inputs(self, reports: list[StageReport]) -> None:
-        drawn, _ = of((None, TOKENS), stage_id=1, num_stages=2).draw(1, training=True)
-        assert drawn[0].inputs is None
-        assert reports[0].shapes == (MicroBatchShape(2, 12),)
-
-    def test_a_stage_in_the_middle_draws_nothing(self, reports: list[StageReport]) -> None:
-        drawn, shapes = source(pytest.fail, stage_id=1, num_stages=3).draw(2, training=True)
-        assert [(each.inputs, each.labels) for each in drawn] == [(None, None)] * 2
-        assert len(shapes) == 2
-
-    def test_slice_inputs_follows_the_config(self) -> None:
-        inputs = of(sliced_inputs=[0]).slice_inputs((TOKENS, TOKENS), SHAPE, PLAN)
-        assert inputs.sliced == (True, False)
-        assert of(sequence_dim=0).slice_inputs(TOKENS.T, SHAPE, PLAN).dim == 0
-
-    def test_configs_that_differ_have_different_fingerprints(self, reports: list[StageReport]) -> None:
-        for slices_of in ({"ignore_index": 0}, {"ignore_index": 0}, {"ignore_index": 1}):
-            of((TOKENS, TOKENS), stage_id=1, num_stages=2, **slices_of).draw(1, training=True)
-        one, same, other = (report.agreement for report in reports)
-        assert one == same != other
-
-    def test_what_was_agreed_on_besides_counts_as_well(self, reports: list[StageReport]) -> None:
-        for text in (None, "(9, 14)", "(9, 14)", "(14, 9)"):
-            source = of((TOKENS, TOKENS), stage_id=1, num_stages=2)
-            if text is not None:
-                source.also_agree_on("slices set by hand:", text)
-            source.draw(1, training=True)
-        without, one, same, other = (report.agreement for report in reports)
-        assert one == same and len({without, one, other}) == 3
-        assert "slices set by hand: (14, 9)" in reports[3].agreement
-
-    def test_sequences_are_multiples(self) -> None:
-        def drawn_with(multiple: int) -> Any:
-            iterator = iter([(TOKENS, TOKENS)])
-            source = Source(config(), lambda: next(iterator), at(0, 1), length_multiple=multiple)
-            return source.draw(1, training=True)
-
-        assert drawn_with(4)[1] == (MicroBatchShape(2, 12),)
-        with pytest.raises(BatchError, match=r"of 12 tokens: .*slice_length_multiple is 8, .* such as 16 tokens"):
-            drawn_with(8)
 
 
 class TestWhatSizesDoNotTell:
@@ -185,50 +115,6 @@ class TestWhatSizesDoNotTell:
         (drawn,), (shape,) = one.draw(1, training=True)
         assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
 
-    def test_the_first_stage_tells_the_others(self, reports: list[StageReport]) -> None:
-        with pytest.raises(BatchError, match="features of each row"):
-            of(((TOKENS, self.FLOATS), TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
-        assert isinstance(reports[0].error, BatchError)
-
-    def test_slices_that_were_set_by_hand_count(self) -> None:
-        batch = ((TOKENS, self.FLOATS), TOKENS)
-
-        def drawn_with(is_cut: bool, **changes: Any) -> Any:
-            iterator = iter([batch])
-            asked: list[int] = []
-            one = Source(
-                config(**changes),
-                lambda: next(iterator),
-                at(0, 1),
-                is_cut=lambda length: asked.append(length) or is_cut,  # type: ignore[func-returns-value]
-            )
-            drawn = one.draw(1, training=True)
-            assert asked == [12]
-            return drawn
-
-        assert drawn_with(False)[1] == (SHAPE,)
-        with pytest.raises(BatchError, match="features of each row"):
-            drawn_with(True, slices=1, schedule="1f1b")
-
-    def test_labels_that_came_with_another_stage_alone(self) -> None:
-        """The length is known once all have spoken."""
-        with pytest.raises(BatchError, match="features of each row"):
-            of().slice_inputs((TOKENS, self.FLOATS), SHAPE, PLAN)
-
-    def test_the_log_says_once_what_is_cut(self, caplog: pytest.LogCaptureFixture) -> None:
-        one = of()
-        with caplog.at_level("INFO", logger="terapipe_ds"):
-            one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, SlicePlan((12,)))
-            assert not caplog.records, "nothing is cut"
-            for _ in range(2):
-                one.slice_inputs((TOKENS, torch.ones(3)), SHAPE, PLAN)
-            Source(config(), pytest.fail, at(0, 1), tells=False).slice_inputs(TOKENS, SHAPE, PLAN)
-        (record,) = caplog.records
-        assert record.message == (
-            "cut in slices, in dimension 1: input 0 (int64 [2, 12]); whole with each slice: input 1 (float32 [3])"
-        )
-        assert record.levelname == "INFO"
-
 
 class TestSums:
     """What goes into the comparison of tensor-parallel ranks."""
@@ -248,28 +134,6 @@ class TestSums:
         source = Source(config(**changes), lambda: next(iterator), at(stage_id, num_stages, peers=peers))
         source.draw(len(batches), training=True)
         return reports[-1].sums
-
-    def test_the_first_stage_sums_inputs_and_the_last_one_labels(self, reports: list[StageReport]) -> None:
-        batch = [(TOKENS, TOKENS + 1)]
-        first, last = self.sums(reports, batch), self.sums(reports, batch, 1)
-        both = self.sums(reports, batch, 0, 1)
-        assert first == DataSums(both.inputs, None) and last == DataSums(None, both.labels)
-        assert None not in both and both.inputs != both.labels
-        assert self.sums(reports, batch, 1, 3) == DataSums()
-
-    def test_nothing_is_summed_without_tensor_parallelism(self, reports: list[StageReport]) -> None:
-        assert self.sums(reports, [(TOKENS, TOKENS)], peers=None) == DataSums()
-
-    def test_samples_that_change_places_show(self, reports: list[StageReport]) -> None:
-        a, b = (TOKENS, TOKENS), (TOKENS + 1, TOKENS + 1)
-        assert self.sums(reports, [a, b]) != self.sums(reports, [b, a])
-        assert self.sums(reports, [a, b]) == self.sums(reports, [a, b])
-        flipped = (TOKENS.flip(0), TOKENS)
-        assert self.sums(reports, [flipped, b]) != self.sums(reports, [a, b])
-
-    def test_every_tensor_counts(self, reports: list[StageReport]) -> None:
-        one = self.sums(reports, [((TOKENS, torch.zeros(3)), TOKENS)])
-        assert one != self.sums(reports, [((TOKENS, torch.tensor([0.0, 0.0, 1.0])), TOKENS)])
 
     @pytest.mark.parametrize(
         ("one", "other"),
@@ -309,23 +173,6 @@ class TestErrors:
     def test_bad_batches(self, batch: Any, message: str) -> None:
         with pytest.raises(BatchError, match=message):
             of(batch).draw(1, training=True)
-
-    def test_the_first_stage_sees_a_mismatch_at_once(self, reports: list[StageReport]) -> None:
-        with pytest.raises(BatchError, match="no input tensor has the sequence"):
-            of((TOKENS[:, 1:], TOKENS), stage_id=0, num_stages=2).draw(1, training=True)
-        assert isinstance(reports[0].error, BatchError)
-
-    def test_the_end_of_the_data(self) -> None:
-        with pytest.raises(StopIteration):
-            of((TOKENS, TOKENS)).draw(2, training=True)
-
-    def test_an_error_in_the_users_loader(self, reports: list[StageReport]) -> None:
-        def next_batch() -> Any:
-            raise OSError("disk")
-
-        with pytest.raises(OSError, match="disk"):
-            source(next_batch, stage_id=0, num_stages=2).draw(1, training=True)
-        assert isinstance(reports[0].error, OSError), "the other stages hear of it"
 
 
 class TestStockOrder:
@@ -367,15 +214,6 @@ class TestStockOrder:
     def test_what_stands_behind_inputs_and_labels_is_left_alone(self) -> None:
         drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
         assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
-
-    @pytest.mark.parametrize("batch", [(TOKENS, 3), (TOKENS, {"a": TOKENS}), (TOKENS, TOKENS, TOKENS)])
-    def test_with_slices_they_are_refused(self, batch: Any) -> None:
-        with pytest.raises(BatchError):
-            of(batch).draw(1, training=True)
-
-    def test_a_tuple_with_something_else_is_refused_as_in_the_stock_engine(self) -> None:
-        with pytest.raises(BatchError, match="must be a tensor or a tuple of tensors"):
-            of((TOKENS, [1, TOKENS]), **WHOLE).draw(1, training=True)
 
     def test_sequence_parallelism_needs_no_length_of_them(self) -> None:
         stage = Source(config(**WHOLE), iter([(torch.zeros(2), 3)]).__next__, at(0, 1), length_multiple=4)

@@ -213,22 +213,7 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
     assert steps_of(tmp_path) == 1
 
 
-def test_tags_may_have_folders(tmp_path: Path) -> None:
-    save(tmp_path, "run/1", 1)
-    save(tmp_path, "run/1", 2)
-    assert steps_of(tmp_path) == steps_of(tmp_path, "run/1") == 2
-
-
 # -- the manifest ------------------------------------------------------------------------------------------------
-
-
-def test_there_and_back(tmp_path: Path) -> None:
-    manifest = Manifest(
-        tag="a", global_steps=7, is_latest=False, files={"x": 1}, training={"plans": {"16": {"slices": [8, 8]}}}
-    )
-    manifest.write(tmp_path)
-    assert Manifest.read(tmp_path) == manifest
-    assert Manifest.read(tmp_path / "none") is None
 
 
 json_values = st.recursive(

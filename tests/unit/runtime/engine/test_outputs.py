@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import get_weight_norm, is_model_parallel_parameter
-from torch import nn
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.engine.batch_results import accumulated, joined, sum_of_slices
+from terapipe_ds.runtime.engine.batch_results import accumulated, joined
 from terapipe_ds.runtime.engine.deepspeed_faults import (
-    count_every_stage_in_norm,
     count_nothing_as_zero,
-    mark_gradients,
-    missing_loss_scale,
-    tied_copies_left_out,
 )
 
 PLAN = SlicePlan((4, 2, 1))
@@ -53,34 +45,17 @@ class TestJoined:
         flat = [part.flatten(0, 1) for part in whole.split(list(lengths), dim=1)]
         assert torch.equal(joined(flat, plan, (1.0,) * len(lengths), rows, 1), whole.flatten(0, 1))
 
-    def test_rows_of_single_tokens(self) -> None:
-        whole = torch.randn(2, 3, 5)
-        assert torch.equal(joined(list(whole.split(1, dim=1)), SlicePlan((1, 1, 1)), WEIGHTS, 2, 1), whole)
-
-    def test_losses_are_summed_by_weight(self) -> None:
-        losses = [torch.tensor(2.0), torch.tensor(float("nan")), torch.tensor(4.0)]
-        assert float(joined(losses, PLAN, WEIGHTS, 2, 1)) == 2.0
-        assert float(joined(losses, PLAN, (0.0, 0.0, 0.0), 2, 1)) == 0.0
-
     def test_tuples_part_by_part(self) -> None:
         logits, mask = torch.randn(2, 7, 5), torch.ones(2, 1, 1, 3)
-        outputs = [(part, mask, torch.tensor(1.0)) for part in cut(logits, 1)]
+        losses = [torch.tensor(value) for value in (1.0, float("nan"), 1.0)]  # the second one weighs nothing
+        outputs = [(part, mask, loss) for part, loss in zip(cut(logits, 1), losses, strict=True)]
         whole = joined(outputs, PLAN, WEIGHTS, 2, 1)
         assert torch.equal(whole[0], logits)
         assert whole[1] is mask
         assert float(whole[2]) == 0.75
 
-    def test_a_single_slice_is_the_whole(self) -> None:
-        whole = torch.randn(3)
-        assert joined([whole], SlicePlan((7,)), (1.0,), 3, 1) is whole
-
 
 class TestSums:
-    def test_of_slices(self) -> None:
-        assert float(sum_of_slices([torch.tensor(1.0), torch.tensor(2.0)])) == 3.0
-        parts = sum_of_slices([[torch.tensor(1.0), torch.tensor(10.0)], [torch.tensor(2.0), torch.tensor(20.0)]])
-        assert [float(part) for part in parts] == [3.0, 30.0]
-
     @pytest.mark.parametrize(
         ("dtype", "expected"),
         [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
@@ -93,63 +68,8 @@ class TestSums:
         assert total.dtype == expected
         assert not total.requires_grad
 
-    def test_several_losses_are_accumulated_each(self) -> None:
-        total = accumulated(None, [torch.tensor(1.0), torch.tensor(2.0)])
-        assert [float(t) for t in accumulated(total, [torch.tensor(3.0), torch.tensor(5.0)])] == [4.0, 7.0]
-
 
 class TestStockFaults:
-    def test_parameters_are_marked_once_over_all_stages(self) -> None:
-        module = nn.Linear(2, 2)
-        module.bias.ds_pipe_replicated = True  # type: ignore[attr-defined]  # tied, owned by another stage
-        count_every_stage_in_norm(module, SimpleNamespace(get_slice_parallel_rank=lambda: 0))
-        assert module.weight.model_parallel is True
-        assert not hasattr(module.bias, "model_parallel")
-
-    def test_replicated_parameters_of_tensor_parallel_ranks_are_counted_on_one(self) -> None:
-        module = nn.Linear(2, 2)
-        count_every_stage_in_norm(module, SimpleNamespace(get_slice_parallel_rank=lambda: 1))
-        assert not hasattr(module.weight, "model_parallel")
-
-    @pytest.mark.parametrize("optimizer", [None, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)])
-    def test_other_optimizers_scale_their_losses(self, optimizer: Any) -> None:
-        assert missing_loss_scale(optimizer) == 1.0
-
-    def test_divided_tied_copies_are_left_out_for_as_long_as_it_lasts(self) -> None:
-        """A weight and a bias, both divided over tensor-parallel ranks; the bias is a copy of another stage's."""
-        module = nn.Linear(2, 2)
-        for parameter in module.parameters():
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-        module.bias.ds_pipe_replicated = True  # type: ignore[attr-defined]
-        with pytest.raises(KeyError), tied_copies_left_out(module):
-            assert is_model_parallel_parameter(module.weight) and not is_model_parallel_parameter(module.bias)
-            raise KeyError
-        assert is_model_parallel_parameter(module.bias)
-        assert not hasattr(module.bias, "model_parallel")
-
-    @pytest.mark.parametrize(("rank", "expected"), [(0, 3.0), (1, 2.0)])
-    def test_gradients_of_fp16_without_zero_are_counted_by_the_marks_of_their_parameters(
-        self, rank: int, expected: float
-    ) -> None:
-        """Norms 2 (divided), sqrt(5) (replicated) and 7 (tied, divided, of another stage): 4 + 5 = 3^2 on the first
-        tensor-parallel rank and 4 on the second. Without marks the first counts all three and the second none."""
-        module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
-        divided, replicated, tied, unused = module
-        for parameter, gradient in ((divided, 2.0), (replicated, 5**0.5), (tied, 7.0)):
-            parameter.grad = torch.tensor([gradient])
-        divided.tensor_model_parallel = tied.tensor_model_parallel = tied.ds_pipe_replicated = True
-        mark_gradients(module, FP16_UnfusedOptimizer.__new__(FP16_UnfusedOptimizer))
-        gradients = [p.grad for p in module if p.grad is not None]
-        group = SimpleNamespace(get_tensor_model_parallel_rank=lambda: rank)
-        norm = _norm_on_one_rank(gradients, group)
-        assert norm == pytest.approx(expected) and unused.grad is None
-
-    def test_gradients_of_other_optimizers_stay_as_they_are(self) -> None:
-        module = nn.Linear(1, 1)
-        module(torch.ones(1)).backward()
-        mark_gradients(module, torch.optim.SGD(module.parameters()))
-        assert not hasattr(module.weight.grad, "model_parallel")
-
     def test_a_rank_whose_gradients_do_not_count_has_a_norm_of_zero(self) -> None:
         optimizer = BF16_Optimizer.__new__(BF16_Optimizer)
         counted: list[torch.Tensor] = []
@@ -160,20 +80,3 @@ class TestStockFaults:
         assert optimizer.get_grads_for_norm(for_clipping=True) == []
         counted.append(torch.ones(3))
         assert optimizer.get_grads_for_norm()[0] is counted
-
-    def test_other_optimizers_keep_their_way(self) -> None:
-        count_nothing_as_zero(None)
-        count_nothing_as_zero(torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
-
-
-def _norm_on_one_rank(gradients: list[torch.Tensor], group: Any) -> float:
-    """DeepSpeed's own norm, as far as one rank goes: nobody adds to it."""
-    from deepspeed import comm
-
-    usual = comm.all_reduce
-    comm.all_reduce = lambda *args, **kwargs: None
-    group.get_model_parallel_group = lambda: None
-    try:
-        return float(get_weight_norm(gradients, mpu=group))
-    finally:
-        comm.all_reduce = usual

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,18 +42,6 @@ def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[f
     ]
 
 
-def test_only_computations_are_recorded(tmp_path: Path) -> None:
-    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
-    tracer.begin(2)
-    with tracer.measure(Action(Kind.LOAD, 0)):
-        pass
-    with tracer.measure(F):
-        pass
-    tracer.write(2)
-    (event,) = Timeline.load(tmp_path / "timeline-step000002-rank0000.json").events
-    assert event.kind == "F"
-
-
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:
     tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
     for step in (None, 6, 99):
@@ -64,49 +53,20 @@ def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> Non
     assert [step for step in range(1, 301) if is_traced(step)] == [1, 2, 3, 4, 5, 100, 200, 300]
 
 
-def test_without_a_directory_nothing_is_recorded() -> None:
-    tracer = Tracer(None, rank=0, stage_id=0, num_stages=1)
-    tracer.begin(1)
-    with tracer.measure(F):
-        pass
-    tracer.write(1)
-
-
-class _Device:
-    """An accelerator with a message on its way that comes only after the computation."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def is_synchronized_device(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        raise AssertionError("waits for messages as well, of which one may need what is computed here")
-
-    def current_stream(self) -> _Stream:
-        return _Stream(self)
-
-
-class _Stream:
-    def __init__(self, device: _Device) -> None:
-        self.device = device
-
-    def synchronize(self) -> None:
-        self.device.waits += 1
-
-
 def test_on_an_accelerator_nothing_but_the_computation_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = _Device()
+    waits: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append("for the stream"))
+    # without a `synchronize` of its own: that waits for messages as well, which may need what is computed here
+    device = SimpleNamespace(is_synchronized_device=lambda: False, current_stream=lambda: stream)
     monkeypatch.setattr(trace, "get_accelerator", lambda: device)
     tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
     tracer.begin(1)
     with tracer.measure(F):
         tracer.input_is_here()
-    assert device.waits == 2  # for the input, and for the end
+    assert len(waits) == 2  # for the input, and for the end
     recorder = EngineRecorder()
     with recorder.measure(B):
         recorder.input_is_here()
-    assert device.waits == 5  # and for what ran before
+    assert len(waits) == 5  # and for what ran before

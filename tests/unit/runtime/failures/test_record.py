@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from terapipe_ds.runtime.failures.record import KEPT_ACTIONS, RankRecord
-from terapipe_ds.runtime.failures.report import Doing, RankState, Wait
+from terapipe_ds.runtime.failures.record import RankRecord
+from terapipe_ds.runtime.failures.report import Doing, Wait
 
 
 def actions(record: RankRecord) -> list[tuple[str, str]]:
     return [(past.action, past.waited_for) for past in record.full().recent]
-
-
-def test_actions_in_their_order() -> None:
-    record = RankRecord(2, 1)
-    record.enter(Doing("the start of a batch", opening=True))
-    for action in ("L0", "F0.0"):
-        record.now(Doing(action))
-    record.now(Doing(""))
-    expected = ["outside a batch", "the start of a batch", "L0", "F0.0", "outside a batch"]
-    assert actions(record) == [(action, "") for action in expected]
-    assert (record.full().rank, record.full().stage_id, record.full().batch) == (2, 1, 1)
 
 
 def test_an_action_that_begins_by_waiting_is_one_entry() -> None:
@@ -39,29 +25,6 @@ def test_an_action_that_begins_by_waiting_is_one_entry() -> None:
     record.now(Doing("F0.0"))
     assert record.full().is_busy
     assert actions(record)[1:] == [("F0.0", "the input"), ("F0.0", "")]
-
-
-def test_the_ring_is_bounded() -> None:
-    record = RankRecord(0, 0)
-    for index in range(10 * KEPT_ACTIONS):
-        record.now(Doing(str(index)))
-    assert [action for action, _ in actions(record)] == [str(9 * KEPT_ACTIONS + index) for index in range(KEPT_ACTIONS)]
-
-
-def test_durations_add_up() -> None:
-    record = RankRecord(0, 0)
-    for index in range(5):
-        record.now(Doing(str(index), since_s=record.doing.since_s + 1.0))
-    recent = record.full().recent
-    assert [past.duration_s for past in recent[:-1]] == [1.0] * 5
-    assert recent[-1].duration_s is None
-    assert abs(recent[-1].start_s - recent[0].start_s - 5.0) < 1e-3
-
-
-def test_it_tells_where_the_thread_is() -> None:
-    state = RankRecord(0, 0).full()
-    assert "test_it_tells_where_the_thread_is" in state.stack
-    assert state.is_busy
 
 
 COLLECTIVE = compile("def all_reduce(act):\n    return act()\n", "torch/distributed/distributed_c10d.py", "exec")
@@ -90,20 +53,3 @@ def test_a_thread_that_waits_for_a_call_begun_earlier_waits() -> None:
         assert time.monotonic() < deadline
     end.put(None)
     thread.join()
-
-
-def test_the_file(tmp_path: Path) -> None:
-    record = RankRecord(7, 3)
-    record.now(Doing("F0.3"))
-    record.full().save(tmp_path / "new")
-    (path,) = (tmp_path / "new").iterdir()
-    content = json.loads(path.read_text())
-    assert path.name == "last-actions-rank0007.json"
-    assert content["doing"] == "running F0.3" and content["stage_id"] == 3 and len(content["recent"]) == 2
-    assert any("test_the_file" in line for line in content["stack"])
-
-
-def test_what_costs_nothing_has_no_stack() -> None:
-    record = RankRecord(2, 1)
-    record.enter(Doing("save_checkpoint", is_long=True))
-    assert replace(record.brief(ended="x"), for_s=0.0) == RankState(2, 1, "running save_checkpoint", ended="x")

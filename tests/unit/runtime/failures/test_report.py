@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from terapipe_ds.runtime.failures.report import (
-    AS_JSON,
     CLOSED,
-    SHOWN_ACTIONS,
     SHOWN_RANKS,
     PastAction,
     RankState,
@@ -102,27 +100,9 @@ class TestReport:
         assert "The device runs behind the host" in text
         assert "python -m torch.distributed.flight_recorder.fr_trace" in text
 
-    def test_only_the_last_actions_are_shown(self) -> None:
-        recent = tuple(PastAction(f"F0.{index}", "", 0.0, 1.0) for index in range(3 * SHOWN_ACTIONS))
-        line = stall_report(job(busy(0, recent=recent)), 2.0, asynchronous=False).splitlines()[2]
-        assert line.count("F0.") == SHOWN_ACTIONS
-        assert line.endswith(f"F0.{3 * SHOWN_ACTIONS - 2} 1.0 s"), "the last entry is what it does now"
-
     def test_of_a_large_job_those_at_fault_are_shown(self) -> None:
         states = job(*(waiting(rank, rank + 1) for rank in range(999)), busy(999))
         lines = stall_report(states, 2.0, asynchronous=False).splitlines()
         assert len(lines) < 2 * SHOWN_RANKS
         assert any(line.startswith("  rank 999 (stage 999): running") for line in lines)
         assert f"  and {999 - SHOWN_RANKS} more ranks" in lines
-
-
-def test_a_state_survives_json() -> None:
-    recent = (PastAction("F0.0", "", 1.5, None),)
-    state = replace(waiting(2, 1, 3), recent=recent, ended="x", stack=STACK)
-    assert AS_JSON.validate_json(AS_JSON.dump_json(state)) == state
-
-
-def test_the_flight_recorder_has_these_names() -> None:
-    from torch.distributed.flight_recorder import fr_trace
-
-    assert callable(fr_trace.main)

@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.runtime.batch.batch_agreement import TensorPeers
 from terapipe_ds.runtime.failures import trials as trials_module
 from terapipe_ds.runtime.failures.trials import PATIENCE_S, Failure, TrialError, Trials
+from tests.unit.runtime.rank_threads import Ranks
 
 BROKEN, OTHER = ValueError("the layer is\nbroken"), KeyError("x")
 LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer")
@@ -41,32 +42,7 @@ def on_ranks(
     store: Any, ranks: tuple[int, ...], act: Callable[[Trials, int], Any], patience_s: float = 5.0
 ) -> list[Any]:
     """What `act` returns or raises on each rank."""
-    results: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = act(Trials(ranks, rank, patience_s, store), rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert sorted(results) == sorted(ranks), "a rank waits for ever"
-    return [results[rank] for rank in ranks]
-
-
-def test_alone_a_failure_is_its_own() -> None:
-    assert Trials().failure(None, "a trial") is None
-    failure = Trials((3,), 3).failure(BROKEN, "a trial")
-    assert failure == Failure("ValueError", "the layer is\nbroken")
-    assert str(failure) == "ValueError: the layer is\nbroken"
-
-
-def test_all_come_through(store: Any) -> None:
-    assert on_ranks(store, (2, 5), lambda trials, _: [trials.failure(None, "it") for _ in range(3)]) == [[None] * 3] * 2
+    return Ranks(len(ranks)).run(lambda index: act(Trials(ranks, ranks[index], patience_s, store), ranks[index]))
 
 
 def test_every_rank_hears_of_the_first_failure_and_keeps_its_own(store: Any) -> None:
@@ -75,14 +51,6 @@ def test_every_rank_hears_of_the_first_failure_and_keeps_its_own(store: Any) -> 
     assert first == Failure("ValueError", "the layer is\nbroken", 4)
     assert str(first) == "rank 4: ValueError: the layer is\nbroken"
     assert broken == Failure("ValueError", "the layer is\nbroken") and other == Failure("KeyError", "'x'")
-
-
-def test_one_trial_says_nothing_of_the_next(store: Any) -> None:
-    def act(trials: Trials, rank: int) -> list[bool]:
-        errors = [BROKEN if rank == 0 else None, None, BROKEN if rank == 1 else None]
-        return [trials.failure(error, "it") is not None for error in errors]
-
-    assert on_ranks(store, (0, 1), act) == [[True, False, True]] * 2
 
 
 def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> None:
@@ -147,13 +115,6 @@ def test_a_lost_connection_is_nobody_to_wait_for(store: Any) -> None:
     with pytest.raises(RuntimeError) as caught:
         trials.failure(LOST, "it")
     assert caught.value is LOST
-
-
-def test_a_failure_inside_of_another_trial_goes_through(store: Any) -> None:
-    inner = TrialError("no")
-    with pytest.raises(TrialError) as caught:
-        Trials((0, 1), 0, 60.0, store).failure(inner, "it")
-    assert caught.value is inner
 
 
 @pytest.mark.parametrize(("stall_timeout_s", "patience_s"), [(300, PATIENCE_S), (4, 2.0)])

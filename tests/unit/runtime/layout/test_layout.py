@@ -24,26 +24,6 @@ class TestPlain:
         assert plain.drawing_stages == (0, 2)
         assert plain.wires() == [(0, 0, 1, 0), (1, 0, 2, 0)]
 
-    def test_one_stage(self) -> None:
-        assert Layout.plain(1).places(0) == (Place(0, 0, True, True),)
-        assert Layout.plain(1).wires() == []
-        assert Layout.plain(1).drawing_stages == (0,)
-
-
-class TestLoop:
-    def test_parts_go_round(self) -> None:
-        loop = layout("interleaved", 2, 2)
-        assert loop.places(0) == (Place(0, 0, True, False), Place(2, 1, False, False))
-        assert loop.places(1) == (Place(1, 0, False, False), Place(3, 1, False, True))
-        assert loop.loss_stage == 1
-        assert loop.drawing_stages == (0, 1)
-        assert loop.wires() == [(0, 0, 1, 0), (1, 0, 0, 1), (0, 1, 1, 1)]
-
-    def test_on_one_stage_nothing_is_sent(self) -> None:
-        loop = layout("interleaved", 1, 3)
-        assert [place.part_id for place in loop.places(0)] == [0, 1, 2]
-        assert loop.wires() == []
-
 
 class TestBothWays:
     def test_every_part_stands_at_two_places_and_saves_at_its_own(self) -> None:
@@ -54,11 +34,6 @@ class TestBothWays:
         assert both.places(0) == (Place(0, 0, True, False), Place(3, 1, False, True))
         assert both.drawing_stages == (0, 3)
         assert both.stages_with_end(first=True) == both.stages_with_end(first=False) == (0, 3)
-
-    def test_a_micro_batch_keeps_its_direction(self) -> None:
-        down = [(0, 0, 1, 0), (1, 0, 2, 0), (2, 0, 3, 0)]
-        up = [(3, 1, 2, 1), (2, 1, 1, 1), (1, 1, 0, 1)]
-        assert sorted(layout("chimera", 4).wires()) == sorted(down + up)
 
 
 @pytest.mark.parametrize(

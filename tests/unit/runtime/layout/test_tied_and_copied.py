@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from terapipe_ds.runtime.layout import tied_and_copied
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import copies_may_differ, owners_of
 from terapipe_ds.schedule.placement import placement_for
@@ -71,60 +66,3 @@ def test_the_owner_of_a_tied_layer_is_that_of_its_first_part() -> None:
 
 
 # -- messages: one rank stands for all, and what a collective would do is done to what it is given --------------------
-
-
-@pytest.fixture
-def sent() -> Iterator[list[Tensor]]:
-    """What was given to a collective, which doubles the numbers: another rank has the same ones."""
-    messages: list[Tensor] = []
-
-    def collective(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        messages.append(tensor.clone())
-        tensor.mul_(2)
-
-    with (
-        mock.patch.object(tied_and_copied.dist, "all_reduce", collective),
-        mock.patch.object(tied_and_copied.dist, "broadcast", collective),
-    ):
-        yield messages
-
-
-CALLS: dict[str, Callable[..., None]] = {
-    "all_reduce": lambda tensors: tied_and_copied.all_reduce(tensors, None),
-    "broadcast": lambda tensors: tied_and_copied.broadcast(tensors, 0, None),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-class TestInPlace:
-    def test_every_tensor_gets_its_own_numbers(self, call: str, sent: list[Tensor]) -> None:
-        tensors = [torch.randn(3, 2), torch.randn(()), torch.randn(5).bfloat16(), torch.randn(0), torch.randn(4)]
-        expected = [tensor * 2 for tensor in tensors]
-        CALLS[call](tensors)
-        assert [message.numel() for message in sent] == [11, 5]
-        assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
-
-    def test_tensors_that_do_not_lie_in_one_piece(self, call: str, sent: list[Tensor]) -> None:
-        whole, single = torch.arange(12.0).view(3, 4), torch.arange(6.0).view(2, 3)
-        CALLS[call]([whole.t(), single[:, :2]])
-        CALLS[call]([single.t()])
-        assert torch.equal(whole, torch.arange(12.0).view(3, 4) * 2)
-        assert single.tolist() == [[0.0, 4.0, 4.0], [12.0, 16.0, 10.0]]
-        assert len(sent) == 2
-
-    def test_parameters_keep_their_storage(self, call: str, sent: list[Tensor]) -> None:
-        parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
-        before = [parameter.data_ptr() for parameter in parameters]
-        CALLS[call](parameters)
-        assert [parameter.data_ptr() for parameter in parameters] == before
-        assert all(bool((parameter == 2).all()) and parameter.grad_fn is None for parameter in parameters)
-
-    def test_nothing_is_no_message(self, call: str, sent: list[Tensor]) -> None:
-        CALLS[call]([])
-        assert not sent
-
-    def test_a_message_has_as_much_as_fits(self, call: str, sent: list[Tensor], monkeypatch: Any) -> None:
-        """A larger tensor is alone, and so is a sparse one."""
-        monkeypatch.setattr(tied_and_copied, "BUCKET_BYTES", 24)
-        CALLS[call]([*(torch.zeros(n) for n in (1, 2, 3, 4, 9, 2)), torch.eye(2).to_sparse()])
-        assert [message.numel() for message in sent] == [4, 6, 4, 9, 2]

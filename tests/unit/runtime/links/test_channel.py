@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +27,6 @@ from terapipe_ds.runtime.links.channel import (
 )
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule.action import SliceKey
-
-SPEC = MessageSpec((TensorSpec((2, 3), torch.float32, True),), is_tuple=False)
 
 
 @dataclass
@@ -106,23 +104,9 @@ class TestMessageSpec:
         spec = MessageSpec(tensors, is_tuple)
         assert MessageSpec.decode(spec.encode()) == spec
 
-    def test_announcements_have_one_size(self) -> None:
-        empty = MessageSpec((), True)
-        assert empty.encode().shape == SPEC.encode().shape
-        assert MessageSpec.decode(empty.encode()) == empty
-
     def test_too_many_tensors(self) -> None:
         with pytest.raises(LinkError, match="hands on 60 tensors, more than one message can announce; pack them"):
             MessageSpec((TensorSpec((1, 1), torch.int64, False),) * 60, True).encode()
-
-    def test_only_what_requires_a_gradient_flows_back(self) -> None:
-        hidden = TensorSpec((2, 3), torch.float64, True)
-        spec = MessageSpec((TensorSpec((2,), torch.int64, False), hidden), True)
-        assert spec.gradient() == MessageSpec((hidden,), True)
-
-    def test_spec_of_a_tensor(self) -> None:
-        tensor = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
-        assert TensorSpec.of(tensor) == TensorSpec((2, 3), torch.bfloat16, True)
 
 
 class TestMessages:
@@ -168,11 +152,8 @@ class TestMessages:
         assert len(post.posted) == 2, "that of (2, 0) has begun, (4, 0) stands behind (1, 0)"
         for unit, value in (((2, 0), 2.0), ((1, 0), 1.0), ((4, 0), 4.0)):
             send(sender, unit, torch.full((2 + unit[0] % 2,), value))
-        assert [receiver.wait(unit)[1][0].tolist() for unit in ((2, 0), (1, 0), (4, 0))] == [
-            [2.0] * 2,
-            [1.0] * 3,
-            [4.0] * 2,
-        ]
+        received = [receiver.wait(unit)[1][0].tolist() for unit in ((2, 0), (1, 0), (4, 0))]
+        assert received == [[2.0] * 2, [1.0] * 3, [4.0] * 2]
 
     def test_another_message_than_the_next_one(self, post: Post) -> None:
         receiver = receiving_end()
@@ -188,19 +169,12 @@ class TestMessages:
         with pytest.raises(LinkError, match=r"never used the message of \[\(3, 1\)\]"):
             receiver.assert_empty()
 
-    @pytest.mark.parametrize(
-        "other",
-        [
-            torch.zeros(2, 4),
-            torch.zeros(2, 3, dtype=torch.float64),
-            torch.zeros(2, 3, requires_grad=True),
-        ],
-    )
-    def test_a_slice_that_looks_different_than_before(self, post: Post, other: Tensor) -> None:
+    def test_a_slice_that_looks_different_than_before(self, post: Post) -> None:
         sender = SendChannel(wire())
         send(sender, (0, 0), torch.zeros(2, 3))
-        with pytest.raises(LinkError, match="activations to stage 1: the layers gave .* may depend on the batch size"):
-            send(sender, (2, 0), other)
+        for other in (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, requires_grad=True)):
+            with pytest.raises(LinkError, match="to stage 1: the layers gave .* may depend on the batch size"):
+                send(sender, (2, 0), other)
 
 
 class TestMemoryOfSends:
@@ -222,70 +196,16 @@ class TestMemoryOfSends:
         sender.keep_at_most(2)
         assert [work.waited for work in post.sent] == [True] * 4 + [False] * 2
 
-    def test_what_is_on_its_way_is_kept(self, post: Post) -> None:
-        """Backends send contiguous memory, which must stay until it has arrived."""
-        sender = SendChannel(wire())
-        sender.send([torch.arange(6.0).reshape(3, 2).T], consumed_at=0)
-        [[_, _, [kept]]] = sender._in_flight
-        assert kept.is_contiguous()
-        assert kept.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
-        sender.flush()
-        assert not sender._in_flight
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
-def test_a_staged_wire_carries_copies_in_memory_of_the_host(post: Post, dtype: torch.dtype) -> None:
-    """What is sent may change at once, because the backend reads the copy; what comes is on the device again."""
-    values = torch.tensor([[1, 0], [0, 1]]).to(dtype)
-    spec = MessageSpec((TensorSpec((2, 2), dtype, False),), is_tuple=False)
-    staged = dataclasses.replace(wire(), staged=True)
-    sent = values.t().clone().t()  # not contiguous
-    sending, receiving = SendChannel(staged), ReceiveChannel(staged, lambda unit: spec, lambda unit: None)
-    receiving.post((0, 0))
-    sending.send([sent], consumed_at=0)
-    (copy,) = post.mail["data", 0]
-    assert copy.device.type == "cpu" and copy.dtype == (torch.uint8 if dtype == torch.bool else dtype)
-    sending._in_flight[0][2][0].zero_()  # the copy is not what the layers gave
-    assert torch.equal(sent, values)
-    _, (came,) = receiving.wait((0, 0))
-    assert came.dtype == dtype and torch.equal(came, values)
-
-
-def test_a_batch_by_way_of_the_host(post: Post) -> None:
-    """Its messages are in the control group, apart from the announcements there; the next batch's are not."""
-    sender, receiver = SendChannel(wire()), receiving_end()
-    for batch, by_host in enumerate((True, False)):
-        for channel in (sender, receiver):
-            channel.go_by_host(by_host)
-        receiver.post((batch, 0))
-        sent = torch.randn(2, 3)
-        send(sender, (batch, 0), sent)
-        (key,) = [key for key, mail in post.mail.items() if key != ("control", 0) and mail]
-        assert key == (("control", link._TAGS_BY_HOST) if by_host else ("data", 0))
-        assert len(post.mail["control", 0]) == 1
-        assert torch.equal(receiver.wait((batch, 0))[1][0], sent)
-
 
 def test_only_devices_beside_the_host_are_staged() -> None:
     """gloo carries CPU tensors itself; of CUDA tensors it knows nothing between two ranks, NCCL does."""
 
-    @dataclass
-    class Backend:
-        said: str
+    def group(backend: str) -> Any:
+        return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
 
-        def name(self) -> str:
-            return self.said
-
-    class Group:
-        def __init__(self, **backends: str) -> None:
-            self.backends = backends
-
-        def _get_backend(self, device: torch.device) -> Backend:
-            return Backend(self.backends[device.type])
-
-    assert not needs_staging(Group(cpu="gloo"), torch.device("cpu"))
-    assert needs_staging(Group(cpu="gloo", cuda="gloo"), torch.device("cuda", 0))
-    assert not needs_staging(Group(cpu="gloo", cuda="nccl"), torch.device("cuda", 0))
+    assert not needs_staging(group("gloo"), torch.device("cpu"))
+    assert needs_staging(group("gloo"), torch.device("cuda", 0))
+    assert not needs_staging(group("nccl"), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("device", "connections", "expected"), [
@@ -308,15 +228,6 @@ def test_one_queue_of_the_device_is_warned_of(
     assert ["CUDA_DEVICE_MAX_CONNECTIONS=1" in record.getMessage() for record in caplog.records] == [True] * expected
     with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
         wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
-
-
-def test_one_stage_posts_no_receives_to_wait_behind(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        groups.PipelineGroups((0,)).connect(Layout.plain(1), 0, torch.device("cuda"))
-    assert not caplog.records
 
 
 def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

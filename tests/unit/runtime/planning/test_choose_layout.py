@@ -6,12 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.layout.cut_module import can_move
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from terapipe_ds.runtime.planning.choose_layout import first_layout, micro_batches_of
 from terapipe_ds.schedule import placement_for
 
@@ -47,15 +43,3 @@ def test_no_profile_is_read_where_it_decides_nothing(section: dict[str, Any], sc
     given = iter([1])
     layout, parameters = first_layout(config, {}, SimpleNamespace(num_stages=4), given)
     assert layout.placement == placement_for(schedule, 4, chunks) and parameters is given
-
-
-def test_what_can_move() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[0].requires_grad_(False)
-    setattr(module, PARTITION_METHOD, "uniform")
-    every, trained = list(module.parameters()), list(module[1].parameters())
-    for parameters in (None, every, trained):
-        assert can_move(module, parameters, None) and can_move(module, parameters, torch.optim.SGD)
-        assert not can_move(module, parameters, torch.optim.SGD(every, lr=0.1))
-    for parameters in ([{"params": trained}], trained[:1], every[:3], [*every, nn.Parameter(torch.zeros(1))]):
-        assert not can_move(module, parameters, None)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +14,7 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.layer_times import LayerByLayer, UnknownInputs, layer_shares
+from terapipe_ds.runtime.profiling.layer_times import LayerByLayer, layer_shares
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
 LENGTH = 16
@@ -26,13 +23,6 @@ LENGTH = 16
 class Named(NamedTuple):
     x: Tensor
     twice: Tensor
-
-
-class Output(OrderedDict[str, Tensor]):
-    """As the outputs of models in other libraries: items are attributes."""
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self[name]
 
 
 class Clock:
@@ -105,11 +95,6 @@ def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None
         torch.testing.assert_close(mine, whole)
 
 
-def test_what_cannot_be_seen_through_is_refused() -> None:
-    with pytest.raises(UnknownInputs, match="Linear"):
-        LayerByLayer([lambda x: nn.Linear(1, 1), lambda x: x])(torch.zeros(1))
-
-
 # -- on a part
 
 
@@ -155,38 +140,6 @@ def gpt() -> list[nn.Module]:
     return [spec.build() for spec in gpt_layers(config)]
 
 
-@pytest.mark.parametrize(("first", "last"), [(True, True), (True, False), (False, True), (False, False)])
-def test_shares_of_a_part(first: bool, last: bool) -> None:
-    layers = gpt()[None if first else 1 : None if last else -2]
-    probe = probe_of([*layers, partial(torch.mul, other=1.0)] if not last else layers, first, last)
-    seconds = probe.layer_seconds(4)
-    functions = probe.module.forward_funcs
-    assert isinstance(functions, list) and len(seconds) == len(functions)
-    assert all(f > 0 and b > 0 for f, b in seconds)
-    shares = layer_shares(probe, [2, 4, LENGTH])
-    assert shares is not None and len(shares) == len(functions)
-    for name in ("forward", "backward"):
-        assert sum(getattr(share, name) for share in shares) == pytest.approx(1.0)
-    counts = [sum(p.numel() for p in f.parameters()) if isinstance(f, nn.Module) else 0 for f in functions]
-    assert [share.parameters for share in shares] == counts
-
-
-def _through_an_output() -> list[Any]:
-    first, last = gpt()[1:3]
-    return [lambda x: Output(x=first(x)), lambda output: last(output.x)]
-
-
-def _with_a_graph_beside() -> list[Any]:
-    first, last = gpt()[1:3]
-    kept: list[Tensor] = []
-
-    def noted(x: Tensor) -> Tensor:
-        kept[:] = [y := first(x)]
-        return y
-
-    return [noted, lambda x: last(x) + kept[0].square().mean()]
-
-
 def test_frozen_parameters_are_counted_apart() -> None:
     layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
     layers[0].requires_grad_(False)
@@ -194,35 +147,6 @@ def test_frozen_parameters_are_counted_apart() -> None:
     shares = layer_shares(probe_of([*layers, torch.relu], False, False), [4, LENGTH])
     assert shares is not None
     assert [(share.parameters, share.trained) for share in shares] == [(272, 0), (272, 256), (0, 0)]
-
-
-@pytest.mark.parametrize("layers", [_through_an_output, _with_a_graph_beside])
-def test_layers_that_run_only_as_a_whole_have_no_shares(
-    layers: Callable[[], list[Any]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
-    probe = probe_of(layers(), False, False)
-    with caplog.at_level(logging.INFO, "terapipe_ds"):
-        assert layer_shares(probe, [4, LENGTH]) is None
-    (line,) = caplog.messages
-    assert "part 0 cannot be timed one by one" in line and "\n" not in line
-    assert probe.store.live_bytes() == 0
-    _, live = probe.forward(4, 4)  # the part as a whole still runs
-    probe.backward(live)
-
-
-def test_an_expensive_layer_has_the_larger_share() -> None:
-    wide = nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16))
-    shares = layer_shares(probe_of([nn.Linear(16, 16), wide], False, False), [4, LENGTH])
-    assert shares is not None and shares[1].forward > shares[0].forward and shares[1].backward > shares[0].backward
-
-
-def test_recomputation_is_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = probe_of([nn.Linear(16, 16), nn.Linear(16, 16)], False, False)
-    monkeypatch.setattr(LayerByLayer, "backward", lambda self: [(1.0, 3.0), (2.0, 5.0)])
-    assert probe.layer_seconds(4) == [(1.0, 3.0), (2.0, 5.0)]
-    monkeypatch.setattr(Part, "activation_checkpoint_interval", 1)
-    assert probe.layer_seconds(4) == [(1.0, 4.0), (2.0, 7.0)]
 
 
 @pytest.mark.parametrize("interval", [0, 1])
@@ -239,17 +163,3 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
     backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
     assert probe.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, strict=True))
-
-
-def test_a_slice_of_a_quarter_twice_or_the_shortest_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def seconds(self: SliceTimer, tokens: int) -> list[tuple[float, float]]:
-        asked.append(tokens)
-        return [(1.0 * len(asked), 1.0)]
-
-    monkeypatch.setattr(SliceTimer, "layer_seconds", seconds)
-    probe = probe_of([nn.Linear(16, 16)], False, False)
-    assert layer_shares(probe, [2, 4, 8, LENGTH]) is not None and asked == [4, 4]
-    asked.clear()
-    assert layer_shares(probe, [LENGTH]) is not None and asked == [LENGTH]

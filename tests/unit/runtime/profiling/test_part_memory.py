@@ -15,10 +15,6 @@ def test_a_line_by_hand() -> None:
     assert _line(small=5 + 8, late=5 + 8 + 60, whole=5 + 48, smallest=4, length=24) == (5, 2.0, 3.0)
 
 
-def test_a_sequence_that_is_the_smallest_slice() -> None:
-    assert _line(7, 7, 7, smallest=4, length=4) == (7, 0.0, 0.0)
-
-
 @given(BYTES, BYTES, BYTES, st.integers(1, 50), st.integers(0, 500))
 def test_the_line_reaches_what_was_measured(small: int, late: int, whole: int, smallest: int, more: int) -> None:
     length = smallest + more

@@ -116,14 +116,6 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
     assert memory_of(Profile.load(path)) is not None and memory_of(given) is None  # that of another optimizer, maybe
 
 
-def test_memory_is_that_of_the_fullest_rank_of_a_stage() -> None:
-    costs = [rank(0, r, (1.0, 1.0), static_bytes=b) for r, b in ((0, 5), (0, 9), (1, 7), (1, 2))]
-    memory = memory_of(combine(KEY, [*costs, rank(1, 0, (1.0, 1.0))]))
-    assert memory is not None and memory.static_bytes(0) == 9
-    unknown = dataclasses.replace(rank(1, 0, (1.0, 1.0)), memory=None)
-    assert memory_of(combine(KEY, [*costs, unknown])) is None
-
-
 # -- what a profile is valid for -----------------------------------------------------------------------------------
 
 

@@ -9,18 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import (
-    Peers,
-    Taken,
-    grid,
-    groups_of,
-    measure,
-    noise_warning,
-    spread,
-    undisturbed,
-)
+from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, undisturbed
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
@@ -34,16 +24,6 @@ def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int) 
     if length > granularity:  # there are plans of two slices, whose second one has a prefix
         assert any(tokens + prefix == length and prefix > 0 for tokens, prefix in points)
     assert sum(tokens for tokens, _ in points) <= 5 * length  # a round costs less than five sequences
-
-
-@given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
-def test_no_group_holds_more_than_a_sequence(length: int, granularity: int) -> None:
-    points = grid(length, granularity)
-    groups = groups_of(points, length)
-    assert {point for group in groups for point in group} == set(points)
-    assert all(sum(tokens for tokens, _ in group) <= length for group in groups)
-    repeats = [group.count(point) for group in groups for point in set(group)]
-    assert len(repeats) == len(points)  # a point stands in one group
 
 
 class FakeStage:
@@ -95,12 +75,6 @@ def test_samples_are_medians_of_each_point(clock: list[float]) -> None:
     assert stage.live == 0 and stage.most_live == 1024  # all forwards of a group before its backwards, no more live
 
 
-def test_backwards_come_in_reverse(clock: list[float]) -> None:
-    stage = FakeStage(clock)
-    measured(stage, [(512, 0), (512, 512)], 1024)
-    assert stage.order[4:8] == ["F512.512", "F512.0", "B512.0", "B512.512"]
-
-
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (2, 1), (2, 4), (8, 1), (4, 16)])
 @pytest.mark.parametrize("length", [1024, 2048, 131072])
 def test_it_takes_at_most_twenty_unsliced_steps(
@@ -131,40 +105,9 @@ def test_all_ranks_measure_as_often_as_the_slowest_can_afford(clock: list[float]
     assert peers.barriers == 2 * (2 + together.count * sum(map(len, groups_of(grid(1024, 64), 1024))))
 
 
-def test_progress_grows_to_one(clock: list[float]) -> None:
-    shares: list[float] = []
-    measured(FakeStage(clock), grid(512, 64), 512, stages=2, progress=shares.append)
-    assert shares[-1] == 1.0 and all(0 < share <= 1 for share in shares)
-
-
-def test_spread_is_the_interquartile_range_over_the_median() -> None:
-    assert spread([5.0]) == 0.0
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.0 / 3.0)
-
-
-def _sample(tokens: int, wide: float) -> CostSample:
-    return CostSample(tokens, 0, 1.0, 2.0, forward_spread=0.01, backward_spread=wide, repeats=5)
-
-
-def test_a_noisy_machine_is_told_of() -> None:
-    quiet = [_sample(64, 0.02), _sample(128, 0.5), _sample(256, 0.02)]
-    assert noise_warning(quiet) is None
-    warning = noise_warning([_sample(64, 0.3), _sample(128, 0.5), _sample(256, 0.02)])
-    assert warning is not None and "2 of 3" in warning and "128 tokens" in warning and "measure again" in warning
-
-
 def test_runs_in_which_another_program_had_the_processor_do_not_count() -> None:
     runs = [Taken(1.02, 0.01), Taken(1.51, 0.50), Taken(1.00, 0.0), Taken(1.30, 0.29), Taken(1.01, 0.02)]
     assert undisturbed(runs) == [1.02, 1.00, 1.01]
-
-
-def test_peers_wait_for_one_another_in_every_run() -> None:
-    waiting = [Taken(1.50, 0.50), Taken(1.51, 0.51), Taken(1.90, 0.90)]
-    assert undisturbed(waiting) == [1.50, 1.51]
-
-
-def test_without_a_processor_clock_every_run_counts() -> None:
-    assert undisturbed([Taken(1.0), Taken(3.0), Taken(2.0)]) == [1.0, 3.0, 2.0]
 
 
 def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[float]) -> None:

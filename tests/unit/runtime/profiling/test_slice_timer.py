@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -72,14 +71,6 @@ def timer(request: pytest.FixtureRequest) -> Iterator[SliceTimer]:
         yield timer
 
 
-def test_a_clock_in_the_place_of_the_walls(timer: SliceTimer) -> None:
-    """One that goes on by a second whenever it is looked at: what begins and ends takes one."""
-    timer.output_spec(8)
-    timer.clock = itertools.count().__next__
-    seconds, live = timer.forward(8, 8)
-    assert (seconds, timer.backward(live)) == (1, 1)
-
-
 def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
     for tokens in (4, 8, LENGTH):
         timer.output_spec(tokens)
@@ -92,42 +83,3 @@ def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
         assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
         assert module.shapes[-1][:2] == (ROWS, tokens)
     assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
-
-
-def test_slices_may_be_live_together(timer: SliceTimer) -> None:
-    for tokens in (4, 8):
-        timer.output_spec(tokens)
-    live = [timer.forward(*point)[1] for point in [(8, 16), (8, 8), (4, 0), (8, 16)]]
-    for one in reversed(live):
-        assert timer.backward(one) > 0
-    assert timer.store.live_bytes() > 0
-    timer.store.reset()
-    assert timer.store.live_bytes() == 0
-
-
-def test_the_outputs_that_are_announced_are_those_of_the_layers() -> None:
-    layers = _layers()
-    spec = timer_of(layers[:2], True, False).output_spec(8)
-    assert spec == MessageSpec((TensorSpec((ROWS, 8, 16), torch.float32, True),), is_tuple=False)
-
-
-def test_slice_bytes_are_what_a_linear_layer_keeps_and_needs() -> None:
-    """Kept: the leaf that came, its clone (saved for the weight's gradient) and the output. Beside it in backward: the
-    gradients of the input and of the weight."""
-    timer = timer_of([nn.Linear(16, 16, bias=False)], False, False)
-    for tokens in (4, 8):
-        spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
-        timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
-        timer.output_spec(tokens)
-    with untouched(timer.module):
-        for tokens in (4, 8):
-            message = ROWS * tokens * 16 * 4
-            assert timer.slice_bytes(tokens, 0).kept == 3 * message
-            assert 16 * 16 * 4 <= timer.slice_bytes(tokens, 0).working <= 2 * message + 16 * 16 * 4
-
-
-def test_store_bytes_are_those_of_the_whole_sequence() -> None:
-    timer = timer_of(_layers(), True, True)
-    timer.output_spec(8)
-    keys = 2 * ROWS * LENGTH * 16 * 4 * 2  # keys and values, two layers, fp32
-    assert timer.store_bytes() == (keys, keys)

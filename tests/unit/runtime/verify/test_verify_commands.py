@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.cli import main
 from terapipe_ds.commands.verify import _plan
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.run import take_verify
 
@@ -88,14 +87,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert re.fullmatch(expected, done.stdout)
 
 
-def test_slices_that_do_not_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ds_config = tmp_path / "ds.json"
-    ds_config.write_text("{}")
-    arguments = ["verify", "--config", str(ds_config), "--model", "tiny", "--sequence-length", "8"]
-    assert main([*arguments, "--slices", "4", "5"]) == 2
-    assert "--slices add up to 9 tokens, the sequence has 8" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("section", "length", "lengths"),
     [
@@ -111,11 +102,6 @@ def test_slices_that_do_not_add_up(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: tuple[int, ...]) -> None:
     assert _plan(TeraPipeConfig(**section), length, None) == SlicePlan(lengths)
-
-
-def test_a_granularity_that_somebody_set_is_kept() -> None:
-    with pytest.raises(TeraPipeConfigError, match="granularity_tokens = 64: larger than a sequence of 32 tokens"):
-        _plan(TeraPipeConfig(granularity_tokens=64), 32, None)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, cuttable, window_plan
 from terapipe_ds.runtime.verify.first_batch import all_own
 
@@ -79,14 +78,6 @@ def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTe
 )
 def test_what_may_be_cut(batch: SliceableTensors, rows: int | None, tokens: bool) -> None:
     assert cuttable(batch) == (rows, tokens)
-
-
-def test_a_cut_has_its_rows_and_tokens_only() -> None:
-    tokens = torch.arange(40).view(4, 10)
-    cut = Cut(SlicePlan((1, 2)), 10, start=6, rows=2, of_rows=4)
-    first, second = cut.of(sliceable(tokens, tokens + 100)).tensors
-    assert first.tolist() == [[6, 7, 8], [16, 17, 18]] and second.tolist() == [[106, 107, 108], [116, 117, 118]]
-    assert str(cut) == "2 slices (1 + 2) of tokens 6 to 9 of 10 in 2 of 4 rows"
 
 
 def window(labels: Any, rows: int | None = 2, unit: int = 1, slice_weight: Any = None) -> range:
@@ -181,12 +172,3 @@ def test_what_measures_or_is_of_torch_changes_nothing() -> None:
     own[1].register_forward_hook(hook)
     own[1].feed_forward.activation = partial(nn.functional.silu, inplace=False)
     assert all_own(Held(own))
-
-
-def test_no_gradients_are_made_for_all_parameters() -> None:
-    layer = nn.Linear(3, 3)
-    with untouched(layer, with_gradients=False):
-        assert layer.weight.grad is None
-        layer(torch.zeros(2, 3)).sum().backward()
-        assert layer.weight.grad is not None
-    assert layer.weight.grad is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from terapipe_ds.runtime.verify.stage import StageCheck
 from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
 from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH
-from tests.distributed.mutations import MUTATIONS
 
 PLAN = SlicePlan((8, 5, 7))
 GPT3 = {"positions": "learned", "bias": True, "gated_mlp": False}
@@ -100,37 +98,8 @@ def test_healthy_models_pass(dtype: str, init_std: float, changes: dict[str, Any
     assert (found.num_layers, found.num_losses) == (6 if changes else 5, 1)
 
 
-def test_autocast_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-    assert verify_gpt("float32", autocast=autocast).findings == []
-    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
-    assert str(verify_gpt("float32", autocast=autocast).findings[0]).startswith("layer 1 (DecoderLayer): ")
-
-
-def test_learned_positions_from_the_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt, "_first_position", lambda: 0)
-    found = verify_gpt("float32", **GPT3)
-    assert str(found.findings[0]).startswith("layer 1 (PositionEmbedding): output of tokens 8.. differs by ")
-    assert len(found.findings) == 1  # the others get the inputs of the whole run
-
-
 def _checkpoint(function: Any, *inputs: Any) -> Any:
     return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
-
-
-def test_a_fault_of_the_second_forward_under_checkpointing() -> None:
-    layer = faulty_layers.RecomputeAppends().double()
-    assert verify([layer]).findings == []
-    [finding] = verify([layer], checkpoint=_checkpoint).findings
-    assert finding.problem.startswith(("input gradient", "gradient of"))
-
-
-@pytest.mark.parametrize("factor", [2.0, 0.5])
-def test_doubled_gradients_of_keys_and_values(factor: float) -> None:
-    layer = faulty_layers.WrongOwnBackward().double()
-    layer.factor = factor
-    [finding] = verify([layer]).findings
-    assert finding.problem.startswith("input gradient of tokens 0..")
 
 
 @pytest.mark.parametrize("checkpoint", [None, _checkpoint, checkpoint_with_gradients(_checkpoint)])
@@ -164,16 +133,6 @@ def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Modul
     assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
 
 
-class HoldsNan(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * float("nan")
-
-
-def test_numbers_that_are_none_are_not_comparable() -> None:
-    [finding] = verify([HoldsNan()]).findings
-    assert "is not comparable (another shape, or not finite)" in finding.problem
-
-
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -189,26 +148,6 @@ def test_what_the_guard_refuses_is_refused_still() -> None:
 def test_two_layers_with_one_name_for_keys_and_values() -> None:
     [finding] = verify([nn.Sequential(faulty_layers.Base(3), faulty_layers.Base(3))]).findings
     assert "share the name 3" in str(finding) and finding.is_of_the_cut
-
-
-@pytest.mark.parametrize(
-    ("loss_fn", "reduction", "labels", "says"),
-    [
-        (faulty_layers.shifting_loss, "mean", data()[0], "labels shifted in loss_fn"),
-        (faulty_layers.mean_loss, "mean_valid", data()[1], 'set terapipe.loss_reduction to "mean"'),
-        (gpt.gpt_loss, "mean", data()[1], 'set terapipe.loss_reduction to "mean_valid"'),
-        (gpt.gpt_loss, "sum", data()[1], 'set terapipe.loss_reduction to "mean_valid"'),
-        (faulty_layers.root_loss, "mean_valid", data()[1], "slice_weight(labels)"),
-        (faulty_layers.mean_loss, "mean", data()[1], ""),
-        (gpt.gpt_loss, "mean_valid", data()[1], ""),
-    ],
-)
-@pytest.mark.parametrize("with_layers", [True, False])
-def test_losses(loss_fn: Any, reduction: str, labels: Tensor, says: str, with_layers: bool) -> None:
-    found = verify_gpt("float64", loss_fn, labels=labels, reduction=reduction, with_layers=with_layers)
-    assert [f.layer for f in found.findings] == ["loss_fn"] * bool(says)
-    assert found.num_losses == (not says) and found.num_layers == 5 * with_layers
-    assert not says or says in found.findings[0].problem
 
 
 def look(tensors: tuple[Tensor, ...], loss_fn: Any, with_layers: bool = True) -> Findings:
@@ -242,38 +181,12 @@ def test_a_loss_runs_while_its_slice_is_active() -> None:
     assert seen == [(0, LENGTH, "train"), (0, LENGTH, "recompute"), *forwards, *backwards]
 
 
-def test_no_memory_for_the_loss_is_told() -> None:
-    def too_large(outputs: Any, labels: Any) -> Tensor:
-        raise torch.OutOfMemoryError
-
-    found = look((numbers(),), too_large)
-    assert (found.findings, found.num_losses) == ([], 0)
-    assert found.notes == ["the loss was not compared: there is not enough memory beside what training needs"]
-
-
 @pytest.mark.parametrize(("size", "differs"), [(1e-2, True), (1e-5, False)])
 def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: float, differs: bool) -> None:
     def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.mean() + (size if outputs.shape[1] == LENGTH else size + 4e-5)
 
     assert bool(look((numbers(),), loss_fn).findings) == differs
-
-
-class Counting(nn.Module):
-    """Hands on how many tokens came, beside the outputs."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.tensor(float(x.shape[1]))
-
-
-def test_without_a_check_of_layers_a_number_that_does_not_add_up_is_told() -> None:
-    def loss_fn(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-        return outputs[0].square().mean() + outputs[1]
-
-    found = verify([Counting()], (numbers(),), loss_fn, reduction="mean", with_layers=False)
-    assert (found.findings, found.num_losses) == ([], 0)
-    assert found.notes == ["the loss was not compared: an output without tokens does not add up over slices"]
-    assert verify([Counting()], (numbers(),), loss_fn, reduction="mean").findings
 
 
 def test_a_loss_that_is_not_finite_waits() -> None:
@@ -290,36 +203,15 @@ def test_the_findings_of_all_ranks() -> None:
     assert (joined.num_layers, joined.findings, joined.notes) == (5, [first, last], ["n"])
 
 
-@pytest.mark.parametrize("mutation", ["missing_position_offset", "dropped_kv_gradient"])
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_mutations_of_layers_are_caught(mutation: str, dtype: str) -> None:
-    with MUTATIONS[mutation]():
-        found = verify_gpt(dtype)
-    assert str(found.findings[0]).startswith("layer 1 (DecoderLayer): ")
-
-
 def _stale_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of the prefix are those of another batch."""
     keys_values = SliceEntry.keys_values
-    monkeypatch.setattr(
-        SliceEntry,
-        "keys_values",
-        lambda self, start, stop: tuple(
-            torch.cat([0.5 * t[:, :, : stop // 2], t[:, :, stop // 2 :]], 2) for t in keys_values(self, start, stop)
-        ),
-    )
 
+    def stale(self: SliceEntry, start: int, stop: int) -> Any:
+        half = stop // 2
+        return tuple(torch.cat([0.5 * t[:, :, :half], t[:, :, half:]], 2) for t in keys_values(self, start, stop))
 
-def _span_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention leaves the oldest token out."""
-    keys_values = SliceEntry.keys_values
-    monkeypatch.setattr(
-        SliceEntry,
-        "keys_values",
-        lambda self, start, stop: tuple(
-            torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for t in keys_values(self, start, stop)
-        ),
-    )
+    monkeypatch.setattr(SliceEntry, "keys_values", stale)
 
 
 def _doubled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +220,7 @@ def _doubled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SliceStore, "end_backward", lambda self, *span: tuple(2 * g for g in end_backward(self, *span)))
 
 
-@pytest.mark.parametrize("fault", [_stale_prefix, _span_off_by_one, _doubled_gradient])
+@pytest.mark.parametrize("fault", [_stale_prefix, _doubled_gradient])
 def test_faults_of_the_slice_store_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
     found = verify_gpt("float32")

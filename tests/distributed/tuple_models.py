@@ -318,6 +318,20 @@ def weighted_micro_batch(seed: int) -> MicroBatch:
     return tokens, (labels, weights)
 
 
+class WeightedRows:
+    """Cross entropy with labels `(row weights [B], targets [B, L])`: the first tensor has no sequence."""
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        row_weights, targets = labels
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return (losses * row_weights[:, None]).sum() / (row_weights.sum() * targets.size(1))
+
+
+def weighted_rows_micro_batch(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    return tokens, (torch.tensor([0.25, 3.0], dtype=torch.float64), labels)
+
+
 def viewing_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """As many write it: `view` takes contiguous tensors only."""
     return F.cross_entropy(logits.view(-1, VOCAB_SIZE), labels.view(-1))

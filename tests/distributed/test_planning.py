@@ -206,53 +206,6 @@ def test_auto_ranks_every_schedule_and_knows_other_cuts() -> None:
     assert block.split("schedule  ")[1].split()[0] in plain
 
 
-class _Items(dict[str, torch.Tensor]):
-    """Items that are attributes, as the outputs of models in other libraries."""
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        return self[name]
-
-
-class _HandsOn(torch.nn.Module):
-    """A layer that takes or gives such items, or neither."""
-
-    def __init__(self, layer: torch.nn.Module, takes: bool, gives: bool) -> None:
-        super().__init__()
-        self.layer, self.takes, self.gives = layer, takes, gives
-
-    def forward(self, x: Any) -> Any:
-        y = self.layer(x.y if self.takes else x)
-        return _Items(y=y) if self.gives else y
-
-
-def _items_on_the_last_stage() -> dict[str, tuple[list[float], list[bool]]]:
-    """By schedule: losses, and of each part whose layers were timed whether that went well."""
-    found = {}
-    original = rounds.layer_shares
-    for schedule in ("seq1f1b", "auto"):
-        known: list[bool] = []
-
-        def noted(*args: Any, known: list[bool] = known) -> Any:
-            shares = original(*args)
-            known.append(shares is not None)
-            return shares
-
-        layers = [spec.build() for spec in gpt_layers()]
-        layers = [_HandsOn(layer, n == len(layers) - 1, n == len(layers) - 2) for n, layer in enumerate(layers)]
-        watched = mock.patch.object(rounds, "layer_shares", noted)
-        with watched, engine_of(layers, {**_auto(), "schedule": schedule}) as engine:
-            found[schedule] = train(engine, batches(1)).returned, known
-    return found
-
-
-def test_layers_that_cannot_be_timed_alone_still_train() -> None:
-    """Those of one stage; and layers are timed only where the ranking of schedules asks."""
-    first, last = on_ranks(2, _items_on_the_last_stage, timeout_s=60)
-    assert (first["seq1f1b"][1], last["seq1f1b"][1]) == ([], [])
-    assert (first["auto"][1], last["auto"][1]) == ([True], [False])
-    assert first["auto"][0] == pytest.approx(first["seq1f1b"][0])
-
-
 # -- the profile, kept and given -----------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
     LENGTH,
+    ZERO1,
     Batch,
     batches,
     engine_of,
@@ -112,9 +113,8 @@ def _resumed(folder: str, changes: dict[str, Any], terapipe: dict[str, Any]) -> 
     return same, sorted(path.name for path in Path(folder, "two").iterdir()), wrong
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}], ids=["fp64", "bf16-zero1"]
-)
+@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}, **ZERO1}], ids=["fp64", "bf16-zero1"])
+@pytest.mark.sample(1)
 def test_a_checkpoint_of_divided_layers_goes_on_under_another_plan(changes: dict[str, Any], tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "changes": changes, "terapipe": section(slices=[9, 13, 1], schedule="terapipe")}
     results = rank_pool(4).run(_resumed, **job)

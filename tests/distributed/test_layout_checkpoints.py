@@ -310,18 +310,14 @@ def saved_and_loaded(saver: Grouped, loader: Grouped, folder: Path, alone_too: b
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
-        (Grouped("interleaved"), Grouped("stock")),
-        (Grouped("chimera", "fp32_zero1"), Grouped("stock", "fp32_zero1")),
-        full(Grouped("stock", "fp32_zero1"), Grouped("chimera", "fp32_zero1")),
         (Grouped("interleaved"), Grouped("plain", method="parameters")),
-        (Grouped("stock", "fp32_zero1"), Grouped("interleaved", "fp32_zero1", method="parameters")),
-        full(Grouped("interleaved", backwards=True), Grouped("interleaved", backwards=True)),
+        (Grouped("chimera", "fp32_zero1"), Grouped("stock", "fp32_zero1")),
         (Grouped("interleaved", "fp32_zero1", backwards=True), Grouped("chimera", "fp32_zero1")),
-        (Grouped("interleaved"), Grouped("chimera", backwards=True)),
+        full(Grouped("stock", "fp32_zero1"), Grouped("interleaved", "fp32_zero1", method="parameters")),
+        full(Grouped("interleaved"), Grouped("chimera", backwards=True)),
     ],
     ids=str,
 )
-@pytest.mark.sample(3)
 def test_groups_of_parameters(saver: Grouped, loader: Grouped, tmp_path: Path) -> None:
     saved, loaded = saved_and_loaded(saver, loader, tmp_path)
     assert [rank["error"] for rank in loaded] == ["", ""]
@@ -333,7 +329,6 @@ def test_groups_of_parameters(saver: Grouped, loader: Grouped, tmp_path: Path) -
 REFUSED = [
     (Grouped("stock"), Grouped("interleaved", backwards=True), "not in the order of module.*own engine"),
     (Grouped("stock"), Grouped("interleaved", method="type:DecoderLayer"), "not those of the layers.*partition_method"),
-    full(Grouped("stock"), Grouped("plain", method="type:DecoderLayer"), "not those of the layers.*partition_method"),
 ]
 
 

@@ -22,7 +22,6 @@ import terapipe_ds
 from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
-from terapipe_ds.runtime.batch.sliceable import BatchError
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.runtime.planning.schedule_choice import bounds_of
@@ -35,7 +34,6 @@ from tests.distributed.engines import (
     ZERO1,
     Run,
     batches,
-    both,
     config,
     differences,
     engine_of,
@@ -391,7 +389,7 @@ def _limited(limit_gb: float, counts_bytes: bool) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("limit_gb", "counts_bytes", "expected"),
     [
-        (1e-6, True, "MemoryLimitError: .*memory.*stage"),
+        (1e-6, True, "MemoryLimitError: .*on stage 0.*more memory"),
         (1.0, False, r"TeraPipeConfigError: .*memory_limit_gb = 1\.0.*start the profiler after the first batch"),
     ],
 )
@@ -412,21 +410,28 @@ def test_a_granule_longer_than_the_sequence_is_an_error_on_every_rank() -> None:
         assert kind == "TeraPipeConfigError" and "granularity_tokens = 24" in message and "at most 23" in message
 
 
-def _lengths_change() -> tuple[dict[str, float], list[int]]:
-    data = [*batches(1), *batches(1, first_seed=1, length=31)]
-    mixed = [[*batches(1, 1, length=31)[0], *batches(1, 1, first_seed=7, length=17)[0]]]
+def _lengths_and_rows() -> tuple[dict[str, float], list[int], list[tuple[int, ...]]]:
+    """Train with a length that has a plan by hand, new ones, and micro-batches of another size in turns."""
+    mixed = [*batches(1, 1, length=31)[0], *batches(1, 1, first_seed=7, length=17)[0]]
+    data = [*batches(1), *batches(1, first_seed=1, length=31), mixed]
+    stock = run_training(gpt_layers, None, data, stages=1)  # with more it cannot mix lengths in a batch
+    with measured_lengths() as calls, engine_of(gpt_layers(), _auto()) as engine:
+        assert isinstance(engine, TeraPipeEngine)
+        engine.use_slice_plan(SlicePlan((12, 11)))
+        ours = train(engine, data)
+        plans = [engine.slice_plan(length).lengths for length in (LENGTH, 31, 17)]
+        for rows in (4, 2, 4):
+            engine.set_train_micro_batch_size(rows)
+            train(engine, batches(1, num_micro_batches=engine.micro_batches, rows=rows, length=31))
+    return differences(ours, stock), calls, plans
 
-    stock = run_training(gpt_layers, None, [*data, *mixed], stages=1)  # with more it cannot mix lengths in a batch
-    with engine_of(gpt_layers(), _auto()) as engine:
-        ours = train(engine, [*data, *mixed])
-        counts = [sum(engine.slice_plan(length).lengths) for length in (LENGTH, 31, 17)]  # type: ignore[attr-defined]
-    return differences(ours, stock), counts
 
-
-def test_new_lengths_are_planned_when_they_come() -> None:
-    results = on_ranks(2, _lengths_change)
-    assert violations([errors for errors, _ in results], EXACT) == {}
-    assert all(counts == [LENGTH, 31, 17] for _, counts in results)
+def test_what_is_new_is_measured_once_and_what_is_set_by_hand_never() -> None:
+    results = on_ranks(2, _lengths_and_rows)
+    assert violations([errors for errors, *_ in results], EXACT) == {}
+    for _, calls, plans in results:
+        assert calls == [31, 31], "what was measured for 31 tokens serves 17 as well, but not other rows"
+        assert plans[0] == (12, 11) and [sum(plan) for plan in plans] == [LENGTH, 31, 17]
 
 
 def _replicas_with_other_lengths() -> list[int]:
@@ -441,53 +446,17 @@ def test_pipelines_plan_together_whatever_their_lengths() -> None:
     assert on_ranks(4, _replicas_with_other_lengths) == [[LENGTH, 31]] * 4
 
 
-def _tuned_by_hand() -> tuple[dict[str, float], tuple[int, ...], str]:
+def _tuned_by_hand() -> tuple[tuple[int, ...], tuple[str, str]]:
     plan = SlicePlan((9, 13, 1))
-
-    def job(engine: Any) -> Any:
-        if isinstance(engine, TeraPipeEngine):
-            engine.use_slice_plan(plan, "terapipe")
-        return train(engine, batches(2))
-
-    stock, ours = both(job)
     with engine_of(gpt_layers(), section()) as engine:
         assert isinstance(engine, TeraPipeEngine)
+        engine.use_slice_plan(plan, "terapipe")
+        train(engine, batches(1))
         engine.use_slice_plan(plan if engine.stage_id == 0 else SlicePlan((23,)))
-        with pytest.raises(BatchError) as caught:
-            train(engine, batches(1))
-        return differences(ours, stock), engine.slice_plan(LENGTH).lengths, str(caught.value)
+        return engine.slice_plan(LENGTH).lengths, step_error(engine)
 
 
 def test_a_plan_can_be_set_by_hand_alike_on_all_ranks() -> None:
     results = on_ranks(2, _tuned_by_hand)
-    assert violations([errors for errors, _, _ in results], EXACT) == {}
-    assert [lengths for _, lengths, _ in results] == [(9, 13, 1), (23,)]
-    assert all("disagree" in message for _, _, message in results)
-
-
-def _given_beside_auto() -> tuple[list[int], list[int]]:
-    """With planning on, a length that is set by hand is not measured; another one is."""
-    with measured_lengths() as calls, engine_of(gpt_layers(), _auto()) as engine:
-        assert isinstance(engine, TeraPipeEngine)
-        engine.use_slice_plan(SlicePlan((12, 11)))
-        train(engine, [*batches(1), *batches(1, length=31)])
-        return calls, [engine.slice_plan(LENGTH).num_slices, engine.slice_plan(31).sequence_length]
-
-
-def _other_rows_and_back() -> tuple[list[int], list[int]]:
-    """How often measured after each batch; the second one has micro-batches of another size."""
-    after: list[int] = []
-    with measured_lengths() as calls, engine_of(gpt_layers(), _auto()) as engine:
-        for rows in (2, 4, 2):
-            engine.set_train_micro_batch_size(rows)
-            train(engine, batches(1, num_micro_batches=engine.micro_batches, rows=rows))
-            after.append(len(calls))
-    return calls, after
-
-
-def test_micro_batches_of_another_size_are_measured_once() -> None:
-    assert on_ranks(2, _other_rows_and_back) == [([LENGTH, LENGTH], [1, 2, 2])] * 2
-
-
-def test_what_is_set_by_hand_is_not_measured() -> None:
-    assert on_ranks(2, _given_beside_auto) == [([31], [2, 31])] * 2
+    assert [lengths for lengths, _ in results] == [(9, 13, 1), (23,)]
+    assert all(kind == "BatchError" and "disagree" in message for _, (kind, message) in results)

@@ -89,7 +89,7 @@ def test_half_precision_is_as_close_to_fp32_as_in_the_stock_engine(kind: str) ->
     """With fp16 and ZeRO-0 the stock engine is wrong; once that fails, remove `missing_loss_scale`."""
     for rank in rank_pool(2).run(job_half, kind=kind):
         errors = rank["errors"]
-        assert rank["products"] > 0, "nothing was deferred"
+        assert (rank["products"] > 0) == (kind != "autocast"), "the weight gradients that wait for W"
         assert rank["dtype"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}.get(kind[:4], "torch.float32")
         if kind == "fp16":
             assert errors["stock"]["gradient"] > 0.9

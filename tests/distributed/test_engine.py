@@ -368,7 +368,7 @@ class TestData:
             assert rank["same"] == 0.0
 
 
-# -- monitors, timers, learning rates, printed progress ------------------------------------------------------
+# -- monitors, timers, printed progress ----------------------------------------------------------------------
 
 
 def job_monitor(folder: str) -> None:
@@ -396,21 +396,6 @@ def job_printed(terapipe: dict[str, Any] | None, **options: Any) -> tuple[str, R
     return printed.getvalue(), dataclasses.replace(run, gradients=[], parameters={})
 
 
-def job_learning_rate() -> tuple[Any, Any]:
-    """Follow a scheduler of the caller."""
-
-    def run(engine: PipelineEngine) -> list[Any]:
-        records = []
-        for batch in batches(5):
-            engine.train_batch(iter(batch))
-            rates = [float(lr) for lr in engine.get_lr()]
-            records.append((rates, engine.global_steps, engine.global_samples, engine.skipped_steps))
-        return records
-
-    decay = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-    return both(run, initialize={"lr_scheduler": decay})
-
-
 class TestReporting:
     def test_the_monitor_gets_the_events_of_the_stock_engine(self, tmp_path: Path) -> None:
         on_ranks(job_monitor, folder=str(tmp_path))
@@ -419,12 +404,6 @@ class TestReporting:
         assert ours.keys() == stock.keys() == names
         assert error_of(ours, stock) <= FP32_SCALAR
         assert {name: len(rows) for name, rows in ours.items()} == dict.fromkeys(names, 3)
-
-    def test_rates_and_counters_equal_those_of_the_stock_engine(self) -> None:
-        for stock, ours in on_ranks(job_learning_rate):
-            assert ours == stock
-            assert len({rates[0] for rates, *_ in ours}) == 5, "the rate does change"
-            assert ours[-1][1:] == (5, 20, 0)
 
     def test_steps_per_print(self) -> None:
         (stock, _), _ = on_ranks(job_printed, terapipe=None, steps_per_print=2)

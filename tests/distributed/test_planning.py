@@ -84,7 +84,7 @@ def _auto(**planner: Any) -> dict[str, Any]:
 # -- training as before ------------------------------------------------------------------------------------------
 
 
-def _cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
+def cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
     """What the planner says, but several slices: a model as small as these is fastest unsliced."""
     return dataclasses.replace(plan_slices(*arguments, **options), plan=SlicePlan((9, 13, 1)))
 
@@ -93,7 +93,7 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], dict[str, flo
     """Return the plan that ran, and how far a run with that plan as a list is from it."""
     torch.manual_seed(5)
     layers = options.pop("layers", {})
-    cut = mock.patch.object(auto_planner, "plan_slices", _cut_anyway)
+    cut = mock.patch.object(auto_planner, "plan_slices", cut_anyway)
     with cut, engine_of(gpt_layers(**layers), _auto(), **options) as engine:
         planned = train(engine, batches(3))
         lengths = list(engine.slice_plan(LENGTH).lengths)

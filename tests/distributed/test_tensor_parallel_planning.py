@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 import torch
 
 from terapipe_ds.costs.profile import Profile
-from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime.engine import own_time
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.planning import auto_planner
@@ -24,15 +21,11 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import tensor_parallel as tp
 from tests.distributed.engines import LENGTH, batches, engine_of, error_of, section, train
 from tests.distributed.harness import rank_pool
+from tests.distributed.test_planning import cut_anyway
 from tests.distributed.test_tensor_parallel import parallel
 
 AUTO = {"slices": "auto", "granularity_tokens": 8}
 GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}
-
-
-def _cut_anyway(*arguments: Any, **options: Any) -> PlanResult:
-    """What the planner says, but several slices: a model as small as these is fastest unsliced."""
-    return dataclasses.replace(plan_slices(*arguments, **options), plan=SlicePlan((9, 13, 1)))
 
 
 def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
@@ -70,7 +63,7 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, float]:
     """The plan, the slices that were measured, and how far a run with that plan as a list is from it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto_planner, "plan_slices", _cut_anyway)
+        patch.setattr(auto_planner, "plan_slices", cut_anyway)
         patch.setattr(rounds, "MAX_ROUNDS", 4)
         patch.setattr(rounds, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)

@@ -7,6 +7,7 @@ ranks is data parallel; as all of them are fed the same data, it trains as if it
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,15 @@ FP32_SCALAR = 1e-6  # what DeepSpeed hands to other ranks is rounded to fp32
 
 MicroBatch = tuple[Any, Any]
 Batch = list[MicroBatch]
+
+CHECKPOINTING: dict[str, dict[str, Any]] = {
+    "off": {},
+    "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
+    "non_reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
+}
+SMALL_STEPS = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 5}}
+ZERO1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
 
 
 # -- data ----------------------------------------------------------------------------------------------------
@@ -84,6 +94,9 @@ def gpt_layers(dtype: str = "float64", **changes: Any) -> list[Any]:
         "ffn_size": 24, "max_sequence_length": 64, "init_std": 0.3, "dtype": dtype,
     }  # fmt: skip
     return gpt.gpt_layers(gpt.GPTConfig(**{**fields, **changes}))
+
+
+fp32_layers = functools.partial(gpt_layers, "float32")
 
 
 def section(**changes: Any) -> dict[str, Any]:
@@ -222,6 +235,32 @@ def run_training(
     """Build an engine, train with it, and take it down."""
     with engine_of(layers(), terapipe, **options) as engine:
         return train(engine, data, None if before_step is None else lambda step: before_step(engine, step))
+
+
+@functools.cache
+def stock_run(num_batches: int = 2, num_micro_batches: int = 2, stages: int = 1, **model: Any) -> Run:
+    """Train `gpt_layers(**model)` on `batches(...)` with the stock engine. A rank does it once for all tests."""
+    return run_training(
+        functools.partial(gpt_layers, **model),
+        None,
+        batches(num_batches, num_micro_batches),
+        stages=stages,
+        gradient_accumulation_steps=num_micro_batches,
+    )
+
+
+def raised_by(act: Callable[[], Any]) -> tuple[str, str]:
+    """Return the class and the text of what `act` raises, two empty strings where it raises nothing."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str, str]:
+    """Return the class and the text of what a training step raises."""
+    return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
 def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:

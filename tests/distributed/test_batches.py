@@ -1,8 +1,13 @@
-"""What a stage holds of a batch, labels in several tensors, and pipelines beside each other."""
+"""What a stage holds of a batch and for how long, what no slice may have, and pipelines beside each other."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,53 +16,153 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-from terapipe_ds.config import TeraPipeConfigError
+import terapipe_ds
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.planning import batch_plans as plans_module
 from terapipe_ds.schedule.action import Kind
 from tests.distributed.engines import (
-    EXACT,
+    CHECKPOINTING,
     FP32_SCALAR,
-    Batch,
-    Run,
+    LENGTH,
     batches,
-    both,
     build,
     engine_of,
     gpt_layers,
     micro_batch,
-    run_training,
+    raised_by,
     section,
+    step_error,
+    stock_run,
     train,
 )
 from tests.distributed.harness import rank_pool
 
-
-class WeightedRows:
-    """Labels ``(row weights [B], targets [B, L])``: the first tensor has no sequence."""
-
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        row_weights, targets = labels
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        return (losses * row_weights[:, None]).sum() / (row_weights.sum() * targets.size(1))
+# -- memory --------------------------------------------------------------------------------------------------
 
 
-def _with_row_weights(data: list[Batch]) -> list[Batch]:
-    weights = torch.tensor([0.25, 3.0], dtype=torch.float64)
-    return [[(inputs, (weights, labels)) for inputs, labels in batch] for batch in data]
+def predicted_peak(orders: Sequence[str], num_slices: int, kv_bytes: int, grad_bytes: int) -> int:
+    """Keep keys and values from a micro-batch's first F to its last B, gradients from its first to its last B."""
+    live_kv = live_grads = peak = 0
+    for action in orders:
+        kind, slice_id = action[0], int(action.split(".")[1])
+        live_kv += kind == "F" and slice_id == 0
+        live_grads += kind == "B" and slice_id == num_slices - 1
+        peak = max(peak, live_kv * kv_bytes + live_grads * grad_bytes)
+        live_kv -= kind == "B" and slice_id == 0
+        live_grads -= kind == "B" and slice_id == 0
+    return peak
 
 
-def _train_weighted() -> tuple[Run, Run]:
-    data = _with_row_weights(batches(2, masked=False))
-    mean = section(loss_reduction="mean")
-    return both(lambda engine: train(engine, data), terapipe=mean, loss_fn=WeightedRows())
+def job_memory(schedule: str, stages: int, micro_batches: int, dtype: str, **options: Any) -> dict[str, Any]:
+    options["gradient_accumulation_steps"] = micro_batches
+    options["module"] = {"partition_method": "type:DecoderLayer"}
+    terapipe = section(schedule=schedule)
+    with engine_of(gpt_layers(dtype=dtype), terapipe, stages=stages, **options) as engine:
+        store, reserved = engine._store, []
+        for batch in batches(3, micro_batches):
+            engine.train_batch(iter(batch))
+            reserved.append(store.reserved_bytes())
+            assert store.live_bytes() == 0
+        layers = sum(type(layer).__name__ == "DecoderLayer" for layer in engine.module.forward_funcs)
+        return {"peak": store.peak_bytes(), "reserved": reserved, "layers": layers, "stage": engine.stage_id}
 
 
-def test_the_first_label_tensor_may_lack_the_sequence() -> None:
-    for stock, ours in rank_pool(2).run(_train_weighted):
-        assert ours.losses == pytest.approx(stock.losses, rel=EXACT)
-        for name, gradient in stock.gradients[0].items():
-            assert torch.allclose(ours.gradients[0][name], gradient, rtol=1e-9, atol=1e-12), name
+BF16 = {"bf16": {"enabled": True}}
+MEMORY = [
+    ("terapipe", 2, 3, "float64", {}),
+    ("seq1f1b", 2, 1, "float64", {}),
+    ("1f1b", 2, 4, "float64", {}),
+    ("seq1f1b", 3, 4, "float64", {}),
+    ("seq1f1b", 2, 3, "float32", {**BF16, **CHECKPOINTING["reentrant"]}),
+]
+
+
+def job_lengths() -> tuple[list[int], int]:
+    """Return what is reserved after batches of lengths that alternate, and the peak of a whole sequence."""
+    with engine_of(gpt_layers(), section()) as engine:
+        reserved = []
+        for length in (LENGTH, 12, 40) * 2:
+            engine.train_batch(iter(batches(1, length=length)[0]))
+            engine.eval_batch(iter(batches(1, length=length)[0]))
+            reserved.append(engine._store.reserved_bytes())
+    with engine_of(gpt_layers(), section(slices=1)) as engine:
+        engine.train_batch(iter(batches(1)[0]))
+        return reserved, engine._store.peak_bytes()
+
+
+def job_kept_schedules() -> list[tuple[int, int]]:
+    """Schedules, and what the links have worked out of them, after batches of one to four micro-batches."""
+    kept = []
+    with mock.patch.object(plans_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
+        for count in range(1, 5):
+            engine.set_train_batch_size(2 * count)
+            engine.train_batch(iter(batches(1, count)[0]))
+            kept.append((len(engine._plans._schedules), len(engine._links._places_of)))
+    return kept
+
+
+def job_engines_left(**changes: Any) -> int:
+    """Close engines that nobody holds any more, and count those that are still there."""
+
+    def train_one() -> Any:
+        with engine_of(gpt_layers(), section(**changes)) as engine:
+            train(engine, batches(1))
+            return weakref.ref(engine)
+
+    left = [train_one() for _ in range(2)]
+    gc.collect()
+    return sum(ref() is not None for ref in left)
+
+
+def job_falsified_peak(change: int) -> tuple[str, str]:
+    with engine_of(gpt_layers(), section(), stages=1) as engine:
+        true_schedule = engine._train_schedule
+
+        def falsified() -> Any:
+            schedule = true_schedule()
+            return dataclasses.replace(schedule, peak_live_slices=schedule.peak_live_slices + change)
+
+        engine._train_schedule = falsified
+        return step_error(engine)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("schedule", ["seq1f1b", "seq1f1b-zb"])
+    def test_an_engine_that_nobody_holds_goes(self, schedule: str) -> None:
+        """The last loss once held its graph, and that the engine: no collector sees through nodes of autograd."""
+        assert rank_pool(2).run(job_engines_left, schedule=schedule) == [0, 0]
+
+    @pytest.mark.parametrize(("schedule", "stages", "micro_batches", "dtype", "options"), MEMORY)
+    def test_keys_values_and_gradients_take_what_the_schedule_says(
+        self, schedule: str, stages: int, micro_batches: int, dtype: str, options: dict[str, Any]
+    ) -> None:
+        shape = {"schedule": schedule, "stages": stages, "micro_batches": micro_batches}
+        rows, heads, head_dim = 2, 2, 4
+        itemsize = 8 if dtype == "float64" else 2
+        orders = terapipe_ds.schedule.build(schedule, stages, micro_batches, 3)
+        for rank in rank_pool(stages).run(job_memory, **shape, dtype=dtype, **options):
+            numbers = 2 * rows * LENGTH * heads * head_dim * rank["layers"]
+            order = orders.compute_order(rank["stage"])
+            expected = predicted_peak(order, 3, numbers * itemsize, numbers * max(4, itemsize))
+            assert rank["peak"] == expected > 0
+            assert set(rank["reserved"]) == {expected}
+
+    def test_buffers_serve_all_lengths_that_alternate_and_a_whole_sequence_keeps_nothing(self) -> None:
+        for reserved, of_whole_sequences in rank_pool(2).run(job_lengths):
+            assert len(set(reserved[3:])) == 1, "nothing new after every length has come once"
+            assert of_whole_sequences == 0
+
+    def test_as_few_schedules_are_kept_as_the_engine_says(self) -> None:
+        for kept in rank_pool(2).run(job_kept_schedules):
+            assert kept == [(1, 1), (2, 2), (2, 2), (2, 2)]
+
+    @pytest.mark.parametrize(("change", "says"), [(0, ""), (1, "the schedule says 4"), (-1, "the schedule says 2")])
+    def test_live_slices_are_counted_in_every_batch(self, change: int, says: str) -> None:
+        """What runs must have the peak that the schedule promises, which is 3 on one stage."""
+        [(kind, text)] = rank_pool(1).run(job_falsified_peak, change=change)
+        assert kind == ("InFlightError" if change else "")
+        assert says in text and ("stage 0 held 3 live slices at once" in text) == bool(change)
 
 
 def _held_at_the_end(schedule: str) -> dict[str, Any]:
@@ -96,6 +201,9 @@ def test_a_stage_lets_go_of_what_it_needs_no_more() -> None:
             assert not any(held["outputs"][0])
 
 
+# -- layers that are refused ---------------------------------------------------------------------------------
+
+
 class MixtureLayer(torch.nn.Module):
     """A mixture of experts with capacity, as DeepSpeed has it."""
 
@@ -105,18 +213,6 @@ class MixtureLayer(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.moe(hidden)[0]
-
-
-def _build_mixture() -> str:
-    layers = gpt_layers("float32")
-    with pytest.raises(TeraPipeConfigError) as caught:
-        build([*layers[:2], MixtureLayer(), *layers[2:]], section(), stages=1)
-    return str(caught.value)
-
-
-def test_experts_with_capacity_are_refused() -> None:
-    for message in rank_pool(1).run(_build_mixture):
-        assert "deepspeed.moe" in message and "terapipe.enabled" in message
 
 
 class RecurrentLayer(torch.nn.GRU):
@@ -129,59 +225,21 @@ class RecurrentLayer(torch.nn.GRU):
         return super().forward(hidden)[0]
 
 
-def _recurrent_layers() -> list[Any]:
-    layers = gpt_layers()
-    return [*layers[:2], LayerSpec(RecurrentLayer), *layers[2:]]
+def _build_with(kind: type[torch.nn.Module], dtype: str = "float64") -> tuple[str, str]:
+    layers = gpt_layers(dtype)
+    stages = torch.distributed.get_world_size()
+    return raised_by(lambda: build([*layers[:2], LayerSpec(kind), *layers[2:]], section(), stages=stages))
 
 
-def _build_recurrent() -> str:
-    with pytest.raises(TeraPipeConfigError) as caught:
-        build(_recurrent_layers(), section())
-    return str(caught.value)
+def test_experts_with_capacity_are_refused() -> None:
+    [(kind, message)] = rank_pool(1).run(_build_with, kind=MixtureLayer, dtype="float32")
+    assert kind == "TeraPipeConfigError" and "deepspeed.moe" in message and "terapipe.enabled" in message
 
 
 def test_a_recurrent_layer_of_one_stage_is_refused_on_every_rank() -> None:
-    for message in rank_pool(2).run(_build_recurrent):
+    for kind, message in rank_pool(2).run(_build_with, kind=RecurrentLayer):
+        assert kind == "TeraPipeConfigError"
         assert "on rank 0: layers that mix the tokens" in message and "(RecurrentLayer)" in message
-
-
-def _uneven_replicas() -> tuple[list[str], float]:
-    """Two pipelines; the data of the second end one step earlier. Afterwards both train again."""
-    with engine_of(gpt_layers(), section()) as engine:
-        replica = engine.grid.get_data_parallel_rank()
-        data = iter([micro_batch(seed) for seed in range(2 * (3 - replica))])
-        events: list[str] = []
-        for _ in range(4):
-            try:
-                engine.train_batch(data)
-                events.append("step")
-            except StopIteration:
-                events.append("end")
-                break
-        return events, float(engine.train_batch(iter(batches(1, first_seed=9)[0])))
-
-
-def test_replicas_stop_at_the_first_end_of_data() -> None:
-    results = rank_pool(4).run(_uneven_replicas)
-    assert [events for events, _ in results] == [["step", "step", "end"]] * 4
-    assert [loss for _, loss in results] == pytest.approx([results[0][1]] * 4, rel=FP32_SCALAR)
-
-
-def _one_pipeline_has_bad_data() -> str:
-    with engine_of(gpt_layers(), section()) as engine:
-        inputs, labels = micro_batch(0)
-        if engine.grid.get_data_parallel_rank() == 1:
-            inputs = inputs[:, :-3]
-        try:
-            engine.train_batch(iter([(inputs, labels)] * 2))
-        except ValueError as error:
-            return str(error)
-        return "trained"
-
-
-def test_bad_data_of_one_pipeline_are_an_error_in_all() -> None:
-    for message in rank_pool(4).run(_one_pipeline_has_bad_data):
-        assert "no input tensor has the sequence" in message
 
 
 class Captured(gpt.CausalSelfAttention):
@@ -197,19 +255,11 @@ class Captured(gpt.CausalSelfAttention):
 
 
 def _captured_attention(evaluate: bool, **changes: Any) -> tuple[str, str]:
-    """What a first batch is refused with: the class of the error and its words."""
-    ours = gpt.CausalSelfAttention
-    gpt.CausalSelfAttention = Captured  # type: ignore[misc]
-    try:
+    """Return what a first batch is refused with."""
+    with mock.patch.object(gpt, "CausalSelfAttention", Captured):
         with engine_of(gpt_layers(), section(**changes), stages=1) as engine:
             data = iter(batches(1)[0])
-            try:
-                engine.eval_batch(data) if evaluate else engine.train_batch(data)
-            except Exception as error:
-                return type(error).__name__, str(error)
-            return "", "trained"
-    finally:
-        gpt.CausalSelfAttention = ours  # type: ignore[misc]
+            return raised_by(lambda: engine.eval_batch(data) if evaluate else engine.train_batch(data))
 
 
 @pytest.mark.parametrize(
@@ -223,17 +273,35 @@ def test_plain_attention_by_a_captured_name_is_refused(evaluate: bool, changes: 
     assert "plain attention was called on slice [0, 8)" in message and "sliced_attention" in message
 
 
-def _two_engines() -> tuple[list[float], list[float]]:
-    """Two sliced engines in one process, their steps in turns, against one alone."""
+# -- pipelines beside each other -----------------------------------------------------------------------------
+
+
+def _uneven_replicas() -> tuple[list[str], float, str]:
+    """Train two pipelines; the data of the second one end a step earlier, later they are too short."""
+    with engine_of(gpt_layers(), section()) as engine:
+        replica = engine.grid.get_data_parallel_rank()
+        data = iter([micro_batch(seed) for seed in range(2 * (3 - replica))])
+        events = [raised_by(lambda: engine.train_batch(data))[0] for _ in range(3)]
+        inputs, labels = micro_batch(0)
+        _, refusal = step_error(engine, [(inputs[:, :-3] if replica == 1 else inputs, labels)] * 2)
+        return events, float(engine.train_batch(iter(batches(1, first_seed=9)[0]))), refusal
+
+
+def test_replicas_stop_at_the_first_end_of_data_and_at_bad_data_of_one() -> None:
+    results = rank_pool(4).run(_uneven_replicas)
+    assert [events for events, *_ in results] == [["", "", "StopIteration"]] * 4
+    assert [loss for _, loss, _ in results] == pytest.approx([results[0][1]] * 4, rel=FP32_SCALAR)
+    assert all("no input tensor has the sequence" in refusal for *_, refusal in results)
+
+
+def _two_engines() -> list[tuple[float, float]]:
+    """Make the steps of two sliced engines in one process in turns."""
     with engine_of(gpt_layers(), section()) as first, engine_of(gpt_layers(), section(slices=5)) as second:
-        turns = [
-            (float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch)))) for batch in batches(2)
-        ]
-    alone = run_training(gpt_layers, None, batches(2)).returned
-    assert all(abs(a - b) < 1e-6 for a, b in turns)
-    return [a for a, _ in turns], alone
+        return [(float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch)))) for batch in batches(2)]
 
 
 def test_two_engines_in_one_process() -> None:
-    for turns, alone in rank_pool(2).run(_two_engines):
-        assert turns == pytest.approx(alone, rel=1e-6)
+    alone = rank_pool(2).run(stock_run)[0].returned
+    for turns in rank_pool(2).run(_two_engines):
+        for losses in zip(*turns, strict=True):
+            assert losses == pytest.approx(alone, rel=1e-6)

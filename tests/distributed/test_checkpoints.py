@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from tests.distributed.engines import (
+    ZERO1,
     batches,
     differences,
     engine_of,
@@ -31,16 +32,13 @@ from tests.distributed.harness import rank_pool
 STOCK = None
 SEQ1F1B = section(slices=3)
 TERAPIPE = section(slices=[5, 10, 7, 1], schedule="terapipe")
-WARMUP = {
-    "type": "WarmupLR",
-    "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9},
-}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
 PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp64": ("float64", {}),
     "fp32": ("float32", {}),
     "fp16": ("float32", {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}),
-    "bf16_zero1": ("float32", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}),
-    "fp32_zero1": ("float32", {"zero_optimization": {"stage": 1}}),
+    "bf16_zero1": ("float32", {"bf16": {"enabled": True}, **ZERO1}),
+    "fp32_zero1": ("float32", ZERO1),
 }
 LIMITS = {
     "fp64": {"limit": 1e-10},
@@ -74,18 +72,15 @@ class RoundTrip:
 
 SYSTEMS: dict[str, dict[str, Any] | None] = {"stock": STOCK, "seq1f1b": SEQ1F1B, "terapipe": TERAPIPE}
 ROUND_TRIPS = [
-    *(
-        RoundTrip(writer, reader, precision)
-        for precision in ("fp64", "bf16_zero1")
-        for writer, reader in (("seq1f1b", "terapipe"), ("terapipe", "stock"), ("stock", "seq1f1b"))
-    ),
-    RoundTrip("seq1f1b", "seq1f1b", "fp32"),
-    RoundTrip("terapipe", "terapipe", "bf16_zero1"),
-    RoundTrip("terapipe", "seq1f1b", "fp32", tied=True),
-    RoundTrip("stock", "terapipe", "fp64", tied=True),
-    RoundTrip("seq1f1b", "stock", "fp64", tied=True),
+    RoundTrip("seq1f1b", "terapipe", "fp64"),
+    RoundTrip("terapipe", "stock", "bf16_zero1"),
+    RoundTrip("stock", "seq1f1b", "fp64", tied=True),
     RoundTrip("seq1f1b", "terapipe", "fp16"),
+    RoundTrip("seq1f1b", "seq1f1b", "fp32", tied=True),
     RoundTrip("terapipe", "stock", "fp32_zero1", stages=1),
+    RoundTrip("stock", "terapipe", "bf16_zero1"),
+    RoundTrip("seq1f1b", "stock", "fp64"),
+    RoundTrip("terapipe", "terapipe", "bf16_zero1"),
 ]
 
 
@@ -113,24 +108,31 @@ def job_round_trip(case: RoundTrip, folder: str) -> dict[str, Any]:
     with engine_of(case.layers(), SYSTEMS[case.reader], **case.options()) as reader:
         train(reader, batches(1, first_seed=400))  # other weights, moments and counters than those to come
         differed = error_of(state_of(reader)["parameters"], saved["parameters"])
+        reader.load_checkpoint(folder, load_module_only=True)
+        module_only = error_of(state_of(reader)["parameters"], saved["parameters"]), reader.global_steps
         path, client_state = reader.load_checkpoint(folder)
         loaded = state_of(reader)
         resumed = train(reader, batches(2, first_seed=900))
     return {
         "state": {name: error_of(loaded[name], saved[name]) for name in saved},
         "moments": sum("exp_avg_sq" in place for place in saved["optimizer"]),
+        "module only": module_only,
         "differed": min(differed, moved),
         "resumed": differences(resumed, goes_on),
         "client": (path is not None, client_state["epoch"], saved["counters"], len(before.returned)),
     }
 
 
-@pytest.mark.parametrize("case", ROUND_TRIPS, ids=str)
-@pytest.mark.sample(7)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] * (index >= 6)) for index, case in enumerate(ROUND_TRIPS)],
+    ids=str,
+)
 def test_training_goes_on_from_a_checkpoint(case: RoundTrip, tmp_path: Path) -> None:
     results = rank_pool(2).run(job_round_trip, case=case, folder=str(tmp_path))
     for rank in results:
         assert rank["differed"] > 1e-4, "there is something to bring back"
+        assert rank["module only"] == (0.0, 1)
         assert rank["state"] == dict.fromkeys(rank["state"], 0.0)
         assert rank["moments"] > 0
         path_found, epoch, counters, num_steps = rank["client"]
@@ -194,21 +196,3 @@ def test_a_checkpoint_has_what_the_stock_engine_saves_and_nothing_else(precision
         "/feed_forward.down.weight",
         "/out.weight",
     }
-
-
-def test_only_the_module_may_be_loaded(tmp_path: Path) -> None:
-    for loaded, fresh in rank_pool(2).run(job_module_only, folder=str(tmp_path)):
-        assert loaded == 0.0
-        assert fresh == [0, 0]
-
-
-def job_module_only(folder: str) -> tuple[float, list[int]]:
-    case = RoundTrip("stock", "seq1f1b")
-    with engine_of(case.layers(), STOCK, **case.options()) as writer:
-        train(writer, batches(2))
-        writer.save_checkpoint(folder)
-        saved = state_of(writer)["parameters"]
-    with engine_of(case.layers(), SEQ1F1B, **case.options()) as reader:
-        reader.load_checkpoint(folder, load_module_only=True)
-        loaded = error_of(state_of(reader)["parameters"], saved)
-        return loaded, [reader.global_steps, len(state_of(reader)["optimizer"])]

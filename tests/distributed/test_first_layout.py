@@ -13,7 +13,6 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 import terapipe_ds
-from terapipe_ds.costs.profile import ProfileError
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime.engine import engine as engine_module
 from terapipe_ds.runtime.layout.parted_module import PartedModule
@@ -28,8 +27,9 @@ from tests.distributed.engines import (
     engine_of,
     gpt_layers,
     logged,
-    run_training,
+    raised_by,
     section,
+    stock_run,
     train,
     violations,
 )
@@ -76,8 +76,7 @@ def job_train(path: str, **changes: Any) -> tuple[dict[str, float], dict[tuple[i
     with logged() as lines, engine_of(gpt_layers(), section(**AUTO, planner={"profile": path}), **changes) as engine:
         ours = train(engine, batches(2))
         found = dict(engine._layout.placement), engine._plans._planner.known(LENGTH).schedule
-    stock = run_training(gpt_layers, None, batches(2), stages=1)
-    return differences(ours, stock), *found, [line for line in lines if line.startswith('schedule "auto"')]
+    return differences(ours, stock_run()), *found, [line for line in lines if line.startswith('schedule "auto"')]
 
 
 @pytest.mark.parametrize(("num_bytes", "schedules"), [(None, ("zbv",)), (10**12, ("chimera-seq", "chimera"))])
@@ -127,14 +126,14 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
     assert bounds == [0, 3, 7] and costs == pytest.approx([0.75 * 0.123, 1.25 * 0.123])
 
 
-def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, list[bool]]:
-    """The message, and whether layers were laid out as they stood."""
+def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, str, list[bool]]:
+    """Return the refusal, and whether layers were laid out as they stood."""
     plain: list[bool] = []
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ProfileError) as caught:
+    with pytest.MonkeyPatch.context() as patch:
         original = engine_module.lay_out
         patch.setattr(engine_module, "lay_out", lambda m, at, *a: plain.append(at.is_plain) or original(m, at, *a))
-        build(gpt_layers(**layers), section(**AUTO, planner={"profile": path}), **changes)
-    return str(caught.value), plain
+        terapipe = section(**AUTO, planner={"profile": path})
+        return *raised_by(lambda: build(gpt_layers(**layers), terapipe, **changes)), plain
 
 
 def job_fails(path: str, rank: int) -> str:
@@ -152,16 +151,10 @@ def job_fails(path: str, rank: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_fails_on_one_rank_is_raised_on_all(rank: int, measured: Path, tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_is_raised_on_all(measured: Path, tmp_path: Path) -> None:
     """Before there is a watch-dog: the others would wait for half an hour."""
     path = by_hand(measured, 1e-6, tmp_path)
-    assert rank_pool(2).run(job_fails, path=str(path), rank=rank, timeout_s=30) == ["no such parameter"] * 2
-
-
-def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
-    for message, plain in rank_pool(2).run(job_refused, path=str(tmp_path / "none.json"), layers={}):
-        assert "cannot read the profile" in message and "none.json" in message and not plain
+    assert rank_pool(2).run(job_fails, path=str(path), rank=1, timeout_s=30) == ["no such parameter"] * 2
 
 
 @pytest.mark.parametrize(
@@ -177,7 +170,8 @@ def test_a_profile_of_another_model_with_as_many_layers_is_refused_before_there_
     measured: Path, tmp_path: Path, layers: dict[str, Any], changes: dict[str, Any], named: str, stays: bool
 ) -> None:
     path = str(by_hand(measured, 1e-6, tmp_path))
-    for message, plain in rank_pool(2).run(job_refused, path=path, layers=layers, **changes):
+    for kind, message, plain in rank_pool(2).run(job_refused, path=path, layers=layers, **changes):
+        assert kind == "ProfileError"
         assert "the profile does not belong to this run" in message and named in message and plain == [stays]
 
 

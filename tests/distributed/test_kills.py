@@ -14,12 +14,10 @@ from tests.distributed.kills import TRAININGS, History, chain, problems
 
 SHORT = Training(stages=1, zero_stage=1, tag="last", steps=6)
 # Each: the checkpoint that must be there after the kill.
-CHOSEN = {
+KILLS = {
     "one rank has its files, the other not": (Kill(rank=1, point="file", step=4, nth=1), 2),
     "all files are there, the old one is moved away": (Kill(rank=0, point="rename", step=4, nth=2), 4),
     "in the middle of a step": (Kill(rank=1, point="forward", step=4, nth=3), 2),
-}
-MORE = {
     "half a file": (Kill(rank=0, point="half a file", step=4, nth=2), 2),
     "no list of files": (Kill(rank=0, point="manifest", step=4), 2),
     "nothing is named yet": (Kill(rank=0, point="rename", step=4, nth=1), 2),
@@ -40,7 +38,11 @@ def never_killed(tmp_path_factory: pytest.TempPathFactory) -> list[History]:
     return histories(folder)
 
 
-def kill_and_resume(kill: Kill, from_step: int, folder: Path, never_killed: list[History]) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (index >= 3)) for index, name in enumerate(KILLS)]
+)
+def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: list[History]) -> None:
+    (kill, from_step), folder = KILLS[name], tmp_path
     with pytest.raises(RankFailure, match="exit code -9"):
         rank_pool(2).run(job_train, training=SHORT, folder=str(folder), kill=kill)
     rank_pool(2).run(job_train, training=SHORT, folder=str(folder))
@@ -53,19 +55,6 @@ def kill_and_resume(kill: Kill, from_step: int, folder: Path, never_killed: list
     assert place.final.is_dir()
     assert not place.saving.exists()
     assert not place.replaced.exists()
-
-
-@pytest.mark.parametrize("name", CHOSEN)
-def test_training_goes_on_after_a_kill(name: str, tmp_path: Path, never_killed: list[History]) -> None:
-    kill_and_resume(*CHOSEN[name], tmp_path, never_killed)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", MORE)
-def test_training_goes_on_after_a_kill_at_any_other_point(
-    name: str, tmp_path: Path, never_killed: list[History]
-) -> None:
-    kill_and_resume(*MORE[name], tmp_path, never_killed)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,29 +13,23 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from terapipe_ds.attention import PlainAttentionError, allow_attention_within_slice
-from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.verify import VerifyError
+from terapipe_ds.attention import allow_attention_within_slice
 from tests.distributed import engines
 from tests.distributed.engines import (
+    CHECKPOINTING,
+    ZERO1,
     batches,
-    build,
     config,
     differences,
     engine_of,
     gpt_layers,
     logged,
+    raised_by,
     run_training,
     section,
     violations,
 )
 from tests.distributed.harness import rank_pool
-
-CHECKPOINTING: dict[str, dict[str, Any]] = {
-    "off": {},
-    "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
-    "non_reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
-}
 
 
 def weights(module: nn.Module) -> None:
@@ -104,70 +99,62 @@ def layers_with(kind: type[nn.Module]) -> list[Any]:
     return [*layers[:-2], LayerSpec(kind), *layers[-2:]]
 
 
-def job_trained(kind: type[nn.Module], checkpointing: str) -> dict[str, float]:
-    def layers() -> list[Any]:
-        return layers_with(kind)
-
-    data = batches(2)
-    stock = run_training(layers, None, data)  # its reentrant checkpointing fails where the embedding is in the range
-    return differences(run_training(layers, section(), data, **CHECKPOINTING[checkpointing]), stock)
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_attention_that_is_allowed_trains_as_in_the_stock_engine(checkpointing: str) -> None:
-    found = rank_pool(2).run(job_trained, kind=FeatureAttention, checkpointing=checkpointing)
-    assert violations(found) == {}
+def job_trained() -> dict[str, dict[str, float]]:
+    """Compare layers that say that they are right in slices with the stock engine."""
+    found = {}
+    for kind, names in ((FeatureAttention, tuple(CHECKPOINTING)), (FeatureConvolution, ("off",))):
+        layers = functools.partial(layers_with, kind)
+        # whose reentrant checkpointing fails where the embedding is in the range
+        stock = run_training(layers, None, batches(2))
+        for name in names:
+            run = run_training(layers, section(), batches(2), **CHECKPOINTING[name])
+            found[f"{kind.__name__}, {name}"] = differences(run, stock)
+    return found
 
 
-def test_a_layer_that_is_slice_safe_trains_as_in_the_stock_engine() -> None:
-    assert violations(rank_pool(2).run(job_trained, kind=FeatureConvolution, checkpointing="off")) == {}
+def test_what_is_said_to_be_right_in_slices_trains_as_in_the_stock_engine() -> None:
+    results = rank_pool(2).run(job_trained)
+    for name in results[0]:
+        assert violations([rank[name] for rank in results]) == {}, name
 
 
-def job_unsaid_attention(refusal: type[Exception], **changes: Any) -> str:
-    with engine_of(layers_with(FeatureAttentionUnsaid), section(**changes), stages=1) as engine:
-        with pytest.raises(refusal) as caught:
+def job_refused(kind: type[nn.Module], **changes: Any) -> tuple[str, str]:
+    """Return what a step is refused with, or the engine."""
+
+    def step() -> None:
+        stages = torch.distributed.get_world_size()
+        with engine_of(layers_with(kind), section(**changes), stages=stages) as engine:
             engine.train_batch(iter(batches(1)[0]))
-        return str(caught.value)
+
+    return raised_by(step)
 
 
 @pytest.mark.parametrize(
     ("changes", "refusal", "begin"),
-    [({}, VerifyError, "verify: 3 slices (8 + 8 + 7)"),
-     ({"verify": "off"}, PlainAttentionError, "plain attention was called")],
+    [({}, "VerifyError", "verify: 3 slices (8 + 8 + 7)"),
+     ({"verify": "off"}, "PlainAttentionError", "plain attention was called")],
     ids=["default", "verify off"],
 )  # fmt: skip
 def test_attention_that_is_not_allowed_is_refused_though_no_slice_has_four_tokens(
-    changes: dict[str, Any], refusal: type[Exception], begin: str
+    changes: dict[str, Any], refusal: str, begin: str
 ) -> None:
     """By the check of the first batch, which says what the guard said; without the check by the guard itself."""
-    (message,) = rank_pool(1).run(job_unsaid_attention, refusal=refusal, **changes)
-    assert message.startswith(begin)
+    ((kind, message),) = rank_pool(1).run(job_refused, kind=FeatureAttentionUnsaid, **changes)
+    assert kind == refusal and message.startswith(begin)
     assert "slice [0, 8) of a sequence of 23 tokens" in message and "queries of shape [2, 8, 4, 4]" in message
     assert "allow_attention_within_slice" in message
 
 
-def job_unsaid_convolution() -> str:
-    with pytest.raises(TeraPipeConfigError) as caught:
-        build(layers_with(FeatureConvolutionUnsaid), section())
-    return str(caught.value)
-
-
 def test_a_layer_that_does_not_say_it_is_slice_safe_is_refused_on_every_rank() -> None:
-    for message in rank_pool(2).run(job_unsaid_convolution):
+    for kind, message in rank_pool(2).run(job_refused, kind=FeatureConvolutionUnsaid):
+        assert kind == "TeraPipeConfigError"
         assert "on rank 1: layers that mix the tokens" in message and ".inner.0 (Conv1d)" in message
         assert "slice_safe = True" in message
 
 
-def job_verified() -> str:
-    with engine_of(layers_with(TokenConvolution), section(verify="first_batch")) as engine:
-        with pytest.raises(VerifyError) as caught:
-            engine.train_batch(iter(batches(1)[0]))
-        return str(caught.value)
-
-
 def test_the_check_of_results_knows_nothing_of_slice_safe() -> None:
-    for message in rank_pool(2).run(job_verified):
-        assert "(TokenConvolution): output of tokens 8.. differs" in message
+    for kind, message in rank_pool(2).run(job_refused, kind=TokenConvolution, verify="first_batch"):
+        assert kind == "VerifyError" and "(TokenConvolution): output of tokens 8.. differs" in message
 
 
 # -- what the first batch tells ------------------------------------------------------------------------------
@@ -223,18 +210,14 @@ def test_so_does_another_rank_that_has_the_first_part(tmp_path: Path) -> None:
     assert first == [] and len(second) == 1 and second[0].startswith("cut in slices, in dimension 1: input 0 ")
 
 
-def test_nothing_is_said_of_whole_sequences() -> None:
-    assert rank_pool(2).run(job_log, terapipe={"slices": 1, "schedule": "1f1b"}) == [[], []]
-
-
 CLIPS = [
     ({"said": False}, "gradient_clipping is 1 (DeepSpeed's default, for the config does not say)"),
     ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 (as the config says)"),
 ]
-CLIPS_ALIKE: list[dict[str, Any]] = [
+SILENT: list[dict[str, Any]] = [  # both engines clip alike, or not at all
     {"gradient_clipping": 0.0},
     {"gradient_clipping": 0.5, "stages": 1},
-    {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}},
+    {"gradient_clipping": 0.5, **ZERO1},
     {"gradient_clipping": 0.5, "bf16": {"enabled": True}},
 ]
 
@@ -247,7 +230,7 @@ def test_rank_0_says_where_the_stock_engine_clips_by_another_norm(options: dict[
     assert second == []
 
 
-@pytest.mark.parametrize("options", CLIPS_ALIKE, ids=str)
-def test_nothing_is_said_where_both_engines_clip_alike(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", SILENT, ids=str)
+def test_nothing_is_said_of_whole_sequences_where_both_engines_clip_alike(options: dict[str, Any]) -> None:
     ranks = options.get("stages", 2)
     assert rank_pool(ranks).run(job_log, terapipe={"slices": 1, "schedule": "1f1b"}, **options) == [[]] * ranks

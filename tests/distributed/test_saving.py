@@ -1,4 +1,4 @@
-"""What the engine adds to a checkpoint, and what it says when one is loaded."""
+"""What the engine adds to a checkpoint, what it says when one is loaded or cannot be read, and described modules."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from deepspeed.pipe import PipelineModule
 from torch import distributed
 
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError
-from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, logged, section, train
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST
+from tests.distributed.engines import LENGTH, batches, engine_of, gpt_layers, logged, raised_by, section, train
 from tests.distributed.harness import rank_pool
 
 OURS = section(slices=3)
 OTHER = section(slices=[5, 10, 7, 1], schedule="terapipe")
-
-
-def error_of_call(act: Any) -> str:
-    try:
-        act()
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def job_save(folder: str) -> dict[str, Any]:
@@ -38,11 +32,11 @@ def job_save(folder: str) -> dict[str, Any]:
         last_layer.requires_grad_(True)
         Path(folder, "file").touch()
         failed = {
-            "tags": error_of_call(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}")),
-            "folder": error_of_call(lambda: engine.save_checkpoint(str(Path(folder, "file", "below")))),
+            "tags": raised_by(lambda: engine.save_checkpoint(folder, tag=f"of rank {distributed.get_rank()}")),
+            "folder": raised_by(lambda: engine.save_checkpoint(str(Path(folder, "file", "below")))),
         }
         with files_end_at(1000 if distributed.get_rank() == 1 else None):
-            failed["disk"] = error_of_call(lambda: engine.save_checkpoint(folder))
+            failed["disk"] = raised_by(lambda: engine.save_checkpoint(folder))
         goes_on = train(engine, batches(1, first_seed=900)).returned
     return {"failed": failed, "goes_on": goes_on}
 
@@ -61,7 +55,7 @@ def files_end_at(size: int | None) -> Iterator[None]:
 
 def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
     with logged() as lines, engine_of(gpt_layers(), OTHER if spoilt else OURS) as engine:
-        named = error_of_call(lambda: engine.load_checkpoint(folder, tag="aside")) if spoilt else ""
+        named = raised_by(lambda: engine.load_checkpoint(folder, tag="aside")) if spoilt else ("", "")
         path, state = engine.load_checkpoint(folder)
         returned = train(engine, batches(1, first_seed=900)).returned
         said = [line for line in lines if "resumed" in line or "loaded" in line]
@@ -72,9 +66,10 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
     folder = tmp_path / "saved"
     saved = rank_pool(2).run(job_save, folder=str(folder))
     for failed in (rank["failed"] for rank in saved):
-        assert "different tags, 'of rank 0', 'of rank 1'" in failed["tags"]
-        assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"]
-        assert "rank 1 cannot save the checkpoint: " in failed["disk"]
+        assert {kind for kind, _ in failed.values()} == {"CheckpointError"}
+        assert "different tags, 'of rank 0', 'of rank 1'" in failed["tags"][1]
+        assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"][1]
+        assert "rank 1 cannot save the checkpoint: " in failed["disk"][1]
     assert sorted(path.name for path in folder.iterdir()) == ["aside", "file", "global_step1", "latest"]
     assert (folder / "latest").read_text() == "global_step1"
     for tag in ("aside", "global_step1"):
@@ -95,7 +90,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
     spoil(folder)
     other = rank_pool(2).run(job_load, folder=str(folder), spoilt=True)
     for before, after in zip(saved, other, strict=True):
-        assert "layer_03-model_states.pt has" in after["named"]
+        assert "layer_03-model_states.pt has" in after["named"][1]
         assert "global_step1" in after["path"]
         assert abs(after["returned"][0] - before["goes_on"][0]) < 1e-6
     assert other[1]["said"] == []
@@ -115,3 +110,76 @@ def spoil(folder: Path) -> None:
     (folder / "latest").write_text("aside")
     path = folder / "aside" / "layer_03-model_states.pt"
     path.write_bytes(path.read_bytes()[:-1])
+
+
+# -- modules that describe themselves by a method, and files that cannot be read ------------------------------
+
+
+class ByMethod(PipelineModule):
+    """As Megatron-DeepSpeed's `GPTModelPipe`: DeepSpeed knows this name as that of a dict."""
+
+    heads = 4
+
+    def universal_checkpoint_info(self) -> dict[str, Any]:
+        return {"universal_checkpoint_version": 0.2, "terapipe_model_sizes": {"heads": self.heads}}
+
+
+class OtherHeads(ByMethod):
+    heads = 2
+
+
+class Broken(ByMethod):
+    def universal_checkpoint_info(self) -> dict[str, Any]:
+        raise LookupError("no tokenizer was built")
+
+
+def job_save_described(folder: str, module_class: type[PipelineModule], given: bool) -> list[float]:
+    """The losses of the steps that follow."""
+    with engine_of(gpt_layers(), section(), module_class=module_class) as engine:
+        train(engine, batches(2))
+        client = {"universal_checkpoint_info": engine.module.universal_checkpoint_info()} if given else {}
+        engine.save_checkpoint(folder, client_state={"epoch": 7, **client})
+        return train(engine, batches(2, first_seed=900)).returned
+
+
+def job_load_described(folder: str, module_class: type[PipelineModule], ours: bool = True) -> tuple[Any, list[float]]:
+    with engine_of(gpt_layers(), section() if ours else None, module_class=module_class) as engine:
+        path, client = engine.load_checkpoint(folder)
+        return (path is not None, client["epoch"]), train(engine, batches(2, first_seed=900)).returned
+
+
+def job_refused(folder: str, module_class: type[PipelineModule]) -> tuple[str, str]:
+    with engine_of(gpt_layers(), section(), module_class=module_class) as engine:
+        return raised_by(lambda: engine.load_checkpoint(folder))
+
+
+def job_stock_save(folder: str) -> tuple[str, str]:
+    with engine_of(gpt_layers(), None, module_class=ByMethod) as engine:
+        return raised_by(lambda: engine.save_checkpoint(folder))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["by the client as well", "by the method alone"])
+def test_training_goes_on_where_a_method_describes_the_module(given: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for _, text in rank_pool(2).run(job_stock_save, folder=str(tmp_path / "stock")):
+        assert "pickle" in text, "else ours need not put what the method gives in its place"
+    goes_on = rank_pool(2).run(job_save_described, folder=folder, module_class=ByMethod, given=given)
+    ours = rank_pool(2).run(job_load_described, folder=folder, module_class=ByMethod)
+    assert ours == [((True, 7), losses) for losses in goes_on]
+    stock = rank_pool(2).run(job_load_described, folder=folder, module_class=ByMethod, ours=False)
+    assert stock == [((True, 7), pytest.approx(losses, rel=1e-6)) for losses in goes_on]
+    for kind, text in rank_pool(2).run(job_refused, folder=folder, module_class=OtherHeads):
+        assert kind == "TeraPipeConfigError" and "heads=4 there and 2 here" in text
+    for kind, text in rank_pool(2).run(job_refused, folder=folder, module_class=Broken):
+        assert (kind, text) == ("LookupError", "no tokenizer was built")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"])
+@pytest.mark.sample(1)
+def test_a_file_that_cannot_be_read_is_told_on_every_rank(name: str, tmp_path: Path) -> None:
+    """Of the size that was written, so that the list of files says nothing."""
+    rank_pool(2).run(job_save_described, folder=str(tmp_path), module_class=PipelineModule, given=False)
+    (path,) = tmp_path.glob(f"*/{name}")
+    path.write_bytes(path.read_bytes()[::-1])
+    for kind, text in rank_pool(2).run(job_refused, folder=str(tmp_path), module_class=PipelineModule):
+        assert kind == "CheckpointError" and f"{path} cannot be read" in text and "Load another checkpoint" in text

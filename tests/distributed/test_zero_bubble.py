@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.distributed.engines import (
     both,
     differences,
     engine_of,
+    error_of,
     gpt_layers,
     logged,
     run_training,
@@ -32,29 +32,18 @@ from tests.distributed.mutations import train_mutated
 from tests.distributed.training import train_case
 
 CASE = Case(stages=2, micro_batches=4, plan="uneven", schedule="seq1f1b-zb")
-GROSS = 1e-3
-
-
-@functools.cache
-def stock_run(case: Case) -> list[compare.RankRecord]:
-    return rank_pool(case.world_size).run(train_case, case=case, system="stock")
 
 
 def test_four_stages() -> None:
     case = replace(CASE, stages=4, tied=True)
-    found = compare.errors(rank_pool(4).run(train_case, case=case, system="terapipe"), stock_run(case.stock()))
-    assert not compare.violations(found, compare.contract(case))
+    stock, ours = (
+        rank_pool(4).run(train_case, case=each, system=system)
+        for each, system in ((case.stock(), "stock"), (case, "terapipe"))
+    )
+    assert not compare.violations(compare.errors(ours, stock), compare.contract(case))
 
 
-# -- mutations -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mutation", ["dropped_weight", "weight_twice"])
-def test_a_w_that_does_nothing_and_one_that_adds_twice_are_seen(mutation: str) -> None:
-    run = rank_pool(2).run(train_mutated, case=CASE, mutation=mutation)
-    found = compare.errors(run, stock_run(CASE.stock()))
-    assert found["gradient"].error > GROSS
-    assert compare.violations(found, compare.contract(CASE))
+# -- wrong orders ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,30 +61,9 @@ def test_the_engine_refuses_orders_that_the_proof_would_refuse(mutation: str, me
 
 # -- who collects gradients ----------------------------------------------------------------------------------
 
-HALF: dict[str, dict[str, Any]] = {
-    "bf16_immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
-    "fp16_zero1": {"fp16": {"enabled": True, "initial_scale_power": 8}, "zero_optimization": {"stage": 1}},
-}
-SMALL_STEPS = {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True}}
-fp32_layers = functools.partial(gpt_layers, dtype="float32")
-
-
-def job_half(kind: str) -> dict[str, Any]:
-    """How far split and unsplit are from fp32, and how many weight gradients W had."""
-    options = {**HALF[kind], "optimizer": SMALL_STEPS}
-    with engine_of(fp32_layers(), None, optimizer=SMALL_STEPS) as engine:
-        exact = train(engine, batches(2))
-    unsplit = run_training(fp32_layers, section(), batches(2), **options)
-    with engine_of(fp32_layers(), section(schedule="seq1f1b-zb"), **options) as engine:
-        counted = count_products(engine)
-        split = train(engine, batches(2))
-    return {"split": differences(split, exact), "unsplit": differences(unsplit, exact), "products": sum(counted)}
-
 
 def count_products(engine: Any) -> list[int]:
-    """Of each W that `engine` runs from now on, how many weight gradients it had."""
+    """Count the weight gradients of each W that `engine` runs from now on."""
     counted: list[int] = []
     compute = engine.weight_gradients.compute
 
@@ -107,25 +75,15 @@ def count_products(engine: Any) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize("kind", HALF)
-def test_half_precision_is_as_close_to_fp32_as_unsplit(kind: str) -> None:
-    for rank in rank_pool(2).run(job_half, kind=kind):
-        assert rank["products"] > 0, "nothing was deferred"
-        for name in ("gradient", "parameter"):
-            assert 0 < rank["unsplit"][name] < 0.1
-            assert rank["split"][name] <= 1.5 * rank["unsplit"][name] + 1e-3
-
-
-def job_bits(schedules: tuple[str, str]) -> bool:
-    """Whether two schedules give the same bits."""
+def job_bits(schedules: tuple[str, str]) -> float:
+    """Return how far the results of two schedules are from each other."""
     first, second = (run_training(gpt_layers, section(schedule=name), batches(2, 3)) for name in schedules)
-    same = [torch.equal(first.parameters[name], value) for name, value in second.parameters.items()]
-    return all(same) and first.losses == second.losses
+    return error_of(vars(first), vars(second))
 
 
 @pytest.mark.parametrize("schedules", [("seq1f1b", "seq1f1b-zb"), ("1f1b", "zb-h1")], ids="-".join)
 def test_the_same_bits_as_unsplit(schedules: tuple[str, str]) -> None:
-    assert all(rank_pool(2).run(job_bits, schedules=schedules))
+    assert rank_pool(2).run(job_bits, schedules=schedules) == [0.0, 0.0]
 
 
 # -- layers that leave nothing -------------------------------------------------------------------------------

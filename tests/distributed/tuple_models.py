@@ -61,15 +61,20 @@ class Head(nn.Module):
         return unpacked(inputs)[0] @ self.weight.T
 
 
-# -- passengers of all kinds ---------------------------------------------------------------------------------
-
-
-class GuidedDecoder(nn.Module):
-    """A decoder layer that uses every passenger of `guided_micro_batch` and hands all of them on."""
-
+class DecoderInside(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()
         self.decoder = decoder(index)
+
+
+# -- passengers of all kinds ---------------------------------------------------------------------------------
+
+
+class GuidedDecoder(DecoderInside):
+    """A decoder layer that uses every passenger of `guided_micro_batch` and hands all of them on."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
         self.positions = weight(LENGTH, HIDDEN_SIZE, seed=10 + index)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -115,12 +120,12 @@ class TrainedScale(nn.Module):
         return hidden, self.scale.expand(hidden.shape[0], -1, -1)
 
 
-class ScaledDecoder(nn.Module):
+class ScaledDecoder(DecoderInside):
     """Uses the scale, or hands it on only."""
 
     def __init__(self, index: int, use: bool) -> None:
-        super().__init__()
-        self.decoder, self.use = decoder(index), use
+        super().__init__(index)
+        self.use = use
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, scale = inputs
@@ -217,11 +222,7 @@ def doubling_layers() -> list[LayerSpec]:
     ]
 
 
-class BareDecoder(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.decoder = decoder(index)
-
+class BareDecoder(DecoderInside):
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         [hidden] = unpacked(inputs)
         return self.decoder(hidden)
@@ -235,11 +236,7 @@ class SummingEmbedding(Embedding):
         return hidden, hidden.square().mean()
 
 
-class SummingDecoder(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.decoder = decoder(index)
-
+class SummingDecoder(DecoderInside):
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden = self.decoder(inputs[0])
         return hidden, inputs[1] + hidden.square().mean()
@@ -275,12 +272,8 @@ class LossHead(Head):
         return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
 
 
-class PassingDecoder(nn.Module):
+class PassingDecoder(DecoderInside):
     """A decoder layer that hands one passenger on."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.decoder = decoder(index)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self.decoder(inputs[0]), *inputs[1:]
@@ -316,6 +309,20 @@ def weighted_micro_batch(seed: int) -> MicroBatch:
     weights[:, :6] = 0.0  # a slice without any weight
     weights[0] *= 10.0
     return tokens, (labels, weights)
+
+
+class WeightedRows:
+    """Cross entropy with labels `(row weights [B], targets [B, L])`: the first tensor has no sequence."""
+
+    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
+        row_weights, targets = labels
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return (losses * row_weights[:, None]).sum() / (row_weights.sum() * targets.size(1))
+
+
+def weighted_rows_micro_batch(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed, masked=False)
+    return tokens, (torch.tensor([0.25, 3.0], dtype=torch.float64), labels)
 
 
 def viewing_loss(logits: Tensor, labels: Tensor) -> Tensor:

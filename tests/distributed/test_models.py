@@ -1,0 +1,264 @@
+"""Models that hand tuples on, freeze layers, bring their own loss, checkpoint or drop, against the stock engine."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.models import gpt
+from tests.distributed import tuple_models
+from tests.distributed.engines import (
+    CHECKPOINTING,
+    EXACT,
+    FP32_SCALAR,
+    IGNORE_INDEX,
+    SMALL_STEPS,
+    MicroBatch,
+    Run,
+    batches,
+    both,
+    differences,
+    engine_of,
+    error_of,
+    fp32_layers,
+    gpt_layers,
+    micro_batch,
+    run_training,
+    section,
+    stock_run,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+
+UNEVEN = [5, 17, 1]
+Errors = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both engines train."""
+
+    layers: Callable[[], Sequence[Any]] = gpt_layers
+    make: Callable[[int], MicroBatch] = micro_batch
+    terapipe: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Any = gpt.gpt_loss
+    stages: int = 2
+    stock_stages: int = 2  # 1 where the stock engine cannot send what the layers hand on
+    stock_loss_fn: Any = None  # where it is not `loss_fn`
+    kinds: Sequence[str] = ("off",)  # of checkpointing, by our engine
+    evaluated: bool = False  # before the training
+
+
+def _transposed_layers() -> list[LayerSpec]:
+    return [LayerSpec(tuple_models.Transposed, layer) for layer in gpt_layers()]
+
+
+def _transposed(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return tokens.T.contiguous(), labels.T.contiguous()
+
+
+def _first_without_labels(seed: int) -> MicroBatch:
+    tokens, labels = micro_batch(seed)
+    return tokens, labels if seed else labels.fill_(IGNORE_INDEX)
+
+
+REMEMBERED = functools.partial(tuple_models.guided_micro_batch, memory=True)
+GUESSED = "a memory of the labels' length that is cut like tokens"
+MODELS = {
+    "one tensor twice, and detached": Model(tuple_models.doubling_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)),
+    "a number that every layer adds to": Model(
+        tuple_models.summing_layers,
+        functools.partial(micro_batch, masked=False),
+        {"loss_reduction": "mean"},
+        tuple_models.summed_loss,
+        kinds=tuple(CHECKPOINTING),
+        evaluated=True,
+    ),
+    "passengers of all kinds, through a middle stage": Model(
+        tuple_models.guided_layers,
+        tuple_models.guided_micro_batch,
+        stages=3,
+        stock_stages=1,
+        kinds=tuple(CHECKPOINTING),
+    ),
+    "sliced_inputs says what is sliced": Model(
+        tuple_models.guided_layers, REMEMBERED, {"sliced_inputs": [0, 1], "verify": "off"}, stock_stages=1
+    ),
+    GUESSED: Model(tuple_models.guided_layers, REMEMBERED, {"verify": "off"}, stock_stages=1),
+    "a second float with a gradient": Model(functools.partial(tuple_models.scaled_layers, True), stock_stages=1),
+    "a second float that the last stage leaves unused": Model(  # its gradient is sent as zeros
+        functools.partial(tuple_models.scaled_layers, False), stock_stages=1, kinds=tuple(CHECKPOINTING)
+    ),
+    **{
+        f"frozen {kind}": Model(functools.partial(tuple_models.frozen_layers, kind), stock_stages=1)
+        for kind in ("embedding", "all but the scale", "whole stage")
+    },
+    "another sequence_dim": Model(
+        _transposed_layers, _transposed, {"slices": [2, 20, 1], "sequence_dim": 0}, stock_stages=1, evaluated=True
+    ),
+    "every layer checkpointed, one of them tied": Model(
+        functools.partial(gpt_layers, tied_embedding=True), kinds=("reentrant", "non_reentrant")
+    ),
+    "a mean": Model(terapipe={"loss_reduction": "mean"}, loss_fn=tuple_models.mean_square),
+    "a sum": Model(terapipe={"loss_reduction": "sum"}, loss_fn=tuple_models.sum_square),
+    "a loss with slice_weight and labels in a tuple": Model(
+        make=tuple_models.weighted_micro_batch, loss_fn=tuple_models.WeightedLoss()
+    ),
+    "a first label without a sequence": Model(
+        make=tuple_models.weighted_rows_micro_batch,
+        terapipe={"loss_reduction": "mean"},
+        loss_fn=tuple_models.WeightedRows(),
+    ),
+    "a loss that needs contiguous labels": Model(terapipe={"slices": 3}, loss_fn=tuple_models.viewing_loss),
+    "a micro-batch without labels": Model(make=_first_without_labels, stock_loss_fn=tuple_models.patient_loss),
+}
+
+
+def job_model(name: str) -> dict[str, Errors]:
+    """Return the differences of a training, and of an evaluation before it, for each kind of checkpointing."""
+    model = MODELS[name]
+    data = [[model.make(100 * step + index) for index in range(2)] for step in range(2)]
+
+    def run(engine: PipelineEngine) -> tuple[Run, Any]:
+        evaluated = None
+        if model.evaluated:
+            evaluated = engine.eval_batch(iter(data[0]), return_logits=True, bcast_loss=False)
+        return train(engine, data), evaluated if engine.is_last_stage() else None
+
+    found = {}
+    with engine_of(
+        model.layers(), None, stages=model.stock_stages, loss_fn=model.stock_loss_fn or model.loss_fn
+    ) as engine:
+        stock, expected = run(engine)
+    for kind in model.kinds:
+        terapipe = section(**{"slices": UNEVEN, **model.terapipe})
+        options = {"stages": model.stages, "loss_fn": model.loss_fn, **CHECKPOINTING[kind]}
+        with engine_of(model.layers(), terapipe, **options) as engine:
+            ours, evaluated = run(engine)
+        found[kind] = differences(ours, stock) | {
+            "evaluation": 0.0 if evaluated is None else error_of(evaluated, expected)
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != GUESSED])
+def test_a_model_trains_as_by_the_stock_engine(name: str) -> None:
+    results = rank_pool(MODELS[name].stages).run(job_model, name=name)
+    for kind in MODELS[name].kinds:
+        assert violations([rank[kind] for rank in results]) == {}, kind
+
+
+def test_without_sliced_inputs_the_size_decides() -> None:
+    """Layers need the whole memory with each slice, so that cutting it shows."""
+    assert min(rank["off"]["gradient"] for rank in rank_pool(2).run(job_model, name=GUESSED)) > 1e-3
+
+
+# -- hooks of the module -------------------------------------------------------------------------------------
+
+
+def job_additional_losses() -> tuple[Errors, float, list[str]]:
+    """Train with a first slice that has no label at all, so that its losses cannot be computed."""
+    data = batches(2)
+    for _, labels in itertools.chain(*data):
+        labels[:, :6] = IGNORE_INDEX
+
+    def run(engine: PipelineEngine) -> tuple[Run, list[dict[str, float]]]:
+        reported, run = [], Run()
+        for batch in data:
+            run = train(engine, [batch])
+            reported.append({name: float(value) for name, value in engine.get_additional_losses().items()})
+        return run, reported
+
+    (stock, stock_reported), (ours, reported) = both(
+        run, terapipe=section(slices=UNEVEN), module_class=tuple_models.ReportingModule
+    )
+    return differences(ours, stock), error_of(reported, stock_reported), list(reported[0])
+
+
+def job_before_reduce() -> tuple[list[tuple[int, bool]], float]:
+    """Double all gradients in the hook, and the loss of the stock engine."""
+    layers = functools.partial(gpt_layers, tied_embedding=True)
+    with engine_of(layers(), section(), module_class=tuple_models.HookedModule) as engine:
+        hooked = train(engine, batches(3))
+        engine.eval_batch(iter(batches(1)[0]))
+        calls = engine.module.calls
+    doubled = run_training(layers, None, batches(3), loss_fn=lambda logits, labels: 2 * gpt.gpt_loss(logits, labels))
+    return calls, differences(hooked, doubled)["gradient"]
+
+
+class TestHooks:
+    def test_additional_losses_are_reported(self) -> None:
+        errors, reported, names = zip(*rank_pool(2).run(job_additional_losses), strict=True)
+        assert violations(errors) == {}
+        assert reported[0] <= FP32_SCALAR and reported[1] <= EXACT
+        assert names == (["language", "size"],) * 2
+
+    def test_before_reduce_comes_once_per_batch_when_all_gradients_are_there(self) -> None:
+        for calls, error in rank_pool(2).run(job_before_reduce):
+            assert calls == [(0, True), (1, True), (2, True)]
+            assert error <= EXACT
+
+
+# -- recomputation under autocast, and dropout ---------------------------------------------------------------
+
+
+def job_checkpointing_and_autocast() -> tuple[dict[str, Errors], list[Errors]]:
+    """Compare each kind of checkpointing with none, and this and the stock engine's one with fp32."""
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "optimizer": SMALL_STEPS}
+    options = {**autocast, **CHECKPOINTING["reentrant"], "module": {"checkpointable_layers": ["DecoderLayer"]}}
+    run = functools.partial(run_training, fp32_layers, data=batches(2))
+    exact, plain = run(terapipe=None, optimizer=SMALL_STEPS), run(terapipe=section(), **autocast)
+    kinds = {
+        kind: differences(run(terapipe=section(), **autocast, **CHECKPOINTING[kind]), plain)
+        for kind in ("reentrant", "non_reentrant")
+    }
+    return kinds, [differences(run(terapipe=terapipe, **options), exact) for terapipe in (section(), None)]
+
+
+def job_dropout() -> dict[str, Any]:
+    """Train and evaluate a model with dropout, by seed and kind of checkpointing."""
+
+    def run(seed: int, kind: str = "off") -> tuple[Run, Any]:
+        with engine_of(gpt_layers(dropout=0.2), section(), **CHECKPOINTING[kind]) as engine:
+            evaluated = engine.eval_batch(iter(batches(1)[0]), return_logits=True)
+            torch.manual_seed(seed)
+            return train(engine, batches(2)), evaluated
+
+    (first, evaluated), (other, _) = run(1), run(2)
+    with engine_of(gpt_layers(), section()) as engine:
+        undropped = engine.eval_batch(iter(batches(1)[0]), return_logits=True)
+    return {
+        "same seed": error_of(vars(run(1)[0]), vars(first)),
+        "other seed": differences(other, first),
+        "without dropout": differences(first, stock_run()),
+        "recomputed": [differences(run(1, kind)[0], first) for kind in ("reentrant", "non_reentrant")],
+        "evaluation": error_of(undropped, evaluated),
+    }
+
+
+def test_a_forward_under_autocast_is_recomputed_under_it() -> None:
+    for kinds, (ours, stock) in rank_pool(2).run(job_checkpointing_and_autocast):
+        assert {kind: errors for kind, errors in kinds.items() if max(errors.values()) > 0.0} == {}
+        for name in ("returned", "gradient", "parameter"):
+            assert 0 < ours[name] <= 2 * stock[name] + 1e-3
+
+
+def test_dropout() -> None:
+    results = rank_pool(2).run(job_dropout)
+    for rank in results:
+        assert rank["same seed"] == 0.0
+        for other in ("other seed", "without dropout"):
+            assert rank[other]["returned"] > 1e-3
+        assert rank["evaluation"] == 0.0, "dropout is for training"
+    for kind in (0, 1):
+        assert violations([rank["recomputed"][kind] for rank in results]) == {}, "the same masks again"

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core import parallel_state
@@ -129,18 +128,6 @@ def with_an_unmarked_norm() -> Iterator[list[str]]:
 
     with mock.patch.object(megatron_models, "load_weights", unmark_and_load), errors_let_pass() as caught:
         yield caught
-
-
-def job_large_replica() -> str:
-    """A parameter of very many numbers, with another gradient on each rank: the limit may not grow past them."""
-    layer = torch.nn.Embedding(10_000, 1_000)
-    generator = torch.Generator().manual_seed(torch_dist.get_rank())
-    layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
-    try:
-        gradients.require_equal_replicas(layer, torch.optim.SGD(layer.parameters(), lr=1.0), torch_dist.group.WORLD)
-    except ReplicatedGradientError as error:
-        return str(error)
-    return ""
 
 
 # -- data -----------------------------------------------------------------------------------------------------

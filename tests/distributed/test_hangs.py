@@ -54,8 +54,9 @@ class TestHangs:
         ("kind", "stage"),
         [
             ("hang_backward", 0),
+            ("hang_data", 0),
+            ("hang_reduce", 1),
             pytest.param("hang_optimizer", 1, marks=pytest.mark.full),
-            pytest.param("hang_data", 0, marks=pytest.mark.full),
         ],
     )
     def test_the_stage_is_named(self, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from tests.distributed.zoo_runs import Seen, look_at
 from tests.zoo import ZOO, Member
 
 WRONG = 1e-6  # by so much at least an unhealthy member differs where nothing checks it
-SAMPLE = (
+SAMPLE = [
     "softmax_by_hand",
     "attention_over_packed_rows",
     "DetachedCache",
@@ -31,7 +31,7 @@ SAMPLE = (
     "MaskedLoss",
     "MemoryByTorch",
     "long_label_smoothing",
-)
+]
 """Of these `make test` makes sure; `make test-full` of all."""
 
 

@@ -28,7 +28,7 @@ DATA = {
     "PositionIds": lambda seed: extended(seed, torch.arange(LONG).flip(0).expand(2, -1).clone()),
     "PositionIdsWithoutRows": lambda seed: extended(seed, torch.arange(LONG)),
 }
-UNHEALTHY = (
+UNHEALTHY = [
     "softmax_by_hand",
     "plain_attention",
     "bidirectional",
@@ -49,8 +49,8 @@ UNHEALTHY = (
     "root_mean_square",
     "with_z_loss_of_all_tokens",
     "PositionIdsWithoutRows",
-)
-HEALTHY = (
+]
+HEALTHY = [
     "Sliced",
     "Alibi",
     "Checkpointed",
@@ -64,7 +64,7 @@ HEALTHY = (
     "label_smoothing",
     "ClassWeights",
     "TiedEmbedding",
-)
+]
 
 
 class CachesOnFirstUse(nn.Module):

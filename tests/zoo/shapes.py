@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
+from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
 from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
@@ -88,12 +88,8 @@ add(
 )
 
 
-class PerSequence(nn.Module):
+class PerSequence(Weighted, inner=(WIDTH, 90)):
     """(x, table): every token reads the whole table [B, L], which has the length of the labels by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, seed=90)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, table = inputs
@@ -104,13 +100,7 @@ def table(seed: int) -> MicroBatch:
     return with_input(seed, fixed(2, LENGTH, seed=seed, std=1.0))
 
 
-add(
-    "TableAsLongAsTheText",
-    lambda: reading(PerSequence),
-    ("input 1", "sliced_inputs"),
-    data=table,
-    error="BatchError",
-)
+add("TableAsLongAsTheText", lambda: reading(PerSequence), ("input 1", "sliced_inputs"), data=table, error="BatchError")
 
 
 def memory_of_the_length(seed: int) -> MicroBatch:
@@ -125,12 +115,7 @@ class ReadsMemory(nn.Module):
         return x + scores_of(x, memory).softmax(-1) @ memory
 
 
-add(
-    "MemoryAsLongAsTheText",
-    lambda: reading(ReadsMemory),
-    EARLY,
-    data=memory_of_the_length,
-)
+add("MemoryAsLongAsTheText", lambda: reading(ReadsMemory), EARLY, data=memory_of_the_length)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
@@ -153,11 +138,7 @@ class LastState(Pooling):
         return x[:, -1].clone()
 
 
-class UsesState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=91)
-
+class UsesState(Weighted, inner=(WIDTH, WIDTH, 91)):
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0] + (inputs[1] @ self.inner)[:, None]
 
@@ -234,12 +215,8 @@ class Flatten(nn.Module):
         return x.flatten(0, 1)
 
 
-class FlatShift(nn.Module):
+class FlatShift(Weighted, inner=(WIDTH, WIDTH, 92)):
     """[B * T, C]: each token and the one before it, also across rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=92)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
@@ -252,12 +229,8 @@ add(
 )
 
 
-class Pairs(nn.Module):
+class Pairs(Weighted, inner=(2 * WIDTH, 2 * WIDTH, 93)):
     """Two tokens become one of double width, and are taken apart again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(2 * WIDTH, 2 * WIDTH, seed=93)
 
     def forward(self, x: Tensor) -> Tensor:
         odd = x.shape[1] % 2
@@ -272,12 +245,8 @@ def positions_of_rows(seed: int) -> MicroBatch:
     return with_input(seed, torch.arange(LENGTH))
 
 
-class FirstDimension(nn.Module):
+class FirstDimension(Weighted, table=(LONG, WIDTH, 94)):
     """(x, ids [L]): positions without rows, which are not cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = weight(LONG, WIDTH, seed=94)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, ids = inputs

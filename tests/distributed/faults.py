@@ -91,6 +91,12 @@ TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
 BUILD = "runtime.planning.batch_plans:build"
 VALIDATE = "runtime.planning.batch_plans:validate"
 FIRST_POSITION = "models.gpt:_first_position"
+ATTENTION = "models.gpt:sliced_attention"
+MERGE = "attention.backends.blocks:merge"
+RUNNER = "runtime.engine.part_runner"
+REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
+CLIP_NORM = "runtime.engine.engine:count_every_stage_in_norm"
+LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
 
@@ -130,9 +136,7 @@ def diagonal_mask_missing() -> Iterator[None]:
         yield
 
 
-@fault(
-    "attention", UNEVEN, "prefix and diagonal weigh the same in the merged output", "attention.backends.blocks:merge"
-)
+@fault("attention", UNEVEN, "prefix and diagonal weigh the same in the merged output", MERGE)
 def merged_by_halves(merge: Any, first: Any, second: Any, target: Any) -> None:
     import torch
 
@@ -140,7 +144,7 @@ def merged_by_halves(merge: Any, first: Any, second: Any, target: Any) -> None:
     target[1].copy_(torch.logaddexp(first[1], second[1]))
 
 
-@fault("attention", UNEVEN, "the merged log-sum-exp is that of the diagonal alone", "attention.backends.blocks:merge")
+@fault("attention", UNEVEN, "the merged log-sum-exp is that of the diagonal alone", MERGE)
 def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> None:
     merge(first, second, target)
     target[1].copy_(first[1])
@@ -221,22 +225,17 @@ def slices_counted_as_micro_batches(slice_weights: Any, *args: Any, **kwargs: An
     return tuple(weight / len(weights) for weight in weights)
 
 
-@fault(
-    "loss",
-    replace(UNEVEN, data_seed=3),
-    "a slice without a label is 0 * NaN",
-    "runtime.engine.part_runner:weighted_loss",
-)
+@fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN", f"{RUNNER}:weighted_loss")
 def empty_slices_not_left_out(_: Any, outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
     return loss_fn(outputs, labels) * weight
 
 
-@fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.part_runner:sum_of_slices")
+@fault("loss", EQUAL, "the evaluation loss is that of the last slice", f"{RUNNER}:sum_of_slices")
 def evaluation_of_the_last_slice(_: Any, losses: Any) -> Any:
     return losses[-1]
 
 
-@fault("loss", EQUAL, "labels are cut one token early", "runtime.batch.sliceable:SliceableTensors.part")
+@fault("loss", EQUAL, "labels are cut one token early", LABELS_OF)
 def labels_one_token_early(part: Any, self: Any, start: int, stop: int) -> Any:
     shift = min(start, 1)
     return part(self, start - shift, stop - shift)
@@ -278,12 +277,7 @@ def gradients_of_another_micro_batch() -> Iterator[None]:
         yield
 
 
-@fault(
-    "engine",
-    CHECKPOINTED,
-    "layers are recomputed as if they ran the first slice",
-    "runtime.engine.part_runner:PartRunner._active",
-)
+@fault("engine", CHECKPOINTED, "layers are recomputed as if they ran the first slice", f"{RUNNER}:PartRunner._active")
 def recomputed_with_the_first_slice(active_of: Any, self: Any, action: Any, mode: str) -> Any:
     active = active_of(self, action, mode)
     return active.replace(start=0, stop=active.num_tokens) if mode == "recompute" else active
@@ -293,7 +287,7 @@ def recomputed_with_the_first_slice(active_of: Any, self: Any, action: Any, mode
     "engine",
     CHECKPOINTED,
     "layers are recomputed without a slice",
-    "runtime.engine.part_runner:push_slice",
+    f"{RUNNER}:push_slice",
     stopped_by="mat1 and mat2 shapes",
 )
 def recomputed_without_a_slice(push_slice: Any, active: Any) -> Any:
@@ -311,12 +305,7 @@ def tied_gradients_reduced_twice(reduce: Any, self: Any) -> None:
     reduce(self)
 
 
-@fault(
-    "engine",
-    REPLICAS,
-    "gradients are not averaged over replicas",
-    "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads",
-)
+@fault("engine", REPLICAS, "gradients are not averaged over replicas", REDUCE)
 def gradients_not_reduced(*args: Any) -> None:
     """Do nothing."""
 
@@ -344,10 +333,7 @@ def weight_gradients_added_twice(add_product: Any, weight: Any, rows: Any, input
 
 
 @fault(
-    "engine",
-    replace(EQUAL, clipping=True),
-    "the clip norm leaves out later stages, as DeepSpeed's own does",
-    "runtime.engine.engine:count_every_stage_in_norm",
+    "engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does", CLIP_NORM
 )
 def norm_of_the_first_stage(*args: Any) -> None:
     """Do nothing."""
@@ -595,7 +581,7 @@ def attention_not_sliced() -> Iterator[None]:
         yield
 
 
-@fault("layer", UNEVEN, "attention computed by hand, to the slice alone", "models.gpt:sliced_attention", in_layers=True)
+@fault("layer", UNEVEN, "attention computed by hand, to the slice alone", ATTENTION, in_layers=True)
 def attention_by_hand(_: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
     import torch
 

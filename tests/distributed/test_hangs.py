@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.failures.hangs import (
-    losses,
-    one_rank_is_not_registered,
-    resume,
-    train_until_it_hangs,
-)
+from tests.distributed.failures.hangs import losses, one_rank_is_not_registered, resume, train_until_it_hangs
 from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_failures import Ended, end_pool

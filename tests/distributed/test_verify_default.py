@@ -253,6 +253,12 @@ class TestCut:
 
 
 class TestBatchesWithoutLabels:
+    def test_the_micro_batch_that_has_labels_is_looked_at(self) -> None:
+        without, other = batches(1)[0]
+        without[1][:] = IGNORE_INDEX
+        kind, text, log = _one(rank_pool(2).run(said, data=[without, other]))
+        assert (kind, text) == ("", "") and log.startswith("verify: the loss agrees on 3 slices")
+
     @pytest.mark.parametrize("verify", ["off", "first_batch"])
     @pytest.mark.parametrize(("loss", "reduction"), [("gpt_loss", "sum"), ("shifting_loss", "mean_valid")])
     def test_the_next_one_with_labels_is_looked_at(self, loss: str, reduction: str, verify: str) -> None:

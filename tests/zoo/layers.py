@@ -50,6 +50,17 @@ class Weighted(nn.Module):
             setattr(self, name, weight(*shape, seed=seed))
 
 
+class Calls(nn.Module):
+    """A layer without weights: a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: Any) -> Any:
+        return self.function(inputs)
+
+
 class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

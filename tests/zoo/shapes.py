@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
+from tests.zoo.layers import LONG, WIDTH, Attention, Calls, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
 from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
@@ -121,34 +122,18 @@ add("MemoryAsLongAsTheText", lambda: reading(ReadsMemory), EARLY, data=memory_of
 # -- pooled states ---------------------------------------------------------------------------------------------------
 
 
-class Pooling(nn.Module):
-    """x -> (x, a mean over the tokens)."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x, self.pooled(x)
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
-class LastState(Pooling):
-    """x -> (x, the last token)."""
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return x[:, -1].clone()
-
-
 class UsesState(Weighted, inner=(WIDTH, WIDTH, 91)):
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0] + (inputs[1] @ self.inner)[:, None]
 
 
-def pooled(kind: type[nn.Module]) -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(kind), LayerSpec(UsesState), LayerSpec(Head)]
+def pooled(pool: Callable[[Tensor], Tensor]) -> list[LayerSpec]:
+    """x -> (x, what the function makes of all tokens) -> x."""
+    return [LayerSpec(Embedding), LayerSpec(Calls, lambda x: (x, pool(x))), LayerSpec(UsesState), LayerSpec(Head)]
 
 
-add("PooledState", lambda: pooled(Pooling), ONE_VALUE)
-add("LastTokenPooled", lambda: pooled(LastState), ONE_VALUE)
+add("PooledState", lambda: pooled(lambda x: x.mean(1)), ONE_VALUE)
+add("LastTokenPooled", lambda: pooled(lambda x: x[:, -1].clone()), ONE_VALUE)
 
 
 class Distances(nn.Module):
@@ -210,7 +195,7 @@ add(
 # -- rows and tokens in one dimension --------------------------------------------------------------------------------
 
 
-class Flatten(nn.Module):
+class FlatRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)
 
@@ -224,7 +209,10 @@ class FlatShift(Weighted, inner=(WIDTH, WIDTH, 92)):
 
 add(
     "FlatRowsShifted",
-    lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
+    lambda: [
+        *[LayerSpec(Embedding), LayerSpec(Calls, lambda x: x.flatten(0, 1)), LayerSpec(FlatShift)],
+        LayerSpec(Head),
+    ],
     "layer 2 (FlatShift)",
 )
 

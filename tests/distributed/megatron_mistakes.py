@@ -130,6 +130,18 @@ def with_an_unmarked_norm() -> Iterator[list[str]]:
         yield caught
 
 
+def job_large_replica() -> str:
+    """A parameter of very many numbers, with another gradient on each rank: the limit may not grow past them."""
+    layer = torch.nn.Embedding(10_000, 1_000)
+    generator = torch.Generator().manual_seed(torch_dist.get_rank())
+    layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
+    try:
+        gradients.require_equal_replicas(layer, torch.optim.SGD(layer.parameters(), lr=1.0), torch_dist.group.WORLD)
+    except ReplicatedGradientError as error:
+        return str(error)
+    return ""
+
+
 # -- data -----------------------------------------------------------------------------------------------------
 
 

@@ -111,7 +111,7 @@ class TestTwoRanks:
         assert faulty_layers.LAYERS[getattr(faulty_layers, fault)][1] in text
 
     @pytest.mark.parametrize("case", CASES)
-    @pytest.mark.sample(5)
+    @pytest.mark.sample(4)
     def test_training_is_bit_for_bit_what_it_is_without(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(trainings, case=case):
             assert verified.losses == plain.losses and verified.returned == plain.returned

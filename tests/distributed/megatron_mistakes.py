@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core import parallel_state

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from tests.distributed import mutations
 from tests.distributed.configurations import Configuration
 
 UNEVEN = Configuration(slices=(5, 4, 3), masked=True, tied=True)
@@ -47,140 +46,130 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    where: str, configuration: Configuration, says: str, **options: Any
-) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
-    """Enter a generator that holds the fault at its yield, by the name of the function."""
+    where: str, configuration: Configuration, says: str, *targets: str, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Enter a fault by the name of a function.
 
-    def enter(broken: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
-        name = broken.__name__
-        FAULTS[name] = Fault(name, where, says, configuration, contextlib.contextmanager(broken), **options)
-        return broken
+    With `targets` ("attention.slice_store:SliceStore.write" of `terapipe_ds`) the function is called in place of each,
+    and takes the original before the arguments. Without, it is a generator that holds the fault at its yield.
+    """
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        hold = contextlib.contextmanager(function) if not targets else lambda: replaced(function, *targets)
+        FAULTS[name] = Fault(name, where, says, configuration, hold, **options)
+        return function
 
     return enter
 
 
-def known(name: str, where: str, configuration: Configuration, says: str, **options: Any) -> None:
-    """Enter one of `mutations.py`."""
-    FAULTS[name] = Fault(name, where, says, configuration, mutations.MUTATIONS[name], **options)
+@contextlib.contextmanager
+def replaced(function: Callable[..., Any], *targets: str) -> Iterator[None]:
+    """Call `function(original, *args)` in place of each target for the block."""
+    with contextlib.ExitStack() as patches:
+        for target in targets:
+            module, _, path = target.partition(":")
+            owner: Any = importlib.import_module(f"terapipe_ds.{module}")
+            *owners, name = path.split(".")
+            for each in owners:
+                owner = getattr(owner, each)
+            patches.enter_context(mock.patch.object(owner, name, _calling(function, getattr(owner, name))))
+        yield
 
+
+def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(original, *args, **kwargs)
+
+
+ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
+SLICE_WEIGHTS = "runtime.engine.engine:slice_weights"
+SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
+ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
+COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
+REDUCE_TIED = "runtime.engine.engine:TeraPipeEngine._exec_reduce_tied_grads"
+TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
+BUILD = "runtime.planning.batch_plans:build"
+VALIDATE = "runtime.planning.batch_plans:validate"
+FIRST_POSITION = "models.gpt:_first_position"
+ATTENTION = "models.gpt:sliced_attention"
+MERGE = "attention.backends.blocks:merge"
+RUNNER = "runtime.engine.part_runner"
+REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
+CLIP_NORM = "runtime.engine.engine:count_every_stage_in_norm"
+LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
 
 
 @fault("attention", UNEVEN, "the prefix begins at token 1")
 def prefix_without_its_first_token() -> Iterator[None]:
-    from terapipe_ds.attention.backends.blocks import BlockKernel
-
-    forward, backward = BlockKernel.forward, BlockKernel.backward
-
-    def shorter_forward(self: Any, q: Any, keys: Any, values: Any, start: int, *rest: Any) -> Any:
+    def shorter_forward(forward: Any, self: Any, q: Any, keys: Any, values: Any, start: int, *rest: Any) -> Any:
         cut = min(start, 1)
         return forward(self, q, keys[:, :, cut:], values[:, :, cut:], start - cut, *rest)
 
-    def shorter_backward(
-        self: Any,
-        grad: Any,
-        q: Any,
-        keys: Any,
-        values: Any,
-        out: Any,
-        lse: Any,
-        start: int,
-        scale: float,
-        dropout_p: float,
-        state: Any,
-        add_grads: Any,
-    ) -> Any:
+    def shorter_backward(backward: Any, self: Any, grad: Any, q: Any, keys: Any, values: Any, *rest: Any) -> Any:
+        out, lse, start, *others, add_grads = rest
         cut = min(start, 1)
 
         def add(offset: int, *parts: Any) -> None:
             add_grads(offset + cut, *parts)
 
         keys, values = keys[:, :, cut:], values[:, :, cut:]
-        return backward(self, grad, q, keys, values, out, lse, start - cut, scale, dropout_p, state, add)
+        return backward(self, grad, q, keys, values, out, lse, start - cut, *others, add)
 
-    with (
-        mock.patch.object(BlockKernel, "forward", shorter_forward),
-        mock.patch.object(BlockKernel, "backward", shorter_backward),
-    ):
+    kernel = "attention.backends.blocks:BlockKernel"
+    with replaced(shorter_forward, f"{kernel}.forward"), replaced(shorter_backward, f"{kernel}.backward"):
         yield
 
 
 @fault("attention", UNEVEN, "tokens of a slice see its later tokens")
 def diagonal_mask_missing() -> Iterator[None]:
-    from terapipe_ds.attention.backends.fused import CpuFlash
-
-    run, run_backward = CpuFlash.run, CpuFlash.run_backward
-
-    def unmasked(self: Any, q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
+    def unmasked(run: Any, self: Any, q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
         return run(self, q, k, v, False, scale)
 
-    def unmasked_backward(self: Any, *tensors_and: Any) -> Any:
+    def unmasked_backward(run_backward: Any, self: Any, *tensors_and: Any) -> Any:
         *tensors, _, scale, state = tensors_and
         return run_backward(self, *tensors, False, scale, state)
 
-    with mock.patch.object(CpuFlash, "run", unmasked), mock.patch.object(CpuFlash, "run_backward", unmasked_backward):
+    kernel = "attention.backends.fused:CpuFlash"
+    with replaced(unmasked, f"{kernel}.run"), replaced(unmasked_backward, f"{kernel}.run_backward"):
         yield
 
 
-@fault("attention", UNEVEN, "prefix and diagonal weigh the same in the merged output")
-def merged_by_halves() -> Iterator[None]:
+@fault("attention", UNEVEN, "prefix and diagonal weigh the same in the merged output", MERGE)
+def merged_by_halves(merge: Any, first: Any, second: Any, target: Any) -> None:
     import torch
 
-    from terapipe_ds.attention.backends import blocks
-
-    def merge(first: Any, second: Any, target: Any) -> None:
-        target[0].copy_((first[0] + second[0]) / 2)
-        target[1].copy_(torch.logaddexp(first[1], second[1]))
-
-    with mock.patch.object(blocks, "merge", merge):
-        yield
+    target[0].copy_((first[0] + second[0]) / 2)
+    target[1].copy_(torch.logaddexp(first[1], second[1]))
 
 
-@fault("attention", UNEVEN, "the merged log-sum-exp is that of the diagonal alone")
-def log_sum_exp_not_merged() -> Iterator[None]:
-    from terapipe_ds.attention.backends import blocks
-
-    merge = blocks.merge
-
-    def merge_outputs(first: Any, second: Any, target: Any) -> None:
-        merge(first, second, target)
-        target[1].copy_(first[1])
-
-    with mock.patch.object(blocks, "merge", merge_outputs):
-        yield
+@fault("attention", UNEVEN, "the merged log-sum-exp is that of the diagonal alone", MERGE)
+def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> None:
+    merge(first, second, target)
+    target[1].copy_(first[1])
 
 
 # -- the slice store -------------------------------------------------------------------------------------------------
 
-known("dropped_kv_gradient", "store", UNEVEN, "dK and dV of the prefix are dropped")
+
+@fault("store", UNEVEN, "dK and dV of the prefix are dropped", ADD_GRADS)
+def dropped_kv_gradient(add_grads: Any, self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
+    dk, dv = dk.clone(), dv.clone()
+    for tensor in (dk, dv):
+        tensor[:, :, : max(0, self.frontier - offset)] = 0  # the slice in backward begins at the frontier
+    add_grads(self, offset, dk, dv, *args, **kwargs)
 
 
-@fault("store", UNEVEN, "dK and dV of the prefix are added twice")
-def doubled_kv_gradient() -> Iterator[None]:
-    from terapipe_ds.attention.slice_store import SliceEntry
-
-    add_grads = SliceEntry.add_grads
-
-    def add_twice(self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
-        factor = 2 if offset + dk.shape[2] <= self.frontier else 1  # the slice in backward begins at the frontier
-        add_grads(self, offset, dk * factor, dv * factor, *args, **kwargs)
-
-    with mock.patch.object(SliceEntry, "add_grads", add_twice):
-        yield
+@fault("store", UNEVEN, "dK and dV of the prefix are added twice", ADD_GRADS)
+def doubled_kv_gradient(add_grads: Any, self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
+    factor = 2 if offset + dk.shape[2] <= self.frontier else 1  # the slice in backward begins at the frontier
+    add_grads(self, offset, dk * factor, dv * factor, *args, **kwargs)
 
 
-@fault("store", UNEVEN, "dK is added to dV and dV to dK")
-def swapped_kv_gradients() -> Iterator[None]:
-    from terapipe_ds.attention.slice_store import SliceEntry
-
-    add_grads = SliceEntry.add_grads
-
-    def add_swapped(self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
-        add_grads(self, offset, dv, dk, *args, **kwargs)
-
-    with mock.patch.object(SliceEntry, "add_grads", add_swapped):
-        yield
+@fault("store", UNEVEN, "dK is added to dV and dV to dK", ADD_GRADS)
+def swapped_kv_gradients(add_grads: Any, self: Any, offset: int, dk: Any, dv: Any, *args: Any, **kwargs: Any) -> None:
+    add_grads(self, offset, dv, dk, *args, **kwargs)
 
 
 @fault("store", UNEVEN, "from the second batch on the first slice finds the keys and values of the batch before")
@@ -205,122 +194,66 @@ def stale_keys_and_values() -> Iterator[None]:
         yield
 
 
-@fault("store", ALL_FORWARD_FIRST, "micro-batches share one store")
-def one_store_for_all_micro_batches() -> Iterator[None]:
-    from terapipe_ds.attention.slice_store import SliceStore
-
-    write = SliceStore.write
-
-    def write_shared(self: Any, active: Any, *rest: Any) -> Any:
-        return write(self, active.replace(micro_batch_id=0), *rest)
-
-    with mock.patch.object(SliceStore, "write", write_shared):
-        yield
+@fault("store", ALL_FORWARD_FIRST, "micro-batches share one store", "attention.slice_store:SliceStore.write")
+def one_store_for_all_micro_batches(write: Any, self: Any, active: Any, *rest: Any) -> Any:
+    return write(self, active.replace(micro_batch_id=0), *rest)
 
 
-@fault("store", UNEVEN, "a micro-batch is never released")
-def never_released() -> Iterator[None]:
-    from terapipe_ds.attention.slice_store import SliceStore
-
-    with mock.patch.object(SliceStore, "release"):
-        yield
+@fault("store", UNEVEN, "a micro-batch is never released", "attention.slice_store:SliceStore.release")
+def never_released(*args: Any) -> None:
+    """Do nothing."""
 
 
 # -- the loss --------------------------------------------------------------------------------------------------------
 
-known("unweighted_losses", "loss", UNEVEN, "slices weigh the same")
+
+@fault("loss", UNEVEN, "slices weigh the same, those without a label left out", SLICE_WEIGHTS)
+def unweighted_losses(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
+    weights = slice_weights(*args, **kwargs)
+    counted = sum(weight > 0 for weight in weights)
+    return tuple(1.0 / counted if weight > 0 else 0.0 for weight in weights)
 
 
-@fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels")
-def weights_of_tokens() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import engine
-
-    slice_weights = engine.slice_weights
-
-    def by_tokens(*args: Any, **kwargs: Any) -> Any:
-        return slice_weights(*args, **{**kwargs, "loss_reduction": "mean"})
-
-    with mock.patch.object(engine, "slice_weights", by_tokens):
-        yield
+@fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels", SLICE_WEIGHTS)
+def weights_of_tokens(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
+    return slice_weights(*args, **{**kwargs, "loss_reduction": "mean"})
 
 
-@fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches")
-def slices_counted_as_micro_batches() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import engine
-
-    slice_weights = engine.slice_weights
-
-    def divided(*args: Any, **kwargs: Any) -> Any:
-        weights = slice_weights(*args, **kwargs)
-        return tuple(weight / len(weights) for weight in weights)
-
-    with mock.patch.object(engine, "slice_weights", divided):
-        yield
+@fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches", SLICE_WEIGHTS)
+def slices_counted_as_micro_batches(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
+    weights = slice_weights(*args, **kwargs)
+    return tuple(weight / len(weights) for weight in weights)
 
 
-@fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN")
-def empty_slices_not_left_out() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import part_runner
-
-    def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
-        return loss_fn(outputs, labels) * weight
-
-    with mock.patch.object(part_runner, "weighted_loss", weighted_loss):
-        yield
+@fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN", f"{RUNNER}:weighted_loss")
+def empty_slices_not_left_out(_: Any, outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
+    return loss_fn(outputs, labels) * weight
 
 
-@fault("loss", EQUAL, "the evaluation loss is that of the last slice")
-def evaluation_of_the_last_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import part_runner
-
-    with mock.patch.object(part_runner, "sum_of_slices", lambda losses: losses[-1]):
-        yield
+@fault("loss", EQUAL, "the evaluation loss is that of the last slice", f"{RUNNER}:sum_of_slices")
+def evaluation_of_the_last_slice(_: Any, losses: Any) -> Any:
+    return losses[-1]
 
 
-@fault("loss", EQUAL, "labels are cut one token early")
-def labels_one_token_early() -> Iterator[None]:
-    from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-
-    part = SliceableTensors.part
-
-    def early(self: Any, start: int, stop: int) -> Any:
-        shift = min(start, 1)
-        return part(self, start - shift, stop - shift)
-
-    with mock.patch.object(SliceableTensors, "part", early):
-        yield
+@fault("loss", EQUAL, "labels are cut one token early", LABELS_OF)
+def labels_one_token_early(part: Any, self: Any, start: int, stop: int) -> Any:
+    shift = min(start, 1)
+    return part(self, start - shift, stop - shift)
 
 
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
-@fault("engine", EQUAL, "the first stage takes the tokens of a slice from one token too far left")
-def span_off_by_one() -> Iterator[None]:
-    with _first_stage_reads(lambda active: (active.start - min(active.start, 1), active.stop - min(active.start, 1))):
-        yield
+@fault("engine", EQUAL, "the first stage takes the tokens of a slice from one token too far left", SLICE_INPUTS)
+def span_off_by_one(slice_inputs: Any, self: Any, action: Any, active: Any) -> Any:
+    shift = min(active.start, 1)
+    return slice_inputs(self, action, active.replace(start=active.start - shift, stop=active.stop - shift))
 
 
-@fault("engine", EQUAL, "the first stage takes the first slice for the last, and the other way round")
-def swapped_slices() -> Iterator[None]:
-    def mirrored(active: Any) -> tuple[int, int]:
-        return active.sequence_length - active.stop, active.sequence_length - active.start
-
-    with _first_stage_reads(mirrored):
-        yield
-
-
-@contextlib.contextmanager
-def _first_stage_reads(span: Callable[[Any], tuple[int, int]]) -> Iterator[None]:
-    from terapipe_ds.runtime.engine.part_runner import PartRunner
-
-    slice_inputs = PartRunner._slice_inputs
-
-    def read(self: Any, action: Any, active: Any) -> Any:
-        start, stop = span(active)
-        return slice_inputs(self, action, active.replace(start=start, stop=stop))
-
-    with mock.patch.object(PartRunner, "_slice_inputs", read):
-        yield
+@fault("engine", EQUAL, "the first stage takes the first slice for the last, and the other way round", SLICE_INPUTS)
+def swapped_slices(slice_inputs: Any, self: Any, action: Any, active: Any) -> Any:
+    length = active.sequence_length
+    return slice_inputs(self, action, active.replace(start=length - active.stop, stop=length - active.start))
 
 
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
@@ -344,61 +277,37 @@ def gradients_of_another_micro_batch() -> Iterator[None]:
         yield
 
 
-@fault("engine", CHECKPOINTED, "layers are recomputed as if they ran the first slice")
-def recomputed_with_the_first_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.part_runner import PartRunner
-
-    active_of = PartRunner._active
-
-    def first(self: Any, action: Any, mode: str) -> Any:
-        active = active_of(self, action, mode)
-        return active.replace(start=0, stop=active.num_tokens) if mode == "recompute" else active
-
-    with mock.patch.object(PartRunner, "_active", first):
-        yield
+@fault("engine", CHECKPOINTED, "layers are recomputed as if they ran the first slice", f"{RUNNER}:PartRunner._active")
+def recomputed_with_the_first_slice(active_of: Any, self: Any, action: Any, mode: str) -> Any:
+    active = active_of(self, action, mode)
+    return active.replace(start=0, stop=active.num_tokens) if mode == "recompute" else active
 
 
-@fault("engine", CHECKPOINTED, "layers are recomputed without a slice", stopped_by="mat1 and mat2 shapes")
-def recomputed_without_a_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import part_runner
-
-    push_slice = part_runner.push_slice
-
-    def push(active: Any) -> Any:
-        return contextlib.nullcontext() if active.mode == "recompute" else push_slice(active)
-
-    with mock.patch.object(part_runner, "push_slice", push):
-        yield
+@fault(
+    "engine",
+    CHECKPOINTED,
+    "layers are recomputed without a slice",
+    f"{RUNNER}:push_slice",
+    stopped_by="mat1 and mat2 shapes",
+)
+def recomputed_without_a_slice(push_slice: Any, active: Any) -> Any:
+    return contextlib.nullcontext() if active.mode == "recompute" else push_slice(active)
 
 
-@fault("engine", UNEVEN, "tied gradients are not summed")
-def tied_gradients_not_reduced() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
-    with mock.patch.object(TeraPipeEngine, "_exec_reduce_tied_grads", lambda self: None):
-        yield
+@fault("engine", UNEVEN, "tied gradients are not summed", REDUCE_TIED)
+def tied_gradients_not_reduced(*args: Any) -> None:
+    """Do nothing."""
 
 
-@fault("engine", UNEVEN, "tied gradients are summed twice")
-def tied_gradients_reduced_twice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
-    reduce = TeraPipeEngine._exec_reduce_tied_grads
-
-    def twice(self: Any) -> None:
-        reduce(self)
-        reduce(self)
-
-    with mock.patch.object(TeraPipeEngine, "_exec_reduce_tied_grads", twice):
-        yield
+@fault("engine", UNEVEN, "tied gradients are summed twice", REDUCE_TIED)
+def tied_gradients_reduced_twice(reduce: Any, self: Any) -> None:
+    reduce(self)
+    reduce(self)
 
 
-@fault("engine", REPLICAS, "gradients are not averaged over replicas")
-def gradients_not_reduced() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
-    with mock.patch.object(TeraPipeEngine, "_exec_reduce_grads", lambda self: None):
-        yield
+@fault("engine", REPLICAS, "gradients are not averaged over replicas", REDUCE)
+def gradients_not_reduced(*args: Any) -> None:
+    """Do nothing."""
 
 
 @fault("engine", replace(EQUAL, hook=True), "the module's hook before_reduce is not called")
@@ -411,119 +320,176 @@ def hook_not_called() -> Iterator[None]:
         yield
 
 
-@fault("engine", EQUAL, "a weight's gradient is that of the slice whose backward ran last")
-def weight_gradients_overwritten() -> Iterator[None]:
-    from terapipe_ds.runtime.layers import weight_gradients
-
-    def overwrite(weight: Any, rows: Any, inputs: Any) -> Any:
-        weight.grad = None
-        return rows.t() @ inputs
-
-    with mock.patch.object(weight_gradients, "_add_product", overwrite):
-        yield
+@fault("engine", EQUAL, "a weight's gradient is that of the slice whose backward ran last", ADD_PRODUCT)
+def weight_gradients_overwritten(_: Any, weight: Any, rows: Any, inputs: Any) -> Any:
+    weight.grad = None
+    return rows.t() @ inputs
 
 
-@fault("engine", EQUAL, "a weight's gradient counts twice from the second slice on")
-def weight_gradients_added_twice() -> Iterator[None]:
-    from terapipe_ds.runtime.layers import weight_gradients
-
-    add_product = weight_gradients._add_product
-
-    def add_twice(weight: Any, rows: Any, inputs: Any) -> Any:
-        add_product(weight, rows, inputs)
-        return rows.t() @ inputs
-
-    with mock.patch.object(weight_gradients, "_add_product", add_twice):
-        yield
+@fault("engine", EQUAL, "a weight's gradient counts twice from the second slice on", ADD_PRODUCT)
+def weight_gradients_added_twice(add_product: Any, weight: Any, rows: Any, inputs: Any) -> Any:
+    add_product(weight, rows, inputs)
+    return rows.t() @ inputs
 
 
-@fault("engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does")
-def norm_of_the_first_stage() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import engine
+@fault(
+    "engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does", CLIP_NORM
+)
+def norm_of_the_first_stage(*args: Any) -> None:
+    """Do nothing."""
 
-    with mock.patch.object(engine, "count_every_stage_in_norm"):
-        yield
+
+@fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)
+def dropped_weight(compute: Any, self: Any, unit: tuple[int, int, int], around: Any) -> int:
+    return len(self._waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
+
+
+@fault("engine", SPLIT, "the W of one slice adds its gradients twice", COMPUTE)
+def weight_twice(compute: Any, self: Any, unit: tuple[int, int, int], around: Any) -> int:
+    if unit[1:] == (1, 2):
+        kept = list(self._waiting[unit])
+        compute(self, unit, around)
+        self._waiting[unit] = kept
+    return int(compute(self, unit, around))
 
 
 # -- schedule and lowering -------------------------------------------------------------------------------------------
 
-known("backward_in_forward_order", "schedule", UNEVEN, "backwards begin with the first slice; validate() is skipped")
-known("backward_in_forward_order_unnoticed", "schedule", UNEVEN, "the same, and the store does not check")
-
 
 @contextlib.contextmanager
-def _orders(change: Callable[[tuple[Any, ...]], tuple[Any, ...]], validated: bool) -> Iterator[None]:
-    """Every stage's order changed after it was built."""
-    from terapipe_ds.runtime.planning import batch_plans
+def _unproven(function: Callable[..., Any], target: str) -> Iterator[None]:
+    """Replace, and skip the proof that would refuse what comes of it."""
+    with replaced(function, target), replaced(lambda *_: None, VALIDATE):
+        yield
 
-    build = batch_plans.build
 
-    def build_wrong(*args: Any, **kwargs: Any) -> Any:
+def _slices_ascending(order: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same order, with the backwards of each micro-batch in the order of their slices."""
+    from terapipe_ds.schedule import Kind
+
+    changed = list(order)
+    for micro_batch_id in {action.micro_batch_id for action in order}:
+        places = [i for i, a in enumerate(order) if a.kind is Kind.BACKWARD and a.micro_batch_id == micro_batch_id]
+        actions = sorted((order[place] for place in places), key=lambda action: action.slice_id)
+        for place, action in zip(places, actions, strict=True):
+            changed[place] = action
+    return tuple(changed)
+
+
+def _ordered(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[..., Any]:
+    """Every stage's order is changed after it was built."""
+
+    def build_wrong(build: Any, *args: Any, **kwargs: Any) -> Any:
         schedule = build(*args, **kwargs)
         return replace(schedule, orders=tuple(change(order) for order in schedule.orders))
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(batch_plans, "build", build_wrong))
-        if not validated:
-            stack.enter_context(mock.patch.object(batch_plans, "validate"))
+    return build_wrong
+
+
+@fault("schedule", UNEVEN, "backwards begin with the first slice; validate() is skipped")
+def backward_in_forward_order() -> Iterator[None]:
+    with _unproven(_ordered(_slices_ascending), BUILD):
         yield
+
+
+@fault("schedule", UNEVEN, "the same, and the store does not check")
+def backward_in_forward_order_unnoticed() -> Iterator[None]:
+    """Accumulators start at zero, as is usual where nothing guards the order, and micro-batches are released at the end
+    of the batch."""
+    from terapipe_ds.attention.slice_store import SliceStore
+
+    def begin_with_zeros(begin_backward: Any, self: Any, entry: Any, start: int, stop: int) -> None:
+        fresh = entry.grads is None
+        begin_backward(self, entry, start, stop)
+        if fresh:
+            entry.grads.zero_()
+
+    def release_in_evaluation(release: Any, self: Any, part_id: int, micro_batch_id: int) -> None:
+        if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):
+            release(self, part_id, micro_batch_id)
+
+    store = "attention.slice_store:SliceStore"
+    with (
+        _unproven(_ordered(_slices_ascending), BUILD),
+        replaced(begin_with_zeros, f"{store}.begin_backward"),
+        replaced(release_in_evaluation, f"{store}.release"),
+        mock.patch.object(SliceStore, "_check_backward"),
+        mock.patch.object(SliceStore, "assert_drained", SliceStore.reset),
+    ):
+        yield
+
+
+@fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first", BUILD)
+def forwards_swapped(build: Any, *args: Any, **kwargs: Any) -> Any:
+    return _ordered(_first_two_swapped)(build, *args, **kwargs)
 
 
 def _first_two_swapped(order: tuple[Any, ...]) -> tuple[Any, ...]:
     return (order[1], order[0], *order[2:])
 
 
-def _without_the_last(order: tuple[Any, ...]) -> tuple[Any, ...]:
-    return order[:-1]
-
-
-@fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first")
-def forwards_swapped() -> Iterator[None]:
-    with _orders(_first_two_swapped, validated=True):
-        yield
-
-
 @fault("schedule", ALL_FORWARD_FIRST, "the second slice runs before the first; validate() is skipped")
 def forwards_swapped_unproven() -> Iterator[None]:
-    with _orders(_first_two_swapped, validated=False):
+    with _unproven(_ordered(_first_two_swapped), BUILD):
         yield
 
 
 @fault("schedule", EQUAL, "the last backward is missing; validate() is skipped")
 def last_backward_missing() -> Iterator[None]:
-    with _orders(_without_the_last, validated=False):
+    with _unproven(_ordered(lambda order: order[:-1]), BUILD):
         yield
 
 
-@contextlib.contextmanager
-def _lowered_without(kinds: set[str]) -> Iterator[None]:
-    module = importlib.import_module("terapipe_ds.schedule.lower")
-    lower_stage = module._lower_stage
+def _lowered_without(lower_stage: Any, kinds: set[str], *args: Any) -> Iterator[Any]:
+    return (action for action in lower_stage(*args) if action.kind.name not in kinds)
 
-    def without(*args: Any) -> Iterator[Any]:
-        return (action for action in lower_stage(*args) if action.kind.name not in kinds)
 
-    with mock.patch.object(module, "_lower_stage", without):
+@fault("schedule", EQUAL, "lowering forgets to send gradients", "schedule.lower:_lower_stage")
+def gradients_never_sent(lower_stage: Any, *args: Any) -> Any:
+    return _lowered_without(lower_stage, {"SEND_GRAD"}, *args)
+
+
+@fault("schedule", EQUAL, "lowering forgets the reduction of gradients", "schedule.lower:_lower_stage")
+def reduction_forgotten(lower_stage: Any, *args: Any) -> Any:
+    return _lowered_without(lower_stage, {"REDUCE_GRADS", "REDUCE_TIED_GRADS"}, *args)
+
+
+def _weights_changed(change: Callable[[list[Any], int], list[Any]]) -> contextlib.AbstractContextManager[None]:
+    """The last W of every stage, at its index in what the engine runs, is changed."""
+    from terapipe_ds.schedule import Kind
+
+    def changed(for_stage: Any, self: Any, stage_id: int) -> Any:
+        stage = for_stage(self, stage_id)
+        actions = list(stage.actions)
+        places = [index for index, action in enumerate(actions) if action.kind is Kind.WEIGHT]
+        return replace(stage, actions=tuple(change(actions, places[-1]) if places else actions))
+
+    return _unproven(changed, "schedule:Schedule.for_stage")
+
+
+@fault("schedule", SPLIT, "a W runs before its B; validate() is skipped")
+def weight_before_backward() -> Iterator[None]:
+    from terapipe_ds.schedule import Kind
+
+    def swap(actions: list[Any], index: int) -> list[Any]:
+        weight = actions.pop(index)
+        backward = next(i for i, a in enumerate(actions) if a.kind is Kind.BACKWARD and a.unit == weight.unit)
+        return [*actions[:backward], weight, *actions[backward:]]
+
+    with _weights_changed(swap):
         yield
 
 
-@fault("schedule", EQUAL, "lowering forgets to send gradients")
-def gradients_never_sent() -> Iterator[None]:
-    with _lowered_without({"SEND_GRAD"}):
+@fault("schedule", SPLIT, "a W runs twice; validate() is skipped")
+def weight_runs_twice() -> Iterator[None]:
+    with _weights_changed(lambda actions, index: [*actions[: index + 1], *actions[index:]]):
         yield
 
 
-@fault("schedule", EQUAL, "lowering forgets the reduction of gradients")
-def reduction_forgotten() -> Iterator[None]:
-    with _lowered_without({"REDUCE_GRADS", "REDUCE_TIED_GRADS"}):
+@fault("schedule", SPLIT, "a W is missing; validate() is skipped")
+def weight_never_runs() -> Iterator[None]:
+    with _weights_changed(lambda actions, index: actions[:index] + actions[index + 1 :]):
         yield
-
-
-known("dropped_weight", "engine", SPLIT, "the W of one slice adds nothing")
-known("weight_twice", "engine", SPLIT, "the W of one slice adds its gradients twice")
-known("weight_before_backward", "schedule", SPLIT, "a W runs before its B; validate() is skipped")
-known("weight_runs_twice", "schedule", SPLIT, "a W stands twice; validate() is skipped")
-known("weight_never_runs", "schedule", SPLIT, "a W is missing; validate() is skipped")
 
 
 # -- runtime ---------------------------------------------------------------------------------------------------------
@@ -566,6 +532,16 @@ def stale_header() -> Iterator[None]:
         yield
 
 
+def _other_plan_on_rank_1(train_batch: Any, self: Any, *args: Any) -> Any:
+    import torch.distributed as torch_dist
+
+    from terapipe_ds.plan import SlicePlan
+
+    if torch_dist.get_rank() == 1:
+        self.use_slice_plan(SlicePlan((7, 5)))
+    return train_batch(self, *args)
+
+
 @fault(
     "runtime",
     EQUAL,
@@ -574,57 +550,27 @@ def stale_header() -> Iterator[None]:
     stopped_by="the active slice .* has 7 tokens",
 )
 def header_accepted_blindly() -> Iterator[None]:
-    import torch.distributed as torch_dist
-
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.runtime.batch import batch_agreement
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
-    train_batch = TeraPipeEngine.train_batch
-
-    def train_otherwise(self: Any, *args: Any) -> Any:
-        if torch_dist.get_rank() == 1:
-            self.use_slice_plan(SlicePlan((7, 5)))
-        return train_batch(self, *args)
-
-    with (
-        mock.patch.object(batch_agreement, "share", lambda *_: 0),
-        mock.patch.object(TeraPipeEngine, "train_batch", train_otherwise),
-    ):
+    accept = replaced(lambda *_: 0, "runtime.batch.batch_agreement:share")
+    with accept, replaced(_other_plan_on_rank_1, TRAIN_BATCH):
         yield
 
 
-@fault("runtime", EQUAL, "one stage has another plan", section={"stall_timeout_s": 5})
-def plans_differ() -> Iterator[None]:
-    import torch.distributed as torch_dist
-
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-
-    train_batch = TeraPipeEngine.train_batch
-
-    def train_otherwise(self: Any, *args: Any) -> Any:
-        if torch_dist.get_rank() == 1:
-            self.use_slice_plan(SlicePlan((7, 5)))
-        return train_batch(self, *args)
-
-    with mock.patch.object(TeraPipeEngine, "train_batch", train_otherwise):
-        yield
+@fault("runtime", EQUAL, "one stage has another plan", TRAIN_BATCH, section={"stall_timeout_s": 5})
+def plans_differ(train_batch: Any, self: Any, *args: Any) -> Any:
+    return _other_plan_on_rank_1(train_batch, self, *args)
 
 
 # -- layers: right on whole sequences, wrong on slices ---------------------------------------------------------------
 
 
-@fault("layer", UNEVEN, "rotary positions count from 0 in every slice", in_layers=True)
-def rotary_positions_not_offset() -> Iterator[None]:
-    with mutations.missing_position_offset():
-        yield
+@fault("layer", UNEVEN, "rotary positions count from 0 in every slice", FIRST_POSITION, in_layers=True)
+def rotary_positions_not_offset(_: Any) -> int:
+    return 0
 
 
-@fault("layer", LEARNED, "learned positions count from 0 in every slice", in_layers=True)
-def learned_positions_not_offset() -> Iterator[None]:
-    with mutations.missing_position_offset():
-        yield
+@fault("layer", LEARNED, "learned positions count from 0 in every slice", FIRST_POSITION, in_layers=True)
+def learned_positions_not_offset(_: Any) -> int:
+    return 0
 
 
 @fault("layer", UNEVEN, "attention by torch's own function, to the slice alone", in_layers=True)
@@ -635,48 +581,26 @@ def attention_not_sliced() -> Iterator[None]:
         yield
 
 
-@fault("layer", UNEVEN, "attention computed by hand, to the slice alone", in_layers=True)
-def attention_by_hand() -> Iterator[None]:
+@fault("layer", UNEVEN, "attention computed by hand, to the slice alone", ATTENTION, in_layers=True)
+def attention_by_hand(_: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
     import torch
 
-    from terapipe_ds.models import gpt
-
-    def attention(q: Any, k: Any, v: Any, **_: Any) -> Any:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-        scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(later, float("-inf"))
-        return scores.softmax(-1) @ v
-
-    with mock.patch.object(gpt, "sliced_attention", attention):
-        yield
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(later, float("-inf"))
+    return scores.softmax(-1) @ v
 
 
-@fault("layer", UNEVEN, "a norm centres over the tokens", in_layers=True)
-def norm_over_tokens() -> Iterator[None]:
-    from terapipe_ds.models.gpt import FinalNorm
-
-    forward = FinalNorm.forward
-
-    def centred(self: Any, hidden: Any) -> Any:
-        return forward(self, hidden - hidden.mean(dim=1, keepdim=True))
-
-    with mock.patch.object(FinalNorm, "forward", centred):
-        yield
+@fault("layer", UNEVEN, "a norm centres over the tokens", "models.gpt:FinalNorm.forward", in_layers=True)
+def norm_over_tokens(forward: Any, self: Any, hidden: Any) -> Any:
+    return forward(self, hidden - hidden.mean(dim=1, keepdim=True))
 
 
-@fault("layer", UNEVEN, "a convolution over tokens", in_layers=True)
-def convolution_over_tokens() -> Iterator[None]:
+@fault("layer", UNEVEN, "a convolution over tokens", "models.gpt:FeedForward.forward", in_layers=True)
+def convolution_over_tokens(forward: Any, self: Any, hidden: Any) -> Any:
     import torch.nn.functional as F
 
-    from terapipe_ds.models.gpt import FeedForward
-
-    forward = FeedForward.forward
-
-    def mixed(self: Any, hidden: Any) -> Any:
-        return forward(self, hidden + 0.5 * F.pad(hidden, (0, 0, 1, 0))[:, :-1])
-
-    with mock.patch.object(FeedForward, "forward", mixed):
-        yield
+    return forward(self, hidden + 0.5 * F.pad(hidden, (0, 0, 1, 0))[:, :-1])
 
 
 @fault("layer", EQUAL, "the loss shifts its labels itself", in_layers=True)

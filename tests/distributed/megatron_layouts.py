@@ -22,6 +22,7 @@ from torch import Tensor
 
 import terapipe_ds
 from tests.distributed.engines import Batch, batches, config, section
+from tests.distributed.megatron_cases import gather
 from tests.distributed.test_checkpoints import tensors_in
 
 VOCAB_SIZE = 32
@@ -166,7 +167,7 @@ def whole_state(engine: PipelineEngine) -> dict[str, dict[str, Any]]:
         mine = {"lp": parameter.detach().clone(), **optimizer_state(engine, parameter)}
         parts: list[Any] = [None] * grid.get_slice_parallel_world_size()
         torch_dist.all_gather_object(parts, mine, group=grid.get_slice_parallel_group())
-        found[name] = {kind: whole(name, [part[kind] for part in parts], gated).float().numpy() for kind in mine}
+        found[name] = {kind: gather(name, [part[kind].float().numpy() for part in parts], gated) for kind in mine}
     return found
 
 
@@ -181,21 +182,6 @@ def optimizer_state(engine: PipelineEngine, parameter: torch.nn.Parameter) -> di
         return {"fp32": master.detach().clone(), **{key: states[master][key].clone() for key in STATES[1:]}}
     full = {key: safe_get_full_optimizer_state(parameter, key) for key in STATES[1:]}
     return {"fp32": safe_get_full_fp32_param(parameter), **full}
-
-
-def whole(name: str, parts: list[Tensor], gated: bool) -> Tensor:
-    """A parameter from the parts of tensor-parallel ranks, by what megatron-core's classes say of it."""
-    first = parts[0]
-    if any(word in name for word in ("norm", "position_embeddings", "router")):
-        return first
-    if name.endswith(("linear_proj.bias", "linear_fc2.bias")):  # RowParallelLinear adds them after its sum
-        return first
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):  # RowParallelLinear: input features
-        return torch.cat(parts, dim=1)
-    if "linear_fc1" in name and gated:
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    return torch.cat(parts)  # ColumnParallelLinear, VocabParallelEmbedding: output features, rows
 
 
 def convert(folder: str, tag: str, workers: int = 1, strict: bool = True) -> None:

@@ -47,27 +47,15 @@ from tests.distributed.megatron_cases import (
 )
 
 IGNORE_INDEX = -100
+_GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
 _FEED_FORWARD: dict[str, dict[str, Any]] = {
-    "swiglu": {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-    },
+    "swiglu": _GATED,
     "gelu": {"normalization": "LayerNorm", "activation_func": F.gelu, "add_qkv_bias": True},
     "moe": {
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "num_moe_experts": 4,
-        "moe_router_topk": 2,
-        "moe_ffn_hidden_size": 24,
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp64",
+        **_GATED, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp64",
     },
-}
+}  # fmt: skip
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "off": {},
     "uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},

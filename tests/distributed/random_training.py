@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -20,8 +19,8 @@ from tests.distributed.single_process import (
     layers,
     loss_function,
     micro_batches,
-    to_numpy,
 )
+from tests.distributed.training import record_gradients, to_numpy
 
 
 class DoublingModule(PipelineModule):
@@ -80,10 +79,10 @@ def options(c: Configuration) -> dict[str, Any]:
 def _train(engine: PipelineEngine, c: Configuration) -> RankRecord:
     replica = engine.grid.get_data_parallel_id()
     record = RankRecord(engine.global_rank, engine.stage_id, replica, type(engine).__name__)
-    _record_gradients(engine, record)
+    snapshots = record_gradients(engine)
     for step in range(1, c.steps + 1):
         record.returned.append(float(engine.train_batch(iter(micro_batches(c, replica, step)))))
-        assert set(record.gradients) == set(range(1, step + 1)), "one optimizer step for each batch"
+        assert len(snapshots) == step, "one optimizer step for each batch"
         if c.clipping and c.zero_stage:
             record.norms.append(float(engine.get_global_grad_norm()))
         if engine.is_last_stage():
@@ -91,24 +90,6 @@ def _train(engine: PipelineEngine, c: Configuration) -> RankRecord:
     evaluation = engine.eval_batch(iter(micro_batches(c, replica, EVALUATION_STEP)), bcast_loss=False)
     if engine.is_last_stage():
         record.evaluations.append(float(evaluation))
+    record.gradients = dict(enumerate(snapshots, 1))
     record.parameters = {name: to_numpy(parameter) for name, parameter in engine.module.named_parameters()}
     return record
-
-
-def _record_gradients(engine: PipelineEngine, record: RankRecord) -> None:
-    """Keep each gradient as the optimizer meets it."""
-    optimizer_step = engine.optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        named = engine.module.named_parameters()
-        record.gradients[len(record.gradients) + 1] = {name: to_numpy(_gradient(p)) for name, p in named}
-        return optimizer_step(*args, **kwargs)
-
-    engine.optimizer.step = step
-
-
-def _gradient(parameter: Any) -> Any:
-    if hasattr(parameter, "_hp_mapping"):  # ZeRO keeps gradients of its own
-        return deepspeed.utils.safe_get_full_grad(parameter)
-    assert parameter.grad is not None, "a parameter without a gradient at the optimizer step"
-    return parameter.grad

@@ -18,6 +18,7 @@ from terapipe_ds.models import gpt
 from tests.distributed.compare import RankRecord
 from tests.distributed.configurations import CLIP_NORM, MAX_LENGTH, Configuration
 from tests.distributed.engines import torch_attention
+from tests.distributed.training import to_numpy
 
 VOCAB_SIZE = 29
 IGNORE_INDEX = -100
@@ -164,7 +165,3 @@ def _evaluated(c: Configuration, model: Whole, replica: int) -> float:
     with torch.no_grad():
         batch = micro_batches(c, replica, EVALUATION_STEP)
         return sum(loss_function(c.loss_reduction)(model(x), y).item() for x, y in batch) / c.micro_batches
-
-
-def to_numpy(tensor: Any) -> Any:
-    return tensor.detach().double().numpy().copy()

@@ -24,10 +24,12 @@ from tests.distributed.failures.job import ENVIRONMENT, FAULT_MARK, Fault, Job, 
 from tests.distributed.harness import RankFailure, RankReport, rank_pool
 
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
-STALL_TIMEOUT_S = 2.0
+STALL_TIMEOUT_S = 1.0
+STALLED = r"no progress for 1 s \(terapipe.stall_timeout_s\)"
 LAUNCH_TIMEOUT_S = 180.0
 AUTO = {"slices": "auto", "granularity_tokens": 4}
 ROOT = Path(__file__).parents[2]
+full = pytest.mark.full
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,11 @@ def _seconds_since_fault(outputs: list[str], end: float) -> float:
 # -- faults that every rank meets alike ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids="K{}".format)
-def suffered(request: pytest.FixtureRequest) -> list[tuple[dict[str, Raised], list[float]]]:
+Suffered = list[tuple[dict[str, Raised], list[float]]]
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=full)], ids="K{}".format)
+def suffered(request: pytest.FixtureRequest) -> Suffered:
     """Per rank: what each fault raised, and the losses."""
     return rank_pool(request.param).run(suffer, stages=request.param, names=list(FAULTS))
 
@@ -90,29 +95,22 @@ ALIKE = {
 
 
 class TestFaultsAlike:
-    def test_every_fault_is_expected(self) -> None:
+    def test_every_rank_raises(self, suffered: Suffered) -> None:
         assert ALIKE.keys() == FAULTS.keys()
+        for name, (kind, text) in ALIKE.items():
+            for rank, (raised, _) in enumerate(suffered):
+                said = f"{name}, rank {rank}: {raised[name]}"
+                assert re.fullmatch(kind, raised[name].kind), said
+                assert re.search(text, raised[name].text, re.DOTALL), said
+                assert raised[name].seconds < SOON_S, said
 
-    @pytest.mark.parametrize("name", list(FAULTS))
-    def test_every_rank_raises(self, suffered: list[tuple[dict[str, Raised], list[float]]], name: str) -> None:
-        kind, text = ALIKE[name]
-        for rank, (raised, _) in enumerate(suffered):
-            assert re.fullmatch(kind, raised[name].kind), f"rank {rank}: {raised[name]}"
-            assert re.search(text, raised[name].text, re.DOTALL), f"rank {rank}: {raised[name]}"
-            assert raised[name].seconds < SOON_S
-
-    def test_a_rank_keeps_its_own_exception(self, suffered: list[tuple[dict[str, Raised], list[float]]]) -> None:
+    def test_a_rank_keeps_its_own_exception(self, suffered: Suffered) -> None:
         first, last = suffered[0][0], suffered[-1][0]
-        assert (first["data raises on the first stage"].kind, last["data raises on the last stage"].kind) == (
-            "OSError",
-            "OSError",
-        )
+        assert first["data raises on the first stage"].kind == last["data raises on the last stage"].kind == "OSError"
         assert "stage 0 failed to draw its data: OSError" in last["data raises on the first stage"].text
         assert "OSError" in first["data raises on the last stage"].text
 
-    def test_training_goes_on_as_if_nothing_had_been(
-        self, suffered: list[tuple[dict[str, Raised], list[float]]]
-    ) -> None:
+    def test_training_goes_on_as_if_nothing_had_been(self, suffered: Suffered) -> None:
         stages = len(suffered)
         undisturbed = rank_pool(stages).run(suffer, stages=stages, names=[])
         assert [losses for _, losses in suffered] == [losses for _, losses in undisturbed]
@@ -167,60 +165,55 @@ BROKEN = {
 ACTIONS = {"backward": "B1.2", "recompute": "B1.2", "loss": "F0.2", "other_shape": "SA1.2>1"}
 
 
+USUAL = [(2, "forward", 0), (2, "backward", 1), (2, "recompute", 0), (2, "loss", 1), (2, "other_shape", 0)]
+USUAL += [(2, "plain_attention", 0), (3, "forward", 1)]
+MORE = [(2, "forward", 1), (2, "backward", 0), (2, "recompute", 1), (3, "backward", 1), (3, "recompute", 1)]
+MORE += [(3, "plain_attention", 1), (3, "loss", 2)]
+
+
 class TestJobsEnd:
-    @pytest.mark.parametrize(
-        ("stages", "fault"),
-        [
-            *[(2, Fault(kind, stage)) for kind in ("forward", "backward", "recompute") for stage in (0, 1)],
-            *[(3, Fault(kind, 1)) for kind in ("forward", "backward", "recompute", "plain_attention")],
-            (2, Fault("loss", 1)),
-            (3, Fault("loss", 2)),
-            (2, Fault("other_shape", 0)),
-            (2, Fault("plain_attention", 0)),
-            (2, Fault("forward", 1, step=1)),
-        ],
-        ids=lambda value: f"K{value}" if isinstance(value, int) else str(value),
-    )
-    def test_a_stage_that_raises(self, stages: int, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(stages=stages, fault=fault, recompute=fault.kind == "recompute")
-        ended = end_pool(stages, job, monkeypatch)
-        action = ACTIONS.get(fault.kind, "F1.2")
-        survivors = [rank for rank in range(stages) if rank != fault.stage]
-        where = rf"rank {fault.stage} \(stage {fault.stage}\) failed at {action}: "
-        ended.assert_all_told(where + BROKEN[fault.kind], survivors=survivors)
-        ended.assert_all_told(rf"it failed at {action}: {BROKEN[fault.kind]}", survivors=[fault.stage])
-        assert "Traceback (most recent call last)" in ended.outputs[fault.stage]
+    @pytest.mark.parametrize(("stages", "kind", "stage"), [*USUAL, *(pytest.param(*case, marks=full) for case in MORE)])
+    def test_a_stage_that_raises(self, stages: int, kind: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = 1 if (kind, stage) == ("forward", 0) else 2
+        ended = end_pool(
+            stages, Job(stages, fault=Fault(kind, stage, step=step), recompute=kind == "recompute"), monkeypatch
+        )
+        survivors = [rank for rank in range(stages) if rank != stage]
+        cause = f"failed at {ACTIONS.get(kind, 'F1.2')}: {BROKEN[kind]}"
+        ended.assert_all_told(rf"rank {stage} \(stage {stage}\) {cause}", survivors=survivors)
+        ended.assert_all_told(f"it {cause}", survivors=[stage])
+        assert "Traceback (most recent call last)" in ended.outputs[stage]
         assert ended.exit_codes == [1] * stages
         ended.assert_soon()
 
-    @pytest.mark.parametrize(("stages", "stage"), [(2, 0), (2, 1), (3, 1)])
-    def test_a_stage_that_raises_while_slices_are_measured(
-        self, stages: int, stage: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        job = Job(stages=stages, fault=Fault("measuring", stage, step=1), section=AUTO)
-        ended = end_pool(stages, job, monkeypatch)
+    @pytest.mark.parametrize(
+        ("stages", "stage"), [(2, 1), pytest.param(2, 0, marks=full), pytest.param(3, 1, marks=full)]
+    )
+    def test_while_slices_are_measured(self, stages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = end_pool(stages, Job(stages, fault=Fault("measuring", stage, step=1), section=AUTO), monkeypatch)
         ended.assert_all_told("BrokenError: the layer is broken", survivors=list(range(stages)))
         assert ended.exit_codes == [1] * stages
         ended.assert_soon()
 
     def test_a_stage_that_hangs_while_slices_are_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(fault=Fault("hang_measuring", 1, step=1), section=AUTO, stall_timeout_s=STALL_TIMEOUT_S)
+        job = Job(fault=Fault("hang_measuring", 1, step=1), section=AUTO, stall_timeout_s=2.0)
         ended = end_pool(2, job, monkeypatch)
         ended.assert_all_told(r"no progress for 2 s \(terapipe.stall_timeout_s\)", survivors=[0, 1])
         assert "in wait_for_ever" in ended.outputs[1], "the rank that hangs shows where"
-        ended.assert_soon(STALL_TIMEOUT_S)
+        ended.assert_soon(2.0)
 
-    @pytest.mark.parametrize("stage", [0, 1])
-    def test_a_stage_that_raises_in_evaluation(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("stage", [pytest.param(0, marks=full), 1])
+    def test_in_evaluation(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end_pool(2, Job(fault=Fault("forward", stage), evaluate=True), monkeypatch)
         ended.assert_all_told("failed at F1.2: BrokenError: the layer is broken", survivors=[0, 1])
         ended.assert_soon()
 
-    @pytest.mark.parametrize(("stages", "stage"), [(2, 0), (2, 1), (3, 1)])
+    @pytest.mark.parametrize(
+        ("stages", "stage"), [pytest.param(2, 0, marks=full), pytest.param(2, 1, marks=full), (3, 1)]
+    )
     def test_a_stage_that_hangs(self, stages: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        job = Job(stages=stages, fault=Fault("hang", stage), stall_timeout_s=STALL_TIMEOUT_S)
-        ended = end_pool(stages, job, monkeypatch)
-        causes = [r"no progress for 2 s \(terapipe.stall_timeout_s\)", "raise the limit"]
+        ended = end_pool(stages, Job(stages, fault=Fault("hang", stage), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
+        causes = [STALLED, "raise the limit"]
         for rank in range(stages):
             state = "running F1.2" if rank == stage else r"at [FB]\d\.\d, waiting for .* stage \d"
             causes.append(rf"rank {rank} \(stage {rank}\): {state}")
@@ -232,7 +225,7 @@ class TestJobsEnd:
     def test_a_stage_that_makes_fewer_steps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ended = end_pool(2, Job(fault=Fault("leaves", 1), stall_timeout_s=STALL_TIMEOUT_S), monkeypatch)
         ended.assert_all_told(
-            "no progress for 2 s",
+            "no progress for 1 s",
             r"rank 0 \(stage 0\): running the start of a batch",
             r"Stage 1 \(rank 1\) holds up the job: done with its engine",
             survivors=[0],
@@ -258,9 +251,8 @@ class TestJobsEnd:
         ("kind", "cause"),
         [
             ("forward", r"rank 3 \(stage 1\) failed at F1.2: BrokenError"),
-            ("hang", "no progress for 2 s"),
+            pytest.param("hang", "no progress for 1 s", marks=full),
         ],
-        ids=["forward", "hang"],
     )
     def test_a_fault_in_one_pipeline_ends_the_others(
         self, kind: str, cause: str, monkeypatch: pytest.MonkeyPatch
@@ -340,23 +332,21 @@ class TestLaunchedJobsEnd:
         assert resumed == [losses[2:] for losses in uninterrupted]
         assert len(resumed[0]) == 2
 
-    @pytest.mark.full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
-    def test_a_rank_that_exits(self, tmp_path: Path) -> None:
-        code, ended = launch(3, Job(stages=3, fault=Fault("exit", 1)), tmp_path)
-        ended.assert_all_told(r"lost the connection to another rank|SIGTERM|rank [02] .*failed", survivors=[0, 2])
-        assert code != 0  # 3, unless the launcher looks at a survivor first
-        ended.assert_soon()
-
-    @pytest.mark.full  # a launcher takes ten seconds; the pool above runs the same fault
-    def test_a_rank_that_is_killed(self, tmp_path: Path) -> None:
-        code, ended = launch(2, Job(fault=Fault("kill", 0)), tmp_path)
-        ended.assert_all_told(r"lost the connection to another rank .* stage 0|SIGTERM", survivors=[1])
-        assert code != 0
-        ended.assert_soon()
-
-    @pytest.mark.full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
-    def test_a_rank_that_hangs(self, tmp_path: Path) -> None:
-        code, ended = launch(2, Job(fault=Fault("hang", 1), stall_timeout_s=STALL_TIMEOUT_S), tmp_path)
-        ended.assert_all_told("no progress for 2 s", r"Stage 1 \(rank 1\) holds up", survivors=[0, 1])
-        assert code == 1
-        ended.assert_soon(STALL_TIMEOUT_S)
+    @full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
+    @pytest.mark.parametrize(
+        ("stages", "kind", "stage", "survivors", "cause"),
+        [
+            (3, "exit", 1, [0, 2], r"lost the connection to another rank|SIGTERM|rank [02] .*failed"),
+            (2, "kill", 0, [1], r"lost the connection to another rank .* stage 0|SIGTERM"),
+            (2, "hang", 1, [0, 1], r"no progress for 1 s(.|\n)*Stage 1 \(rank 1\) holds up"),
+        ],
+    )
+    def test_a_rank_that_ends_or_hangs(
+        self, stages: int, kind: str, stage: int, survivors: list[int], cause: str, tmp_path: Path
+    ) -> None:
+        stall_timeout_s = STALL_TIMEOUT_S if kind == "hang" else 60.0
+        job = Job(stages, fault=Fault(kind, stage), stall_timeout_s=stall_timeout_s)
+        code, ended = launch(stages, job, tmp_path)
+        ended.assert_all_told(cause, survivors=survivors)
+        assert code == 1 if kind == "hang" else code != 0  # the launcher may look at a survivor first
+        ended.assert_soon(STALL_TIMEOUT_S if kind == "hang" else 0.0)

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec
-from torch import Tensor, nn
 
-from terapipe_ds.runtime.verify import VerifyError
-from tests.distributed.engines import EXACT, Run, both, section, train
 from tests.distributed.harness import rank_pool
-from tests.distributed.tuple_models import HIDDEN_SIZE, Head, decoder, weight
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -98,90 +92,3 @@ def too_many_samples(data_path: str) -> str:
 
 
 # -- training: stock engine and slices on the same micro-batches ---------------------------------------------------
-
-
-class Embedding(nn.Module):
-    """(tokens, position_ids) -> hidden, with learned positions by id."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = weight(EOD + 1, HIDDEN_SIZE, seed=1)
-        self.positions = weight(LENGTH, HIDDEN_SIZE, seed=3)
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        tokens, position_ids = inputs
-        return self.tokens[tokens] + self.positions[position_ids]
-
-
-class Decoder(nn.Module):
-    """Hidden states to hidden states, with sliced attention."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.layer = decoder(index)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden)
-
-
-class MaskedMean:
-    """Megatron's loss: the mean over what the mask leaves of a micro-batch."""
-
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        targets, mask = labels
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-        return (losses * mask).sum() / mask.double().sum()
-
-    @staticmethod
-    def slice_weight(labels: tuple[Tensor, Tensor]) -> float:
-        return float(labels[1].double().sum())
-
-
-class WrongWeight(MaskedMean):
-    """Counts tokens for labels: refused before the first step."""
-
-    @staticmethod
-    def slice_weight(labels: tuple[Tensor, Tensor]) -> float:
-        return float(labels[1].numel())
-
-
-def layers() -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(Decoder, 0), LayerSpec(Decoder, 1), LayerSpec(Head)]
-
-
-def train_on_dataset(data_path: str, wrong: bool = False) -> tuple[Run, Run, float]:
-    batches = list(micro_batches(datasets(data_path, (8, 0, 0))[0], 2, count=4))
-    loss_fn = WrongWeight() if wrong else MaskedMean()
-    terapipe = section(slices=[5, 1, 7, 3])
-
-    def two_steps(engine: Any) -> Run:
-        run = train(engine, [batches[:2], batches[2:]])
-        assert engine.global_samples == 8, "what micro_batches() is to go on from"
-        return run
-
-    runs = both(two_steps, layers, terapipe, loss_fn=loss_fn)
-    return *runs, float(sum((mask == 0).sum() for _, (_, mask) in batches))
-
-
-def refused_weights(data_path: str) -> str:
-    try:
-        train_on_dataset(data_path, wrong=True)
-    except VerifyError as error:
-        return str(error)
-    return ""
-
-
-def test_masks_and_positions_of_the_dataset_reach_loss_and_layers(prefixes: tuple[str, str]) -> None:
-    for stock, ours, masked in rank_pool(2).run(train_on_dataset, data_path=prefixes[0]):
-        assert masked > 10
-        worst = max(
-            float((ours.gradients[step][name] - gradient).norm() / gradient.norm())
-            for step, gradients in enumerate(stock.gradients)
-            for name, gradient in gradients.items()
-        )
-        assert worst < EXACT, worst
-
-
-def test_wrong_weights_of_slices_are_refused(prefixes: tuple[str, str]) -> None:
-    for text in rank_pool(2).run(refused_weights, data_path=prefixes[0]):
-        assert "\n  loss_fn: the loss differs by " in text and "loss_fn.slice_weight(labels)" in text

@@ -7,7 +7,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,10 @@ import pytest
 import torch
 
 from terapipe_ds.attention.backends.fused import CpuFlash
-from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine.batch_end import ClosingOfBatches
-from terapipe_ds.runtime.profiling import slice_timer
-from terapipe_ds.schedule import build
-from tests.distributed import training
 from tests.distributed.cases import Case, default_cases
 from tests.gpu_checks import __main__ as command
-from tests.gpu_checks import actions, attention, benches, checks, ranks, speed
-from tests.gpu_checks.checks import Check, PartResult, Settings, at_most, merged, table
+from tests.gpu_checks import attention, checks, ranks, speed
+from tests.gpu_checks.checks import Check, PartResult, Settings, merged, table
 
 PARTS = tuple(command.PARTS)
 SAMPLE = ("attention", "speed")  # the others only in the full run
@@ -40,11 +34,6 @@ def _result(part: str, *found: Check, dry_run: bool = False, device: str = "a de
 
 
 # -- a check, and parts that are merged ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("value", "ok"), [(1.0, True), (1.5, True), (1.51, False), (float("nan"), False)])
-def test_a_number_that_must_not_be_larger(value: float, ok: bool) -> None:
-    assert at_most("x", value, 1.5).ok is ok and at_most("x", value, 1.5).wanted == "<= 1.5"
 
 
 def test_times_are_judged_on_a_device_and_not_in_a_dry_run(tmp_path: Path) -> None:
@@ -131,37 +120,12 @@ def test_without_a_device_there_is_one_message(capsys: pytest.CaptureFixture[str
     assert "'atention': known are attention, ranks" in capsys.readouterr().err
 
 
-def test_what_makes_no_one_result_is_refused_before_a_part_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _result("speed", device="cpu").save(tmp_path)
-    with mock.patch.object(command, "problem_of") as run, mock.patch.dict("os.environ"):
-        assert command.main(["--dry-run", "--out", str(tmp_path), "attention"]) == 2
-    run.assert_not_called()
-    assert "several dry runs and real ones" in capsys.readouterr().err
-
-
 def test_dry_runs_have_a_folder_of_their_own() -> None:
     dry, real = (command.parse_arguments(words).out for words in (["--dry-run"], []))
     assert dry != real
     for words, folder in ((["DRY_RUN=1"], dry), ([], real)):
         said = subprocess.run(["make", "-n", "-o", "venv", "gpu-checks", *words], capture_output=True, text=True)
         assert f"--out {folder} " in f"{said.stdout} "
-
-
-@pytest.mark.parametrize(("parts", "dry_run", "there", "expected"), [
-    ([], False, False, None), (["attention"], False, False, None), (["cpu-8stage"], False, False, "cpu"),
-    (["cpu-8stage", "ranks"], False, False, None), (["cpu-8stage"], False, True, "cuda"),
-    (["ranks"], True, True, "cpu"),
-])  # fmt: skip
-def test_where_parts_run(parts: list[str], dry_run: bool, there: bool, expected: str | None) -> None:
-    with mock.patch.object(torch.cuda, "is_available", lambda: there):
-        assert command.device_for(parts or PARTS, dry_run) == expected
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_part_has_checks(part: str) -> None:
-    assert callable(command.checks_of(part))
 
 
 # -- what the parts see -------------------------------------------------------------------------------------------
@@ -192,61 +156,6 @@ def test_slices_that_are_slow_are_seen(tmp_path: Path) -> None:
     assert {check.ok for check in found if any(f"of {n}," in check.name for n in (1024, 8192))} == {False}
 
 
-def test_what_there_was_no_time_for_is_no_success(tmp_path: Path) -> None:
-    late = Settings("cpu", True, tmp_path, ends_s=time.monotonic())
-    assert [check.ok for check in speed.checks(late)] == [True, False, False]
-
-
-def test_one_processor_of_each_core(tmp_path: Path) -> None:
-    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
-        folder = tmp_path / f"cpu{cpu}" / "topology"
-        folder.mkdir(parents=True)
-        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
-    with mock.patch("os.sched_getaffinity", lambda pid: {0, 1, 2, 3}):
-        assert benches.own_cores(tmp_path) == [0, 1]
-        assert benches.own_cores(tmp_path / "nowhere") == [0, 1, 2, 3]
-    with mock.patch.object(benches, "own_cores", lambda: [0, 1]):
-        (check,) = benches.on_eight_cores(Settings("cuda", False, tmp_path))
-    assert check.ok and "left out: 2 cores" in str(check.value)
-
-
-def test_eight_stages_run_with_each_number_of_micro_batches(tmp_path: Path) -> None:
-    asked: list[Any] = []
-
-    def bench(settings: Settings, name: str, options: Any, cores: Any) -> Iterator[Check]:
-        asked.append((name, options[-2:], cores))
-        yield Check(name, 1.0)
-
-    with mock.patch.object(benches, "own_cores", lambda: list(range(9))), mock.patch.object(benches, "_bench", bench):
-        assert len(list(benches.on_eight_cores(Settings("cpu", False, tmp_path)))) == 3
-    assert asked == [(f"cpu-8stage-m{m}", ("--accumulation", str(m)), list(range(8))) for m in (1, 4, 8)]
-
-
-def test_a_bench_ends_with_the_time_of_its_part(tmp_path: Path) -> None:
-    late = Settings("cpu", True, tmp_path, ends_s=time.monotonic())
-    (check,) = benches.on_eight_cores(late)
-    assert not check.ok and "time is over" in str(check.value)
-
-
-@pytest.mark.parametrize("size", ranks.WORLDS)
-def test_the_layers_of_every_case_suffice_for_its_parts(size: int) -> None:
-    cases = [*ranks.telling_cases(size, dry_run=False), *(case for case in default_cases() if case.world_size == size)]
-    assert {case.world_size for case in cases} == {size} and len(cases) > len(ranks.SCHEDULES)
-    for case in cases:
-        section = training.terapipe_section(case)
-        num_slices = section["slices"] if isinstance(section["slices"], int) else len(section["slices"])
-        schedule = build(
-            case.schedule,
-            case.stages,
-            case.micro_batches,
-            num_slices,
-            chunks_per_stage=section.get("chunks_per_stage", 1),
-        )
-        num_layers = len(gpt.gpt_layers(training.gpt_config(case)))
-        assert max(schedule.num_parts, case.stages) <= num_layers, case
-        assert training.gpt_config(case.stock()) == training.gpt_config(case)
-
-
 def test_a_case_that_all_ranks_refuse_is_one_failed_check(tmp_path: Path) -> None:
     good = Case(stages=2, micro_batches=2, precision="fp32")
     refused = Case(stages=2, micro_batches=2, schedule="zbv", precision="fp32", decoder_layers=0)  # 3 layers, 4 parts
@@ -272,18 +181,6 @@ def test_cases_that_were_not_reached_are_counted(tmp_path: Path) -> None:
         with mock.patch("terapipe_ds.bench.ranks.spawn_ranks", spawn):
             *_, last = ranks.run_world(world)
         assert (last.value, last.ok) == (f"{reached} of {len(world.cases)}", reached == len(cases))
-
-
-def test_what_the_device_is_still_at_is_no_part_of_the_closing() -> None:
-    class Engine:
-        closing_s = 0.0
-
-    engine, at_work_s = Engine(), [0.5]
-    waits = mock.patch.object(slice_timer, "synchronize", lambda: time.sleep(at_work_s.pop() if at_work_s else 0.0))
-    with waits:
-        with actions.closing_apart(), ClosingOfBatches._timed_closing(engine):  # type: ignore[arg-type]
-            at_work_s.append(0.02)  # what the closing itself has told the device to do
-    assert 0.02 <= engine.closing_s < 0.4
 
 
 # -- dry runs -----------------------------------------------------------------------------------------------------

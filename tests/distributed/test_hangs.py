@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.failures.hangs import (
-    losses,
-    one_rank_is_not_registered,
-    resume,
-    train_until_it_hangs,
-)
+from tests.distributed.failures.hangs import losses, one_rank_is_not_registered, resume, train_until_it_hangs
 from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Fault, Job
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_failures import Ended, end_pool
@@ -54,8 +49,9 @@ class TestHangs:
         ("kind", "stage"),
         [
             ("hang_backward", 0),
+            ("hang_data", 0),
+            ("hang_reduce", 1),
             pytest.param("hang_optimizer", 1, marks=pytest.mark.full),
-            pytest.param("hang_data", 0, marks=pytest.mark.full),
         ],
     )
     def test_the_stage_is_named(self, kind: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 from tests.distributed import megatron_cases, megatron_mistakes
 from tests.distributed.cases import FULL
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.megatron_cases import CLIP_NORM, NUM_STEPS, Case, Record, violations
+from tests.distributed.megatron_cases import Case, Record, violations
 from tests.distributed.megatron_models import is_gated, job_build, job_ours, job_reference
 
 CASES = megatron_cases.all_cases() if FULL else megatron_cases.default_cases()
@@ -47,7 +47,7 @@ def errors_of(run: list[Record], case: Case) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.sample(20)
+@pytest.mark.sample(14)
 def test_training_equals_megatrons_own_model(case: Case) -> None:
     assert not violations(errors(case), case.limits())
 
@@ -91,15 +91,6 @@ class TestReference:
             numbers = value[value != 0]
             assert (numbers.astype(np.float32) != numbers).mean() > 0.5, name
 
-    def test_clipping_is_at_work_in_every_step(self) -> None:
-        record = reference(Case(clipping=True).reference())
-        assert len(record.norms) == NUM_STEPS
-        assert min(record.norms) > 2 * CLIP_NORM
-
-    def test_replicas_have_data_of_their_own(self) -> None:
-        record = reference(Case(layout="pp2_dp2").reference())
-        assert len({round(loss, 6) for losses in record.losses.values() for loss in losses}) == 2 * NUM_STEPS
-
     def test_a_small_difference_is_seen(self) -> None:
         record = reference(Case().reference())
         name = "decoder.layers.2.self_attention.linear_qkv.weight"
@@ -108,42 +99,9 @@ class TestReference:
         found = megatron_cases.errors([run], record, gated=True)
         assert found == {"loss": 0, "gradient": pytest.approx(1e-7), "parameter": 0}
 
-    def test_a_missing_parameter_is_seen(self) -> None:
-        record = reference(Case().reference())
-        last = {k: v for k, v in record.parameters.items() if k != "output_layer.weight"}
-        assert megatron_cases.errors([replace(record, parameters=last)], record, gated=True)["parameter"] == np.inf
-
 
 class TestShards:
     """Megatron's rules of cutting, as this comparison has them."""
-
-    @pytest.mark.parametrize(
-        ("name", "gated", "rows"),
-        [
-            ("decoder.layers.0.mlp.linear_fc1.weight", True, [2, 3, 6, 7]),  # the second half of gate and of up
-            ("decoder.layers.0.mlp.linear_fc1.weight", False, [4, 5, 6, 7]),
-            ("decoder.layers.0.mlp.linear_fc1.bias", True, [2, 3, 6, 7]),
-            ("decoder.layers.0.self_attention.linear_qkv.weight", True, [4, 5, 6, 7]),  # q q k v of the second group
-            ("embedding.word_embeddings.weight", True, [4, 5, 6, 7]),
-            ("output_layer.weight", True, [4, 5, 6, 7]),
-            ("embedding.position_embeddings.weight", True, list(range(8))),
-            ("decoder.layers.0.mlp.linear_fc2.bias", True, list(range(8))),
-            ("decoder.layers.0.input_layernorm.weight", True, list(range(8))),
-        ],
-    )
-    def test_rows_of_the_second_of_two_ranks(self, name: str, gated: bool, rows: list[int]) -> None:
-        full = np.arange(8.0)[:, None] + np.array([0.0, 0.25]) if name.endswith("s.weight") else np.arange(8.0)
-        part = megatron_cases.shard(name, full, rank=1, size=2, gated=gated)
-        assert (part == full[rows]).all()
-        both = [megatron_cases.shard(name, full, rank, 2, gated) for rank in range(2)]
-        assert (megatron_cases.gather(name, both, gated) == full).all()
-
-    @pytest.mark.parametrize("name", ["self_attention.linear_proj.weight", "mlp.linear_fc2.weight"])
-    def test_columns_of_the_second_of_two_ranks(self, name: str) -> None:
-        full = np.arange(12.0).reshape(3, 4)
-        assert (megatron_cases.shard(name, full, rank=1, size=2, gated=True) == full[:, 2:]).all()
-        both = [megatron_cases.shard(name, full, rank, 2, gated=True) for rank in range(2)]
-        assert (megatron_cases.gather(name, both, gated=True) == full).all()
 
     @pytest.mark.parametrize("block", ["swiglu", "gelu"])
     def test_megatron_marks_what_is_cut_and_draws_the_same_weights_for_any_layout(self, block: str) -> None:
@@ -166,8 +124,8 @@ class TestMistakesAreCaught:
         ("layout", "axes"),
         [
             ("tp2_pp2", ["model", "pipe", "data"]),
-            ("tp2_dp2", ["pipe", "model", "data"]),
-            ("pp2_dp2", ["data", "pipe", "model"]),
+            pytest.param("tp2_dp2", ["pipe", "model", "data"], marks=pytest.mark.full),
+            pytest.param("pp2_dp2", ["data", "pipe", "model"], marks=pytest.mark.full),
         ],
     )
     def test_another_rank_order(self, layout: str, axes: list[str]) -> None:

@@ -6,10 +6,7 @@ together over tensor-parallel ranks by what megatron-core says of its layers, no
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -36,7 +32,6 @@ from tests.distributed.megatron_layouts import (
     whole_state,
     worst_errors,
 )
-from tests.distributed.test_checkpoints import tensors_in
 
 TENSOR_STAGES = Layout(tensor=2, stages=2, sequence_parallel=True)
 # of four ranks: two, two, four replicas and one; the last with half a query group per tensor-parallel rank
@@ -224,10 +219,7 @@ def test_another_number_of_replicas_is_refused_with_zero(tmp_path: Path) -> None
 
 # -- another layout, through a universal checkpoint ----------------------------------------------------------
 
-UNIVERSAL = [
-    Training("fp32_zero1"),
-    Training("bf16_zero1", tied=True, gated=False, positions="learned_absolute"),
-]
+UNIVERSAL = [Training("fp32_zero1"), Training("bf16_zero1", tied=True, gated=False, positions="learned_absolute")]
 
 
 @pytest.fixture(scope="module", params=UNIVERSAL, ids=str)
@@ -249,8 +241,8 @@ def read_universal(layout: Layout, training: Training, folder: Path) -> list[dic
 @pytest.mark.sample(4)
 def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: Layout, universal: Any) -> None:
     training, folder, written = universal
-    if training.precision == "bf16_zero1" and layout in LAYOUTS[:2] and not FULL:
-        pytest.skip("only with TERAPIPE_TEST_FULL=1: fp32 goes to all four layouts, and bf16 to the two farthest ones")
+    if training.precision == "bf16_zero1" and layout != LAYOUTS[3] and not FULL:
+        pytest.skip("only with TERAPIPE_TEST_FULL=1: fp32 goes to all four layouts, and bf16 to the farthest one")
     read = read_universal(layout, training, folder)
     assert errors_of(read, written, "whole") == {"lp": 0.0, "fp32": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
@@ -259,12 +251,13 @@ def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: Layout, univ
         assert max(errors_of(read, written, "whole later").values()) <= 1e-5
 
 
+@pytest.mark.full
 def test_and_back(tmp_path: Path) -> None:
     """From four replicas, whose partitions cut through parameters, to TP2 x PP2."""
     training = Training("fp32_zero1", tied=True)
     written = rank_pool(4).run(job_write, layout=Layout(1, 1), training=training, folder=str(tmp_path), converted=True)
     read = read_universal(TENSOR_STAGES, training, tmp_path)
-    assert errors_of(read, written, "whole") == {"lp": 0.0, "fp32": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
+    assert set(errors_of(read, written, "whole").values()) == {0.0}
     np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
 
 
@@ -299,26 +292,3 @@ def test_what_the_converter_is_not_told_is_seen(tmp_path: Path) -> None:
     kinds = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_proj.weight")
     assert wrong == {name for name in expected if name.endswith(kinds)}
     assert len(wrong) == 2 * len(kinds)
-
-
-def test_the_converter_as_it_is_called(universal: Any, tmp_path: Path) -> None:
-    """The command with its own number of processes writes what the call in this file wrote."""
-    training, folder, _ = universal
-    if training.precision != "fp32_zero1":
-        pytest.skip("once is enough")
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    command += ["--input_folder", str(folder / "two"), "--output_folder", str(tmp_path / "whole")]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=100)
-    assert (tmp_path / "latest_universal").read_text() == "whole"
-    expected, found = (
-        {file.relative_to(root): contents_of(file) for file in sorted(root.rglob("*.pt"))}
-        for root in (folder / "two_universal" / "zero", tmp_path / "whole" / "zero")
-    )
-    assert found == expected
-    assert len([file for file in found if file.name == "exp_avg_sq.pt"]) == 2 * 12 + 3
-
-
-def contents_of(file: Path) -> dict[str, Any]:
-    loaded = torch.load(file, map_location="cpu", weights_only=False)
-    return {place: tensor.tolist() for place, tensor in tensors_in(loaded)}

@@ -21,14 +21,7 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import megatron_cases
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, Record, megatron_name
-from tests.distributed.megatron_models import (
-    build_engine,
-    build_model,
-    is_gated,
-    job_ours,
-    job_reference,
-    micro_batch,
-)
+from tests.distributed.megatron_models import build_engine, build_model, is_gated, job_ours, job_reference, micro_batch
 
 LIMIT = 1e-10
 GQA: dict[str, Any] = {"accumulation": 2, "heads": "gqa", "tied": True}

@@ -135,15 +135,6 @@ STEPS = (28 if FULL else 2) * CYCLE  # 504, 36
 LEAK_STEPS = 2 * CYCLE
 
 
-@pytest.mark.parametrize("steps", [28 * CYCLE, STEPS, LEAK_STEPS])
-def test_looks_are_whole_cycles_apart(steps: int) -> None:
-    works = [Work.of_step(step) for step in range(WARM_UP + steps + CYCLE)]
-    for look in look_steps(steps):
-        assert works[look : look + CYCLE] == works[:CYCLE]
-        assert works[look - 1] == works[CYCLE - 1], "what the step before left is of one size"
-    assert all(works[shift : shift + CYCLE] != works[:CYCLE] for shift in range(1, CYCLE)), "no shorter cycle"
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 class TestMemoryGrowth:
     @pytest.mark.parametrize("ranks", [2])
@@ -151,7 +142,7 @@ class TestMemoryGrowth:
         for looks in rank_pool(ranks).run(job, timeout_s=600 if FULL else None, steps=STEPS):
             check(tuple(Held(*look) for look in looks), STEPS)  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("leak", LEAKS if FULL else LEAKS[:2])
+    @pytest.mark.parametrize("leak", LEAKS if FULL else LEAKS[:1])
     def test_a_leak_is_seen(self, leak: str) -> None:
         with pytest.raises(AssertionError, match="grow") as caught:
             for looks in rank_pool(2).run(job, steps=LEAK_STEPS, leak=leak):

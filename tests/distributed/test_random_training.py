@@ -81,12 +81,6 @@ class TestConfigurations:
             values = {getattr(each, name) for each in many if each.world_size == 2}
             assert {getattr(each, name) for each in few} == values and len(values) > 1, name
 
-    def test_slices_are_lists_and_numbers(self) -> None:
-        for each in configurations.drawn():
-            if isinstance(each.slices, tuple):
-                assert sum(each.slices) == each.length and min(each.slices) > 0 and not each.mixed
-        assert {type(each.slices) for each in configurations.covering(14)} == {int, tuple}
-
     def test_masks_leave_a_label_in_each_micro_batch_and_empty_some_slices(self) -> None:
         masked = [each for each in configurations.drawn() if each.masked and isinstance(each.slices, tuple)]
         empty = 0
@@ -107,13 +101,6 @@ class TestReference:
         assert norms[0] > 2 * configurations.CLIP_NORM
         assert norms[1] == pytest.approx(configurations.CLIP_NORM, rel=1e-4)  # its eps is 1e-6
         assert norms[2] == pytest.approx(2 * norms[0])
-
-    def test_replicas_have_data_of_their_own_and_common_gradients(self) -> None:
-        [first, second] = reference(Configuration(stages=1, data_parallel=2))
-        assert first.losses != second.losses
-        for name, gradient in first.gradients[1].items():
-            assert np.array_equal(gradient, second.gradients[1][name])
-        assert first.returned[0] == pytest.approx((first.losses[0] + second.losses[0]) / 2)
 
 
 def norm(record: RankRecord) -> float:

@@ -14,32 +14,8 @@ from deepspeed.runtime.pipe import p2p
 from torch import Tensor
 
 from terapipe_ds.runtime.links import channel, groups, staging
-from tests.distributed.engines import EXACT, Run, batches, both, gpt_layers, run_training, section, train
+from tests.distributed.engines import Run, batches, gpt_layers, run_training, section
 from tests.distributed.harness import rank_pool
-
-
-def _train_staged() -> tuple[Run, Run, int]:
-    """A stock run and one of ours whose messages are all staged, and how many were."""
-    copies = []
-
-    def counted(tensor: Tensor) -> Tensor:
-        copies.append(tensor.numel())
-        return tensor.clone()
-
-    data = batches(2)
-    always = mock.patch.object(groups, "needs_staging", lambda group, device: True)
-    with always, mock.patch.object(channel, "to_host", counted):
-        stock, ours = both(lambda engine: train(engine, data))
-    return stock, ours, len(copies)
-
-
-def test_staged_messages_train_as_the_stock_engine_does() -> None:
-    for stock, ours, copies in rank_pool(2).run(_train_staged):
-        assert copies == 2 * 2 * 3  # steps, micro-batches, slices: one message each from either stage
-        assert ours.losses == pytest.approx(stock.losses, rel=EXACT)
-        for step, gradients in enumerate(stock.gradients):
-            for name, gradient in gradients.items():
-                assert torch.allclose(ours.gradients[step][name], gradient, rtol=1e-9, atol=1e-12), name
 
 
 class GlooForDevices:
@@ -133,13 +109,6 @@ def test_stages_that_share_a_device_start_and_train(terapipe: dict[str, Any]) ->
 def test_every_kind_of_schedule_shares_a_device(schedule: str) -> None:
     terapipe = section(schedule=schedule, chunks_per_stage=2 if schedule == "seq1f1b-interleaved" else 1)
     _same(rank_pool(3).run(_train_on_devices_over_gloo, stages=3, terapipe=terapipe, stock_too=False, changes={}), 1e-9)
-
-
-@pytest.mark.full
-def test_zero_and_bf16_share_a_device() -> None:
-    changes = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2}
-    runs = rank_pool(2).run(_train_on_devices_over_gloo, stages=2, terapipe=section(), stock_too=True, changes=changes)
-    _same(runs, 3e-2)
 
 
 def test_deepspeeds_functions_are_given_back() -> None:

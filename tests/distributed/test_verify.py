@@ -75,11 +75,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
         {"engine": {"bf16": {"enabled": True}}},
         lambda: batches(3),
     ),
-    "fp16": (
-        lambda: gpt_layers("float16"),
-        {"engine": {"fp16": {"enabled": True, "initial_scale_power": 4}}},
-        lambda: batches(3),
-    ),
     "passengers": (tuple_models.guided_layers, {}, _tuple_batches(tuple_models.guided_micro_batch)),
     "auxiliary loss on its way": (
         tuple_models.summing_layers,
@@ -87,13 +82,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], Any]] = {
         lambda: batches(3, masked=False),
     ),
     "flat logits": (tuple_models.flat_layers, {"engine": {"loss_fn": tuple_models.flat_loss}}, lambda: batches(3)),
-    "twice the same": (tuple_models.doubling_layers, {}, lambda: batches(3)),
     "frozen": (lambda: tuple_models.frozen_layers("whole stage"), {}, lambda: batches(3)),
-    "own weights": (
-        gpt_layers,
-        {"engine": {"loss_fn": tuple_models.WeightedLoss()}},
-        _tuple_batches(tuple_models.weighted_micro_batch),
-    ),
     "own loss": (
         tuple_models.own_loss_layers,
         {"engine": {"loss_fn": None}, "section": {"loss_reduction": "mean"}},
@@ -122,7 +111,7 @@ class TestTwoRanks:
         assert faulty_layers.LAYERS[getattr(faulty_layers, fault)][1] in text
 
     @pytest.mark.parametrize("case", CASES)
-    @pytest.mark.sample(5)
+    @pytest.mark.sample(4)
     def test_training_is_bit_for_bit_what_it_is_without(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(trainings, case=case):
             assert verified.losses == plain.losses and verified.returned == plain.returned
@@ -136,10 +125,9 @@ class TestTwoRanks:
 MEGATRON = {
     "sequence parallel": ("tp2_sp", {"positions": "learned", "block": "gelu"}),
     "sequence parallel, mixture of experts": ("tp2_sp", {"block": "moe"}),
-    "tensor parallel": ("tp2", {"heads": "gqa"}),
     "two stages, recompute": ("pp2", {"recompute": "uniform", "tied": True}),
 }
-SIZES = {"tp2_sp": (2, 1, 1, True), "tp2": (2, 1, 1, False), "pp2": (1, 2, 1, False)}
+SIZES = {"tp2_sp": (2, 1, 1, True), "pp2": (1, 2, 1, False)}
 
 
 def megatron_trainings(case: str) -> list[tuple[list[float], dict[str, torch.Tensor], str]]:

@@ -11,7 +11,6 @@ import deepspeed
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -30,7 +29,7 @@ from tests.distributed.cases import (
     Case,
 )
 from tests.distributed.compare import RankRecord
-from tests.distributed.engines import reduce_in_fp64
+from tests.distributed.engines import reduce_in_fp64, torch_attention
 
 System = Literal["stock", "terapipe"]
 VOCAB_SIZE = 61
@@ -42,7 +41,7 @@ EVALUATION_STEP_ID = 1000  # seeds data that no training step sees
 
 def train_case(case: Case, system: System) -> RankRecord:
     """Train the case and record what the equality contract speaks of. Called on every rank."""
-    with _plain_torch_attention() if system == "stock" else contextlib.nullcontext():
+    with torch_attention() if system == "stock" else contextlib.nullcontext():
         engine = build_engine(case, system)
         try:
             return _train(engine, case)
@@ -53,7 +52,7 @@ def train_case(case: Case, system: System) -> RankRecord:
 def _train(engine: PipelineEngine, case: Case) -> RankRecord:
     pipeline_id = engine.grid.get_data_parallel_id()
     record = RankRecord(engine.global_rank, engine.stage_id, pipeline_id, type(engine).__name__)
-    snapshots = _record_gradients(engine)
+    snapshots = record_gradients(engine)
     for step in range(1, NUM_STEPS + 1):
         returned = engine.train_batch(batches(case, pipeline_id, step))
         # the last stage returns fp64, the others what they were sent
@@ -69,7 +68,7 @@ def _train(engine: PipelineEngine, case: Case) -> RankRecord:
             if engine.is_last_stage():
                 record.evaluations.append(float(evaluation))
     record.gradients = {step: snapshots[step - 1] for step in GRADIENT_STEPS}
-    record.parameters = {name: _to_numpy(parameter) for name, parameter in engine.module.named_parameters()}
+    record.parameters = {name: to_numpy(parameter) for name, parameter in engine.module.named_parameters()}
     return record
 
 
@@ -162,21 +161,6 @@ def _initialize_weights(model: torch.nn.Module) -> None:
             parameter.copy_(drawn.bfloat16())
 
 
-@contextlib.contextmanager
-def _plain_torch_attention() -> Iterator[None]:
-    """The stock run uses nothing of ours: the model's attention is torch's own for as long as this lasts."""
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-    ours = gpt.sliced_attention
-    gpt.sliced_attention = attention  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        gpt.sliced_attention = ours
-
-
 # -- the data ------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +198,13 @@ def _masked_out(pattern: int, length: int, generator: torch.Generator) -> torch.
 # -- the record ----------------------------------------------------------------------------------------------
 
 
-def _record_gradients(engine: PipelineEngine) -> list[dict[str, npt.NDArray[np.floating]]]:
+def record_gradients(engine: PipelineEngine) -> list[dict[str, npt.NDArray[np.floating]]]:
     """Keep each gradient as the optimizer meets it: reduced and, where neither ZeRO nor bf16, clipped."""
     snapshots: list[dict[str, npt.NDArray[np.floating]]] = []
     optimizer_step = engine.optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        snapshots.append({name: _to_numpy(_gradient(p)) for name, p in engine.module.named_parameters()})
+        snapshots.append({name: to_numpy(_gradient(p)) for name, p in engine.module.named_parameters()})
         return optimizer_step(*args, **kwargs)
 
     engine.optimizer.step = step
@@ -236,5 +220,5 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return gradient
 
 
-def _to_numpy(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
+def to_numpy(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
     return tensor.detach().double().cpu().numpy().copy()

@@ -33,11 +33,10 @@ NO_DEVICE = (
 )
 
 
-WITHOUT_DEVICE = "cpu-8stage"
 PARTS = {  # module, function that yields its checks
     "attention": ("attention", "checks"), "ranks": ("ranks", "checks"), "watched": ("ranks", "watched"),
     "speed": ("speed", "checks"), "actions": ("actions", "checks"), "layers": ("layers", "checks"),
-    "bench": ("benches", "on_device"), WITHOUT_DEVICE: ("benches", "on_eight_cores"),
+    "bench": ("benches", "on_device"),
 }  # fmt: skip
 
 
@@ -124,23 +123,18 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def device_for(parts: Sequence[str], dry_run: bool) -> str | None:
-    """Return the device on which parts run; None where one of them needs a device and there is none."""
+def _has_device() -> bool:
     import torch
 
-    if dry_run:
-        return "cpu"
-    if torch.cuda.is_available():
-        return "cuda"
-    return "cpu" if set(parts) == {WITHOUT_DEVICE} else None
+    return torch.cuda.is_available()
 
 
 def main(words: list[str] | None = None) -> int:
     """Return 0 where every check of the parts that ran is right, 1 where one is not, 2 where nothing could be run."""
     arguments = parse_arguments(words)
     parts = [arguments.inside] if arguments.inside else arguments.parts or list(PARTS)
-    device = device_for(parts, arguments.dry_run)
-    if device is None:
+    device = "cpu" if arguments.dry_run else "cuda"
+    if device == "cuda" and not _has_device():
         print(NO_DEVICE, file=sys.stderr)
         return 2
     os.environ["DS_ACCELERATOR"] = device

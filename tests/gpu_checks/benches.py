@@ -1,15 +1,13 @@
-"""Run `terapipe bench` on a device, and its eight stages on eight physical cores: rows must run and agree."""
+"""Run `terapipe bench` on a device: rows must run and agree."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from tests.gpu_checks.checks import Check, Settings, not_run
 
@@ -27,9 +25,6 @@ TINY = (
     "128", "--systems", "deepspeed,terapipe", "--schedules", "1f1b,seq1f1b", "--slices", "1,2", "--accumulation", "1",
     "--pairs", "1",
 )  # fmt: skip
-EIGHT_STAGES = ("cpu-8stage", "--pairs", "2")
-ACCUMULATIONS = (1, 4, 8)
-NUM_CORES = 8
 
 
 def on_device(settings: Settings) -> Iterator[Check]:
@@ -46,39 +41,14 @@ def on_device(settings: Settings) -> Iterator[Check]:
         yield from _bench(settings, "two-devices", (*TWO_STAGES, *device))
 
 
-def on_eight_cores(settings: Settings) -> Iterator[Check]:
-    """Yield the checks of the preset cpu-8stage, where this machine has eight physical cores."""
-    cores = own_cores()
-    if settings.dry_run:
-        yield from _bench(settings, "cpu-8stage", TINY, cores[:1])
-        return
-    if len(cores) < NUM_CORES:
-        yield Check("cpu-8stage", f"left out: {len(cores)} cores of their own, {NUM_CORES} are needed")
-        return
-    for m in ACCUMULATIONS:  # one command each, so that the first results exist when the time is over
-        yield from _bench(settings, f"cpu-8stage-m{m}", (*EIGHT_STAGES, "--accumulation", str(m)), cores[:NUM_CORES])
-
-
-def own_cores(folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Return one processor of each physical core that this process may use: two of one core slow each other."""
-    found: dict[str, int] = {}
-    for cpu in sorted(os.sched_getaffinity(0)):
-        path = folder / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        found.setdefault(path.read_text().strip() if path.exists() else str(cpu), cpu)
-    return sorted(found.values())
-
-
-def _bench(settings: Settings, name: str, options: Sequence[str], cores: Sequence[int] = ()) -> Iterator[Check]:
+def _bench(settings: Settings, name: str, options: Sequence[str]) -> Iterator[Check]:
     path = settings.folder / f"bench-{name}.json"
     command = [sys.executable, "-m", "terapipe_ds", "bench", *options, "--json", str(path)]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if cores else dict(os.environ)
-    if cores:
-        command = [sys.executable, "-c", _PINNED, ",".join(map(str, cores)), *command]
     path.unlink(missing_ok=True)
     limit_s = max(settings.ends_s - time.monotonic(), 1.0)
     with tempfile.TemporaryFile("w+") as said:  # no pipe: its ranks would hold it open after the time is over
         try:
-            ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=said, timeout=limit_s)
+            ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=said, timeout=limit_s)
         except subprocess.TimeoutExpired:
             yield not_run(f"bench {name}", "the part's time is over")
             return
@@ -97,10 +67,3 @@ def _bench(settings: Settings, name: str, options: Sequence[str], cores: Sequenc
         yield Check(f"{label}, step ms", row["step_s"] * 1e3)
         if row["ratio_to_stock"] is not None:
             yield Check(f"{label}, stock over it", row["ratio_to_stock"])
-
-
-_PINNED = """
-import os, sys
-os.sched_setaffinity(0, {int(cpu) for cpu in sys.argv[1].split(",")})
-os.execv(sys.argv[2], sys.argv[2:])
-"""

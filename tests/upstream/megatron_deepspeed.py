@@ -140,25 +140,13 @@ def make_data(upstream: Path, folder: Path) -> list[str]:
         for _ in range(60):
             lines.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(5, 60))) + "."}) + "\n")
     tokenizer = [
-        "--tokenizer-type",
-        "GPT2BPETokenizer",
-        "--vocab-file",
-        f"{folder}/vocab.json",
-        "--merge-file",
-        f"{folder}/merges.txt",
-    ]
+        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", f"{folder}/vocab.json",
+        "--merge-file", f"{folder}/merges.txt",
+    ]  # fmt: skip
     tool = [
-        sys.executable,
-        str(upstream / "tools/preprocess_data.py"),
-        "--input",
-        f"{folder}/text.jsonl",
-        "--output-prefix",
-        f"{folder}/data",
-        "--append-eod",
-        "--workers",
-        "1",
-        *tokenizer,
-    ]
+        sys.executable, str(upstream / "tools/preprocess_data.py"), "--input", f"{folder}/text.jsonl",
+        "--output-prefix", f"{folder}/data", "--append-eod", "--workers", "1", *tokenizer,
+    ]  # fmt: skip
     run(tool, folder, "preprocess", upstream)
     return ["--data-path", f"{folder}/data_text_document", *tokenizer]
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as captured_attention
 
 from terapipe_ds.attention import active_slice
-from tests.zoo.layers import HEADS, LONG, WIDTH, Attention, later, scores_of, seeded, sliced_attention, weight
-from tests.zoo.members import AFTER, BACKWARD, EARLY, FIRST, attends, layer, updates
+from tests.zoo.layers import HEADS, LONG, WIDTH, Attention, Weighted, later, scores_of, seeded, sliced_attention, weight
+from tests.zoo.members import AFTER, BACKWARD, EARLY, FIRST, attend, attends, layer, update
 
 PLAIN = "plain attention"
 
@@ -37,9 +37,10 @@ def softmax_by_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores - scores.logsumexp(-1, keepdim=True)).exp() @ v
 
 
-@attends(AFTER)
-def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (q @ k.transpose(-1, -2)).tril() @ v
+attend(AFTER)(
+    linear_attention=lambda q, k, v: (q @ k.transpose(-1, -2)).tril() @ v,
+    relu_attention=lambda q, k, v: scores_of(q, k).relu().tril() @ v,
+)
 
 
 @attends(AFTER)
@@ -49,9 +50,10 @@ def linear_attention_by_running_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhtd,bhtde->bhte", q, states) / (q * k.cumsum(2)).sum(-1, keepdim=True)
 
 
-@attends(EARLY)
-def linear_attention_both_ways(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.softmax(-1) @ (k.exp().transpose(-1, -2) @ v)
+attend(EARLY)(
+    linear_attention_both_ways=lambda q, k, v: q.softmax(-1) @ (k.exp().transpose(-1, -2) @ v),
+    bidirectional=lambda q, k, v: scores_of(q, k).softmax(-1) @ v,
+)
 
 
 @attends(AFTER)
@@ -59,11 +61,6 @@ def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     distance = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     decay = (0.9 ** distance.clamp(min=0)).masked_fill(distance < 0, 0.0).to(q.dtype)
     return (q @ k.transpose(-1, -2) * decay) @ v
-
-
-@attends(AFTER)
-def relu_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores_of(q, k).relu().tril() @ v
 
 
 @attends(AFTER)
@@ -93,11 +90,6 @@ def nearest_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     best = scores.topk(min(3, q.shape[2]), dim=-1)
     chosen = torch.zeros_like(scores).scatter(-1, best.indices, best.values.softmax(-1))
     return chosen.tril() @ v
-
-
-@attends(EARLY)
-def bidirectional(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores_of(q, k).softmax(-1) @ v
 
 
 @attends(EARLY)
@@ -197,12 +189,8 @@ class ClosedGate(Attention):
 
 
 @layer(EARLY)
-class Latents(nn.Module):
+class Latents(Weighted, latents=(3, WIDTH, 41)):
     """Three learned queries read the sequence, and every token reads them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents = weight(3, WIDTH, seed=41)
 
     def forward(self, x: Tensor) -> Tensor:
         read = scores_of(self.latents, x).softmax(-1) @ x
@@ -284,17 +272,13 @@ class SlicedBackwards(Attention):
         return super().forward(x.flip(1)).flip(1)
 
 
-@updates(AFTER)
-def attention_without_weights(x: Tensor) -> Tensor:
-    return scores_of(x, x).masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x
-
-
-@updates(AFTER)
-def attention_by_a_loop(x: Tensor) -> Tensor:
-    return torch.stack(
+update(AFTER)(
+    attention_without_weights=lambda x: scores_of(x, x).masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x,
+    attention_by_a_loop=lambda x: torch.stack(
         [
             (x[:, t : t + 1] @ x[:, : t + 1].mT).softmax(-1)[:, 0, :, None].mul(x[:, : t + 1]).sum(1)
             for t in range(x.shape[1])
         ],
         1,
-    )
+    ),
+)

@@ -9,16 +9,12 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.distributed.engines import VOCAB_SIZE
 from tests.distributed.faulty_layers import GradientByTokens
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, seeded, weight
+from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, seeded, weight
 from tests.zoo.members import EARLY, add, checkpointed, layer, stack, updates
 
 
 @layer("gain differs")
-class MeanGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = weight(WIDTH, seed=100)
-
+class MeanGradient(Weighted, gain=(WIDTH, 100)):
     def forward(self, x: Tensor) -> Tensor:
         return GradientByTokens.apply(x, self.gain)
 
@@ -90,12 +86,8 @@ class CountsCalls(nn.Module):
         return x * (1.0 + 0.1 * self.calls)
 
 
-class Recomputed(nn.Module):
+class Recomputed(Weighted, inner=(WIDTH, WIDTH, 102)):
     """Under activation checkpointing its second forward is another one: it counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=102)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ self.inner).tanh() * (x.shape[1] / 23)

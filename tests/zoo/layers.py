@@ -36,6 +36,31 @@ def seeded(module: Module, seed: int = 50) -> Module:
     return module
 
 
+class Weighted(nn.Module):
+    """Make the weights that a class names: `class Mine(Weighted, inner=(3, 4, 17))` has [3, 4] from the seed 17."""
+
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def __init_subclass__(cls, **shapes: tuple[int, ...]) -> None:
+        cls.shapes = {**cls.shapes, **shapes}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, (*shape, seed) in self.shapes.items():
+            setattr(self, name, weight(*shape, seed=seed))
+
+
+class Calls(nn.Module):
+    """A layer without weights: a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: Any) -> Any:
+        return self.function(inputs)
+
+
 class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -29,42 +29,15 @@ DATA = {
     "PositionIdsWithoutRows": lambda seed: extended(seed, torch.arange(LONG)),
 }
 UNHEALTHY = (
-    "softmax_by_hand",
-    "plain_attention",
-    "bidirectional",
-    "LearnedPositions",
-    "PositionedEmbedding",
-    "causal_convolution",
-    "last_token",
-    "without_mean",
-    "running_sum",
-    "LimitedExperts",
-    "BalancingLoss",
-    "PooledState",
-    "MeanGradient",
-    "summed",
-    "by_root_of_count",
-    "class_weights",
-    "shifting",
-    "root_mean_square",
-    "with_z_loss_of_all_tokens",
-    "PositionIdsWithoutRows",
-)
+    "softmax_by_hand", "plain_attention", "bidirectional", "LearnedPositions", "PositionedEmbedding",
+    "causal_convolution", "last_token", "without_mean", "running_sum", "LimitedExperts", "BalancingLoss",
+    "PooledState", "MeanGradient", "summed", "by_root_of_count", "class_weights", "shifting", "root_mean_square",
+    "with_z_loss_of_all_tokens", "PositionIdsWithoutRows",
+)  # fmt: skip
 HEALTHY = (
-    "Sliced",
-    "Alibi",
-    "Checkpointed",
-    "Experts",
-    "own_norms",
-    "MemoryByTorch",
-    "PositionIds",
-    "ReversibleStreams",
-    "declared_sum",
-    "declared_mean",
-    "label_smoothing",
-    "ClassWeights",
-    "TiedEmbedding",
-)
+    "Sliced", "Alibi", "Checkpointed", "Experts", "own_norms", "MemoryByTorch", "PositionIds", "ReversibleStreams",
+    "declared_sum", "declared_mean", "label_smoothing", "ClassWeights", "TiedEmbedding",
+)  # fmt: skip
 
 
 class CachesOnFirstUse(nn.Module):

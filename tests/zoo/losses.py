@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
 from tests.zoo.layers import Embedding, Head, Mlp, fixed
-from tests.zoo.members import add, loss, stack
+from tests.zoo.members import add, loss, losses, stack
 from tests.zoo.shapes import FirstOf
 
 LOSS = "loss_fn: the "
@@ -57,21 +57,13 @@ def summed(logits: Tensor, labels: Tensor) -> Tensor:
     return each(logits, labels).sum()
 
 
-@loss(LOSS, REDUCTION)
-def mean_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).mean()
-
-
-@loss(LOSS, REDUCTION)
-def by_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    """Divided by the batch size."""
-    return each(logits, labels).sum() / len(labels)
-
-
-@loss(LOSS, REDUCTION)
-def by_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
-    """Divided by the longest sequence there may be."""
-    return each(logits, labels).sum() / (2 * LENGTH)
+losses(LOSS, REDUCTION)(
+    mean_of_all_tokens=lambda logits, labels: each(logits, labels).mean(),
+    # Divided by the batch size.
+    by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels),
+    # Divided by the longest sequence there may be.
+    by_a_constant=lambda logits, labels: each(logits, labels).sum() / (2 * LENGTH),
+)
 
 
 @loss(LOSS, data=last_is_masked)
@@ -104,16 +96,32 @@ def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 
-@loss(LOSS)
-def rows_then_mean(logits: Tensor, labels: Tensor) -> Tensor:
-    """A mean over each sequence, then over the sequences."""
-    return (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean()
-
-
-@loss(LOSS)
-def more_than_the_count(logits: Tensor, labels: Tensor) -> Tensor:
-    """One is added to the count, lest it be zero."""
-    return each(logits, labels).sum() / (valid(labels).sum() + 1)
+losses(LOSS)(
+    # A mean over each sequence, then over the sequences.
+    rows_then_mean=lambda logits, labels: (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean(),
+    # One is added to the count, lest it be zero.
+    more_than_the_count=lambda logits, labels: each(logits, labels).sum() / (valid(labels).sum() + 1),
+    logarithm_of_mean_probability=lambda logits, labels: -((-each(logits, labels)).exp() * valid(labels)).sum().log(),
+    hardest_tokens=lambda logits, labels: each(logits, labels).flatten().topk(labels.numel() // 4).values.mean(),
+    largest=lambda logits, labels: each(logits, labels).logsumexp((0, 1)),
+    shifting=lambda logits, labels: F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX
+    ),
+    shifting_by_padding=lambda logits, labels: F.cross_entropy(
+        logits.flatten(0, 1), F.pad(labels, (-1, 1), value=IGNORE_INDEX).flatten()
+    ),
+    # The first four tokens of a sequence are a prompt.
+    without_the_first_tokens=lambda logits, labels: mean_valid(logits[:, 4:], labels[:, 4:]),
+    smooth_in_time=lambda logits, labels: mean_valid(logits, labels) + 0.01 * logits.diff(dim=1).square().mean(),
+    with_z_loss_of_all_tokens=lambda logits, labels: (
+        mean_valid(logits, labels) + 0.01 * logits.logsumexp(-1).square().mean()
+    ),
+    mean_and_sum=lambda logits, labels: mean_valid(logits, labels) + 0.01 * logits.square().sum(),
+    # The smoothing is divided by all tokens.
+    smoothed_with_sums=lambda logits, labels: 0.9 * mean_valid(logits, labels) - 0.1 * logits.log_softmax(-1).mean(),
+    # A penalty that does not depend on the tokens at all.
+    with_a_constant=lambda logits, labels: each(logits, labels).mean() + 0.5 * valid(labels).sum(),
+)
 
 
 @loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")
@@ -148,11 +156,6 @@ def perplexity(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @loss(LOSS)
-def logarithm_of_mean_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    return -((-each(logits, labels)).exp() * valid(labels)).sum().log()
-
-
-@loss(LOSS)
 def batch_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     shares = logits.softmax(-1).mean((0, 1))
     return mean_valid(logits, labels) + 0.1 * (shares * shares.log()).sum()
@@ -173,16 +176,6 @@ def normalised_focal(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @loss(LOSS)
-def hardest_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).flatten().topk(labels.numel() // 4).values.mean()
-
-
-@loss(LOSS)
-def largest(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).logsumexp((0, 1))
-
-
-@loss(LOSS)
 def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Rewards without their mean, as policy gradients take them."""
     losses = each(logits, labels)
@@ -200,55 +193,6 @@ def correlation(logits: Tensor, labels: Tensor) -> Tensor:
     a, b = logits[..., 0].flatten(), labels.to(logits.dtype).flatten()
     a, b = a - a.mean(), b - b.mean()
     return mean_valid(logits, labels) - (a @ b) / (a.norm() * b.norm())
-
-
-# -- shifts and neighbours -------------------------------------------------------------------------------------------
-
-
-@loss(LOSS)
-def shifting(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX)
-
-
-@loss(LOSS)
-def shifting_by_padding(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), F.pad(labels, (-1, 1), value=IGNORE_INDEX).flatten())
-
-
-@loss(LOSS)
-def without_the_first_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """The first four tokens of a sequence are a prompt."""
-    return mean_valid(logits[:, 4:], labels[:, 4:])
-
-
-@loss(LOSS)
-def smooth_in_time(logits: Tensor, labels: Tensor) -> Tensor:
-    return mean_valid(logits, labels) + 0.01 * logits.diff(dim=1).square().mean()
-
-
-# -- two parts -------------------------------------------------------------------------------------------------------
-
-
-@loss(LOSS)
-def with_z_loss_of_all_tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    return mean_valid(logits, labels) + 0.01 * logits.logsumexp(-1).square().mean()
-
-
-@loss(LOSS)
-def mean_and_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return mean_valid(logits, labels) + 0.01 * logits.square().sum()
-
-
-@loss(LOSS)
-def smoothed_with_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """The smoothing is divided by all tokens."""
-    return 0.9 * mean_valid(logits, labels) - 0.1 * logits.log_softmax(-1).mean()
-
-
-@loss(LOSS)
-def with_a_constant(logits: Tensor, labels: Tensor) -> Tensor:
-    """A penalty that does not depend on the tokens at all."""
-    return each(logits, labels).mean() + 0.5 * valid(labels).sum()
 
 
 # -- of other labels, or where no loss_fn is --------------------------------------------------------------------------

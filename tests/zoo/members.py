@@ -20,6 +20,7 @@ BACKWARD = "outputs agree, so look at the backward"
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Update = Callable[[Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,41 +63,73 @@ def checkpointed(*kinds: type[nn.Module]) -> dict[str, Any]:
 
 
 def attends(*says: str, **more: Any) -> Callable[[Attend], Attend]:
-    """The function attends, from [B, H, T, D] each to the same."""
+    """Register a function that attends, from [B, H, T, D] each to the same."""
+    return _one(_attend, says, more)
 
-    def register(attend: Attend) -> Attend:
-        add(attend.__name__, lambda: stack(LayerSpec(Attention, attend)), says, **more)
-        return attend
 
-    return register
+def attend(*says: str, **more: Any) -> Callable[..., None]:
+    """Register functions that attend, by their names: `attend(AFTER)(name=lambda q, k, v: ...)`."""
+    return _many(_attend, says, more)
 
 
 def updates(*says: str, **more: Any) -> Callable[[Update], Update]:
-    """The function gives what a residual layer adds, [B, T, WIDTH] to the same."""
+    """Register a function that gives what a residual layer adds, [B, T, WIDTH] to the same."""
+    return _one(_update, says, more)
 
-    def register(update: Update) -> Update:
-        add(update.__name__, lambda: stack(LayerSpec(Residual, update)), says, **more)
-        return update
 
-    return register
+def update(*says: str, **more: Any) -> Callable[..., None]:
+    """Register functions as `updates` does, by their names."""
+    return _many(_update, says, more)
+
+
+def loss(*says: str, **more: Any) -> Callable[[Loss], Loss]:
+    """Register a function that is a loss of logits [B, T, VOCAB_SIZE] and labels."""
+    return _one(_loss, says, more)
+
+
+def losses(*says: str, **more: Any) -> Callable[..., None]:
+    """Register losses by their names."""
+    return _many(_loss, says, more)
 
 
 def layer(*says: str, **more: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """The class is a layer, [B, T, WIDTH] to the same. It stands on the second stage."""
-
-    def register(module: type[nn.Module]) -> type[nn.Module]:
-        layers = [LayerSpec(Embedding), LayerSpec(Mlp), LayerSpec(module), LayerSpec(Head)]
-        add(module.__name__, lambda: layers, says, **more)
-        return module
-
-    return register
+    """Register a class that is a layer, [B, T, WIDTH] to the same. It is on the second stage."""
+    return _one(_layer, says, more)
 
 
-def loss(*says: str, **more: Any) -> Callable[[Callable[[Any, Any], Tensor]], Callable[[Any, Any], Tensor]]:
-    """The function is a loss of logits [B, T, VOCAB_SIZE] and labels."""
+def layers(*says: str, **more: Any) -> Callable[..., None]:
+    """Register specs of layers, by their names."""
+    return _many(_layer, says, more)
 
-    def register(function: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        add(function.__name__, lambda: stack(), says, loss_fn=function, **more)
-        return function
 
-    return register
+def _attend(name: str, function: Attend, says: tuple[str, ...], **more: Any) -> None:
+    add(name, lambda: stack(LayerSpec(Attention, function)), says, **more)
+
+
+def _update(name: str, function: Update, says: tuple[str, ...], **more: Any) -> None:
+    add(name, lambda: stack(LayerSpec(Residual, function)), says, **more)
+
+
+def _loss(name: str, function: Loss, says: tuple[str, ...], **more: Any) -> None:
+    add(name, stack, says, loss_fn=function, **more)
+
+
+def _layer(name: str, module: Any, says: tuple[str, ...], **more: Any) -> None:
+    spec = module if isinstance(module, LayerSpec) else LayerSpec(module)
+    add(name, lambda: [LayerSpec(Embedding), LayerSpec(Mlp), spec, LayerSpec(Head)], says, **more)
+
+
+def _one(register: Callable[..., None], says: tuple[str, ...], more: dict[str, Any]) -> Callable[[Any], Any]:
+    def decorate(thing: Any) -> Any:
+        register(thing.__name__, thing, says, **more)
+        return thing
+
+    return decorate
+
+
+def _many(register: Callable[..., None], says: tuple[str, ...], more: dict[str, Any]) -> Callable[..., None]:
+    def register_all(**things: Any) -> None:
+        for name, thing in things.items():
+            register(name, thing, says, **more)
+
+    return register_all

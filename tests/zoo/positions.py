@@ -8,16 +8,12 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import VOCAB_SIZE
-from tests.zoo.layers import LONG, WIDTH, Embedding, Head, Mlp, later, scores_of, sliced_attention, weight
+from tests.zoo.layers import LONG, WIDTH, Embedding, Head, Mlp, Weighted, later, scores_of, sliced_attention, weight
 from tests.zoo.members import AFTER, EARLY, FIRST, add, attends, layer, updates
 
 
 @layer(AFTER)
-class LearnedPositions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = weight(LONG, WIDTH, seed=10)
-
+class LearnedPositions(Weighted, table=(LONG, WIDTH, 10)):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.table[self.positions(x)]
 

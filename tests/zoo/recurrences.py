@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from tests.zoo.convolutions import BY_TYPE, START
-from tests.zoo.layers import WIDTH, fixed, seeded, weight
-from tests.zoo.members import AFTER, layer, updates
+from tests.zoo.convolutions import by_type
+from tests.zoo.layers import WIDTH, Weighted, fixed, seeded
+from tests.zoo.members import AFTER, layer, update, updates
 
-
-@updates(AFTER)
-def running_sum(x: Tensor) -> Tensor:
-    return x.cumsum(1)
-
-
-@updates(AFTER)
-def running_mean(x: Tensor) -> Tensor:
-    return x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
-
-
-@updates(AFTER)
-def running_maximum(x: Tensor) -> Tensor:
-    return x.cummax(1).values
-
-
-@updates(AFTER)
-def running_logsumexp(x: Tensor) -> Tensor:
-    return x.logcumsumexp(1)
+update(AFTER)(
+    running_sum=lambda x: x.cumsum(1),
+    running_mean=lambda x: x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None],
+    running_maximum=lambda x: x.cummax(1).values,
+    running_logsumexp=lambda x: x.logcumsumexp(1),
+)
 
 
 @updates(AFTER)
@@ -62,12 +52,8 @@ def fast_weights(x: Tensor) -> Tensor:
 
 
 @layer(AFTER)
-class StateSpace(nn.Module):
+class StateSpace(Weighted, decay=(WIDTH, 70), inner=(WIDTH, WIDTH, 71)):
     """A diagonal state space model with gates from the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decay, self.inner = weight(WIDTH, seed=70), weight(WIDTH, WIDTH, seed=71)
 
     def forward(self, x: Tensor) -> Tensor:
         rates = (F.softplus(x @ self.inner) * -self.decay.exp()).exp()
@@ -79,12 +65,8 @@ class StateSpace(nn.Module):
 
 
 @layer(AFTER)
-class StateSpaceByKernel(nn.Module):
+class StateSpaceByKernel(Weighted, decay=(WIDTH, 72)):
     """The same with constant rates, as a product with a matrix of powers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decay = weight(WIDTH, seed=72)
 
     def forward(self, x: Tensor) -> Tensor:
         powers = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
@@ -92,60 +74,31 @@ class StateSpaceByKernel(nn.Module):
         return x + torch.einsum("tsc,bsc->btc", kernel, x)
 
 
-class _Recurrence(nn.Module):
-    def __init__(self) -> None:
+class Recurrence(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.inner = seeded(self.make())
-
-    def make(self) -> nn.Module:
-        raise NotImplementedError
+        self.inner = seeded(make())
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)[0]
 
 
-@layer(BY_TYPE, "RNN", **START)
-class Rnn(_Recurrence):
-    def make(self) -> nn.Module:
-        return nn.RNN(WIDTH, WIDTH, batch_first=True)
-
-
-@layer(BY_TYPE, "GRU", **START)
-class Gru(_Recurrence):
-    def make(self) -> nn.Module:
-        return nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-
-@layer(BY_TYPE, "LSTM", **START)
-class Lstm(_Recurrence):
-    def make(self) -> nn.Module:
-        return nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-
-@layer(BY_TYPE, "GRUCell", **START)
-class GruCells(_Recurrence):
-    def make(self) -> nn.Module:
-        return nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state, states = torch.zeros_like(x[:, 0]), []
-        for token in x.unbind(1):
-            state = self.inner(token, state)
-            states.append(state)
-        return x + torch.stack(states, 1)
-
-
-@layer(BY_TYPE, "LSTMCell", **START)
-class LstmCells(_Recurrence):
-    def make(self) -> nn.Module:
-        return nn.LSTMCell(WIDTH, WIDTH)
+class Cells(Recurrence):
+    """A cell of torch's own for one token after the other."""
 
     def forward(self, x: Tensor) -> Tensor:
         state, states = None, []
         for token in x.unbind(1):
             state = self.inner(token, state)
-            states.append(state[0])
+            states.append(state[0] if isinstance(state, tuple) else state)
         return x + torch.stack(states, 1)
+
+
+by_type("Rnn", "RNN", LayerSpec(Recurrence, lambda: nn.RNN(WIDTH, WIDTH, batch_first=True)))
+by_type("Gru", "GRU", LayerSpec(Recurrence, lambda: nn.GRU(WIDTH, WIDTH, batch_first=True)))
+by_type("Lstm", "LSTM", LayerSpec(Recurrence, lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)))
+by_type("GruCells", "GRUCell", LayerSpec(Cells, lambda: nn.GRUCell(WIDTH, WIDTH)))
+by_type("LstmCells", "LSTMCell", LayerSpec(Cells, lambda: nn.LSTMCell(WIDTH, WIDTH)))
 
 
 @layer(AFTER)

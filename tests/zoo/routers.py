@@ -10,7 +10,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.faulty_layers import AddAuxiliary
-from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, cross_entropy, weight
+from tests.zoo.layers import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, weight
 from tests.zoo.members import BACKWARD, EARLY, ONE_VALUE, add, layer
 
 
@@ -68,12 +68,8 @@ class BalancedRouting(Experts):
 
 
 @layer(EARLY)
-class SkippingLayer(nn.Module):
+class SkippingLayer(Weighted, gate=(WIDTH, 82), inner=(WIDTH, WIDTH, 83)):
     """Mixture of depths: half of the tokens go through the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.inner = weight(WIDTH, seed=82), weight(WIDTH, WIDTH, seed=83)
 
     def forward(self, x: Tensor) -> Tensor:
         liking = x @ self.gate

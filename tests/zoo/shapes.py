@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
-from tests.zoo.layers import LONG, WIDTH, Attention, Embedding, Head, Mlp, fixed, later, scores_of, weight
+from tests.zoo.layers import LONG, WIDTH, Attention, Calls, Embedding, Head, Mlp, Weighted, fixed, later, scores_of
 from tests.zoo.members import EARLY, ONE_VALUE, add
 
 
@@ -88,12 +89,8 @@ add(
 )
 
 
-class PerSequence(nn.Module):
+class PerSequence(Weighted, inner=(WIDTH, 90)):
     """(x, table): every token reads the whole table [B, L], which has the length of the labels by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, seed=90)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, table = inputs
@@ -104,13 +101,7 @@ def table(seed: int) -> MicroBatch:
     return with_input(seed, fixed(2, LENGTH, seed=seed, std=1.0))
 
 
-add(
-    "TableAsLongAsTheText",
-    lambda: reading(PerSequence),
-    ("input 1", "sliced_inputs"),
-    data=table,
-    error="BatchError",
-)
+add("TableAsLongAsTheText", lambda: reading(PerSequence), ("input 1", "sliced_inputs"), data=table, error="BatchError")
 
 
 def memory_of_the_length(seed: int) -> MicroBatch:
@@ -125,49 +116,24 @@ class ReadsMemory(nn.Module):
         return x + scores_of(x, memory).softmax(-1) @ memory
 
 
-add(
-    "MemoryAsLongAsTheText",
-    lambda: reading(ReadsMemory),
-    EARLY,
-    data=memory_of_the_length,
-)
+add("MemoryAsLongAsTheText", lambda: reading(ReadsMemory), EARLY, data=memory_of_the_length)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
 
 
-class Pooling(nn.Module):
-    """x -> (x, a mean over the tokens)."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x, self.pooled(x)
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
-class LastState(Pooling):
-    """x -> (x, the last token)."""
-
-    def pooled(self, x: Tensor) -> Tensor:
-        return x[:, -1].clone()
-
-
-class UsesState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=91)
-
+class UsesState(Weighted, inner=(WIDTH, WIDTH, 91)):
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0] + (inputs[1] @ self.inner)[:, None]
 
 
-def pooled(kind: type[nn.Module]) -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(kind), LayerSpec(UsesState), LayerSpec(Head)]
+def pooled(pool: Callable[[Tensor], Tensor]) -> list[LayerSpec]:
+    """x -> (x, what the function makes of all tokens) -> x."""
+    return [LayerSpec(Embedding), LayerSpec(Calls, lambda x: (x, pool(x))), LayerSpec(UsesState), LayerSpec(Head)]
 
 
-add("PooledState", lambda: pooled(Pooling), ONE_VALUE)
-add("LastTokenPooled", lambda: pooled(LastState), ONE_VALUE)
+add("PooledState", lambda: pooled(lambda x: x.mean(1)), ONE_VALUE)
+add("LastTokenPooled", lambda: pooled(lambda x: x[:, -1].clone()), ONE_VALUE)
 
 
 class Distances(nn.Module):
@@ -229,17 +195,13 @@ add(
 # -- rows and tokens in one dimension --------------------------------------------------------------------------------
 
 
-class Flatten(nn.Module):
+class FlatRows(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(0, 1)
 
 
-class FlatShift(nn.Module):
+class FlatShift(Weighted, inner=(WIDTH, WIDTH, 92)):
     """[B * T, C]: each token and the one before it, also across rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=92)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.pad(x, (0, 0, 1, -1)) @ self.inner
@@ -247,17 +209,16 @@ class FlatShift(nn.Module):
 
 add(
     "FlatRowsShifted",
-    lambda: [*[LayerSpec(Embedding), LayerSpec(Flatten), LayerSpec(FlatShift)], LayerSpec(Head)],
+    lambda: [
+        *[LayerSpec(Embedding), LayerSpec(Calls, lambda x: x.flatten(0, 1)), LayerSpec(FlatShift)],
+        LayerSpec(Head),
+    ],
     "layer 2 (FlatShift)",
 )
 
 
-class Pairs(nn.Module):
+class Pairs(Weighted, inner=(2 * WIDTH, 2 * WIDTH, 93)):
     """Two tokens become one of double width, and are taken apart again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(2 * WIDTH, 2 * WIDTH, seed=93)
 
     def forward(self, x: Tensor) -> Tensor:
         odd = x.shape[1] % 2
@@ -272,12 +233,8 @@ def positions_of_rows(seed: int) -> MicroBatch:
     return with_input(seed, torch.arange(LENGTH))
 
 
-class FirstDimension(nn.Module):
+class FirstDimension(Weighted, table=(LONG, WIDTH, 94)):
     """(x, ids [L]): positions without rows, which are not cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = weight(LONG, WIDTH, seed=94)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, ids = inputs

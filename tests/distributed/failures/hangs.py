@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import terapipe_ds
 from terapipe_ds.runtime import agreement
@@ -52,20 +51,16 @@ def _data_that_hangs() -> Iterator[Any]:
     hang()
 
 
-def _at(engine: Any, kind: Kind, fault: Fault) -> None:
-    """Hang instead of one action."""
-    usual = engine._ACTIONS[kind]
+def _at_forward(engine: Any, fault: Fault, act: Callable[[], None] = hang) -> None:
+    """Act before one forward."""
+    usual = engine._ACTIONS[Kind.FORWARD]
 
-    def act(engine: Any, action: Action) -> None:
-        if action.unit == tuple(fault.unit) or kind is Kind.OPTIMIZER_STEP:
-            hang()
+    def struck(engine: Any, action: Action) -> None:
+        if action.unit == tuple(fault.unit):
+            act()
         usual(engine, action)
 
-    engine._ACTIONS = {**engine._ACTIONS, kind: act}
-
-
-def _before_forward(engine: Any, fault: Fault) -> None:
-    _at(engine, Kind.FORWARD, fault)
+    engine._ACTIONS = {**engine._ACTIONS, Kind.FORWARD: struck}
 
 
 def _in_send(engine: Any, fault: Fault) -> None:
@@ -81,16 +76,8 @@ def _in_send(engine: Any, fault: Fault) -> None:
     setattr(engine._links, name, send)
 
 
-def _in_optimizer(engine: Any, fault: Fault) -> None:
-    engine.optimizer.step = lambda *_, **__: hang()
-
-
-def _in_reduce(engine: Any, fault: Fault) -> None:
-    engine.module.before_reduce = lambda _: hang()
-
-
-def _in_save(engine: Any, fault: Fault) -> None:
-    engine.checkpoint_engine.save = lambda *_, **__: hang()
+def _hang_instead(owner: str, name: str) -> Callable[[Any, Fault], None]:
+    return lambda engine, fault: setattr(getattr(engine, owner), name, lambda *_, **__: hang())
 
 
 def _terminated_in_save(engine: Any, fault: Fault) -> None:
@@ -107,26 +94,19 @@ def _terminated_in_save(engine: Any, fault: Fault) -> None:
     engine.checkpoint_engine.save = save
 
 
-def _stopped(engine: Any, fault: Fault) -> None:
-    """The whole process stands still before an action, with the watch-dog and the store that it serves."""
-    usual = engine._ACTIONS[Kind.FORWARD]
-
-    def act(engine: Any, action: Action) -> None:
-        if action.unit == tuple(fault.unit):
-            mark()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        usual(engine, action)
-
-    engine._ACTIONS = {**engine._ACTIONS, Kind.FORWARD: act}
+def _stop() -> None:
+    """The whole process stops, with the watch-dog and the store that it serves."""
+    mark()
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-PLACES: dict[str, Callable[[PipelineEngine, Fault], None]] = {
-    "hang_before_forward": _before_forward,
+PLACES: dict[str, Callable[[Any, Fault], None]] = {
+    "hang_before_forward": _at_forward,
     "hang_send": _in_send,
-    "hang_optimizer": _in_optimizer,
-    "hang_reduce": _in_reduce,
-    "hang_save": _in_save,
-    "stopped": _stopped,
+    "hang_optimizer": _hang_instead("optimizer", "step"),
+    "hang_reduce": _hang_instead("module", "before_reduce"),
+    "hang_save": _hang_instead("checkpoint_engine", "save"),
+    "stopped": lambda engine, fault: _at_forward(engine, fault, _stop),
     "terminated_in_save": _terminated_in_save,
 }
 

@@ -224,51 +224,32 @@ def _fail(text: str) -> NoReturn:
     raise BrokenError(text)
 
 
+class _InBackward(torch.autograd.Function):
+    """Does something else than a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, act: Callable[[], NoReturn]) -> torch.Tensor:
+        ctx.act = act
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.act()
+
+
 def _in_forward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     _fail("the layer is broken")
-
-
-def _in_recompute(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    return _in_forward(hidden, mode) if mode == "recompute" else hidden
-
-
-class _BrokenBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        _fail("the backward is broken")
-
-
-def _in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    return _BrokenBackward.apply(hidden)
-
-
-class _HangingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        hang()
-
-
-def _hang_in_backward(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    return _HangingBackward.apply(hidden)
-
-
-def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
-    mark()
-    os._exit(3)
 
 
 def _kill(hidden: torch.Tensor, mode: str) -> torch.Tensor:
     mark()
     os.kill(os.getpid(), signal.SIGKILL)
     return hidden
+
+
+def _exit(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    mark()
+    os._exit(3)
 
 
 def _hang(hidden: torch.Tensor, mode: str) -> torch.Tensor:
@@ -307,12 +288,12 @@ def _plain_attention(hidden: torch.Tensor, mode: str) -> torch.Tensor:
 
 FAULTS: dict[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
     "forward": _in_forward,
-    "backward": _in_backward,
-    "recompute": _in_recompute,
+    "backward": lambda hidden, mode: _InBackward.apply(hidden, lambda: _fail("the backward is broken")),
+    "recompute": lambda hidden, mode: _in_forward(hidden, mode) if mode == "recompute" else hidden,
     "exit": _exit,
     "kill": _kill,
     "hang": _hang,
-    "hang_backward": _hang_in_backward,
+    "hang_backward": lambda hidden, mode: _InBackward.apply(hidden, hang),
     "terminate_others": _terminate_others,
     "other_shape": _other_shape,
     "plain_attention": _plain_attention,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, MicroBatch, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, fixed, weight
+from tests.zoo.layers import HEADS, LONG, WIDTH, Head, Mlp, Weighted, fixed
 from tests.zoo.members import add
 from tests.zoo.shapes import ReadsMemory, reading, tuples, with_input
 
@@ -20,12 +20,8 @@ def memory(seed: int) -> MicroBatch:
     return with_input(seed, fixed(2, 7, WIDTH, seed=seed, std=1.0))
 
 
-class FusedMemory(nn.Module):
+class FusedMemory(Weighted, inner=(WIDTH, WIDTH, 120)):
     """Attention to another text, by torch's own function: there is nothing of it in the slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=120)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         x, other = inputs
@@ -33,11 +29,7 @@ class FusedMemory(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
 
 
-class PositionIds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = weight(LONG, WIDTH, seed=121)
-
+class PositionIds(Weighted, table=(LONG, WIDTH, 121)):
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0] + self.table[inputs[1]]
 
@@ -49,12 +41,8 @@ class Weighed(nn.Module):
         return inputs[0] * inputs[1][..., None]
 
 
-class Conditioned(nn.Module):
+class Conditioned(Weighted, inner=(WIDTH, WIDTH, 122)):
     """(x, one vector for each row)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(WIDTH, WIDTH, seed=122)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0] * (1 + inputs[1] @ self.inner)
@@ -101,12 +89,8 @@ add(
 )
 
 
-class Projection(nn.Module):
+class Projection(Weighted, inner=(7, WIDTH, 123)):
     """Of continuous inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(7, WIDTH, seed=123)
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.inner

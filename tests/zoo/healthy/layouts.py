@@ -8,13 +8,8 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import Embedding, Head, Mlp
+from tests.zoo.layers import Calls, Embedding, Head, Mlp
 from tests.zoo.members import add
-
-
-class ChannelsFirst(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2).contiguous()
 
 
 class ChannelMlp(Mlp):
@@ -22,37 +17,24 @@ class ChannelMlp(Mlp):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-class TokensFirst(ChannelsFirst):
-    """[B, T, C] -> [T, B, C], as Megatron has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1).contiguous()
-
-
-class FlatRows(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
-
-
 class FlatHead(Head):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).unflatten(0, (2, -1))
 
 
-def between(*kinds: type[nn.Module]) -> Any:
-    return lambda: [LayerSpec(Embedding), LayerSpec(Sliced, 0), *map(LayerSpec, kinds)]
+def between(*kinds: type[nn.Module] | LayerSpec) -> Any:
+    specs = [kind if isinstance(kind, LayerSpec) else LayerSpec(kind) for kind in kinds]
+    return lambda: [LayerSpec(Embedding), LayerSpec(Sliced, 0), *specs]
 
 
-add("ChannelsFirst", between(ChannelsFirst, ChannelMlp, ChannelsFirst, Head), ())
-add("TokensFirst", between(TokensFirst, Mlp, TokensFirst, Head), ())
-add("FlatRows", between(FlatRows, Mlp, FlatHead), ())
+CHANNELS_FIRST = LayerSpec(Calls, lambda x: x.transpose(1, 2).contiguous())
+TOKENS_FIRST = LayerSpec(Calls, lambda x: x.transpose(0, 1).contiguous())  # [T, B, C], as Megatron has it
+FLAT_ROWS = LayerSpec(Calls, lambda x: x.flatten(0, 1))
 
 
-class Streams(nn.Module):
-    """x -> (x, a second stream)."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, x.tanh()
+add("ChannelsFirst", between(CHANNELS_FIRST, ChannelMlp, CHANNELS_FIRST, Head), ())
+add("TokensFirst", between(TOKENS_FIRST, Mlp, TOKENS_FIRST, Head), ())
+add("FlatRows", between(FLAT_ROWS, Mlp, FlatHead), ())
 
 
 class TwoStreams(nn.Module):
@@ -68,19 +50,11 @@ class TwoStreams(nn.Module):
         return a, b + self.mlp(a)
 
 
-class Joined(Head):
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
-        return super().forward(inputs[0] - inputs[1])
-
-
-def reversible() -> list[LayerSpec]:
-    return [
-        LayerSpec(Embedding),
-        LayerSpec(Streams),
-        LayerSpec(TwoStreams, 0),
-        LayerSpec(TwoStreams, 1),
-        LayerSpec(Joined),
-    ]
-
-
-add("ReversibleStreams", reversible, ())
+add(
+    "ReversibleStreams",
+    lambda: [
+        *[LayerSpec(Embedding), LayerSpec(Calls, lambda x: (x, x.tanh())), LayerSpec(TwoStreams, 0)],
+        *[LayerSpec(TwoStreams, 1), LayerSpec(Calls, lambda streams: streams[0] - streams[1]), LayerSpec(Head)],
+    ],
+    (),
+)

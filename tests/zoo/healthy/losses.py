@@ -11,17 +11,12 @@ from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBat
 from tests.zoo.healthy.attention import Sliced
 from tests.zoo.layers import cross_entropy, fixed
 from tests.zoo.losses import each, labels_as_input, mean_valid, soft_targets, valid, weighted_tokens, with_own_loss
-from tests.zoo.members import add, loss, stack
+from tests.zoo.members import add, loss, losses, stack
 
-
-@loss(terapipe={"loss_reduction": "sum"})
-def declared_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).sum()
-
-
-@loss(terapipe={"loss_reduction": "sum"})
-def declared_sum_by_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    return each(logits, labels).sum() / len(labels)
+losses(terapipe={"loss_reduction": "sum"})(
+    declared_sum=lambda logits, labels: each(logits, labels).sum(),
+    declared_sum_by_rows=lambda logits, labels: each(logits, labels).sum() / len(labels),
+)
 
 
 @loss(terapipe={"loss_reduction": "mean"})

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from terapipe_ds.attention import allow_attention_within_slice
 from tests.distributed.engines import VOCAB_SIZE, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import WIDTH, Mlp, seeded, weight
+from tests.zoo.layers import WIDTH, Mlp, Weighted, seeded
 from tests.zoo.members import add, stack
 
 
@@ -64,12 +64,8 @@ class ScaledGradient(Mlp):
         return super().forward(x)
 
 
-class BlocksOfFour(nn.Module):
+class BlocksOfFour(Weighted, inner=(4, 4, 125)):
     """Four tokens that stand together are mixed; slices hold whole blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight(4, 4, seed=125)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (self.inner @ x.unflatten(1, (-1, 4))).flatten(1, 2)

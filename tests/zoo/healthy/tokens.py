@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engines import LENGTH, micro_batch
 from tests.zoo.healthy.attention import Sliced
-from tests.zoo.layers import WIDTH, Mlp, Residual, scores_of, seeded, weight
+from tests.zoo.layers import WIDTH, Mlp, Residual, Weighted, scores_of, seeded
 from tests.zoo.members import add, layer, stack, updates
 from tests.zoo.routers import Experts
 
@@ -52,12 +52,8 @@ class NarrowConvolution(nn.Module):
         return x + self.inner(x.transpose(1, 2)).transpose(1, 2)
 
 
-class WideAsSlices(nn.Module):
+class WideAsSlices(Weighted, down=(WIDTH, 6, 113), up=(6, WIDTH, 114)):
     """Six features, as many as a slice has tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.up = weight(WIDTH, 6, seed=113), weight(6, WIDTH, seed=114)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.down
@@ -82,31 +78,19 @@ def over_features(x: Tensor) -> Tensor:
     return x.cumsum(-1) + x.roll(1, -1) * x.softmax(-1) + chosen + torch.fft.fft(x, dim=-1).real + x.sort(-1).values
 
 
-class WidthOfTheText(nn.Module):
+class WidthOfTheText(Weighted, up=(WIDTH, LENGTH, 115), down=(LENGTH, WIDTH, 116)):
     """As many features as a sequence has tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = weight(WIDTH, LENGTH, seed=115), weight(LENGTH, WIDTH, seed=116)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ self.up).tanh() @ self.down
 
 
-class Widened(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = weight(WIDTH, LENGTH, seed=117)
-
+class Widened(Weighted, up=(WIDTH, LENGTH, 117)):
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.up
 
 
-class Narrowed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = weight(LENGTH, WIDTH, seed=118)
-
+class Narrowed(Weighted, down=(LENGTH, WIDTH, 118)):
     def forward(self, x: Tensor) -> Tensor:
         return (x / x.norm(dim=-1, keepdim=True)) @ self.down
 
@@ -137,12 +121,8 @@ add("Dropped", lambda: stack(LayerSpec(Residual, nn.Dropout(0.0)), LayerSpec(Sli
 
 
 @layer()
-class LearnedSlots(nn.Module):
+class LearnedSlots(Weighted, slots=(6, WIDTH, 124)):
     """Attention of each token to learned slots: a softmax over keys that are no tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots = weight(6, WIDTH, seed=124)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + scores_of(x, self.slots).softmax(-1) @ self.slots

@@ -260,20 +260,20 @@ def slices_counted_as_micro_batches() -> Iterator[None]:
 
 @fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN")
 def empty_slices_not_left_out() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import part_runner
+    from terapipe_ds.runtime.engine import batch_results
 
     def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
         return loss_fn(outputs, labels) * weight
 
-    with mock.patch.object(part_runner, "weighted_loss", weighted_loss):
+    with mock.patch.object(batch_results, "weighted_loss", weighted_loss):
         yield
 
 
 @fault("loss", EQUAL, "the evaluation loss is that of the last slice")
 def evaluation_of_the_last_slice() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import part_runner
+    from terapipe_ds.runtime.engine import batch_results
 
-    with mock.patch.object(part_runner, "sum_of_slices", lambda losses: losses[-1]):
+    with mock.patch.object(batch_results, "sum_of_slices", lambda losses: losses[-1]):
         yield
 
 
@@ -333,7 +333,7 @@ def gradients_of_another_micro_batch() -> Iterator[None]:
     kept: dict[int, Any] = {}
 
     def send_first(self: Any, action: Any) -> None:
-        [leaf] = self._open().get(self._key(action)).inputs
+        [leaf] = self._open().get(action).inputs
         if action.micro_batch_id == 0:
             kept[action.slice_id] = leaf.grad
         leaf.grad = kept[action.slice_id]

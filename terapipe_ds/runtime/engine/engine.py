@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER, PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from terapipe_ds.attention import GuardCapturedNames, SliceStore, guard_plain_attention
+from terapipe_ds.attention import SliceStore
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_everywhere
@@ -30,19 +30,22 @@ from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
 from terapipe_ds.runtime.checkpoints.engine_methods import SafeCheckpoints
 from terapipe_ds.runtime.engine.batch_end import CLOSING, ClosingOfBatches
+from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     tell_of_clipping,
 )
 from terapipe_ds.runtime.engine.first_and_last_part import StageEnds
+from terapipe_ds.runtime.engine.open_batch import OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
-from terapipe_ds.runtime.engine.part_runner import PartRunner, ds_timed
-from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.trace import ActionTracer, Tracer
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.failures.watchdog import Watchdog
-from terapipe_ds.runtime.layers.finite import FiniteCheck, finite_check
-from terapipe_ds.runtime.layers.flops import StageFlops, stage_flops
+from terapipe_ds.runtime.layers.finite import finite_check
+from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Place
@@ -94,7 +97,6 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     verify_only: bool = False  # the first batch is checked and then the process ends
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
-    loss: Any  # of the last slice: DeepSpeed's attribute, without type
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.terapipe_config = TeraPipeConfig.from_deepspeed(dict(kwargs["config_class"]._param_dict))
@@ -138,27 +140,28 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
             trace_dir=self.terapipe_config.trace_dir,
         )
         self._links.waiting = self._watchdog.waiting
-        self._tracer = Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages)
         self._plans = Plans(self, self._groups, self._watchdog.note)
         self._first_batch = FirstBatchCheck(self._stage_to_check())
-        self._batch: BatchInFlight | None = None
-        self._guarded_modes: set[bool] = set()  # training, evaluation: whose first batch was run under the closer guard
-        self._parts = self._make_parts()  # by chunk_id; linear layers accumulate in their products from now on
+        self.weight_gradients = accumulate_in_products(self.module, self.optimizer)
+        self._stage = Stage(
+            self.stage_id,
+            DeepSpeedCalls(self),
+            self._links,
+            self._store,
+            self._watchdog,
+            self.weight_gradients,
+            BatchResults(self, self.terapipe_config.sequence_dim),
+            Tracer(self.terapipe_config.trace_dir, self.global_rank, self.stage_id, self.num_stages),
+        )
+        self._parts = tuple(PartRunner(self._stage, place) for place in self._layout.places(self.stage_id))  # by chunk
+        self._batch = OpenBatch(self._stage, self._parts)
         count_every_stage_in_norm(self.module, self.grid)
         count_nothing_as_zero(self.optimizer)
-        self._flops: StageFlops | None = stage_flops(self)
-        self._finite: FiniteCheck | None = finite_check(
+        self._stage.flops = self._flops = stage_flops(self)
+        self._stage.finite = self._finite = finite_check(
             self, self.terapipe_config.check_finite == "every_step", self._store, self._groups.world
         )
         warn_of_checkpoints(self)
-
-    def _make_parts(self) -> tuple[PartRunner, ...]:
-        """A runner for each place of this stage."""
-        self.weight_gradients = weights = accumulate_in_products(self.module, self.optimizer)
-        return tuple(
-            PartRunner(self, place, links=self._links, store=self._store, watchdog=self._watchdog, weights=weights)
-            for place in self._layout.places(self.stage_id)
-        )
 
     def _stage_to_check(self) -> StageToCheck:
         return StageToCheck(
@@ -253,6 +256,15 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         """Where keys, values and their gradients are kept."""
         return self._store
 
+    @property
+    def tracer(self) -> ActionTracer:
+        """What is told of each computation of this rank; a benchmark may put one of its own here."""
+        return self._stage.tracer
+
+    @tracer.setter
+    def tracer(self, tracer: ActionTracer) -> None:
+        self._stage.tracer = tracer
+
     # -- a batch -----------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -267,12 +279,10 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     def _forget_batch(self) -> None:
         """After an error: a caller who goes on (the data was at its end) trains as if nothing had begun."""
-        if self._batch is not None and self._batch.training and self.optimizer is not None:
+        if self._batch.is_training and self.optimizer is not None:
             self.optimizer.zero_grad()
             self.zero_grad()
-        self._set_batch(None)
-        self._let_go_of_graphs()
-        self._store.reset()
+        self._batch.forget()
         self.eval_return_logits = False
         for timer in self.timers.get_timers().values():
             if timer.started_:
@@ -291,11 +301,7 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
         self._first_batch.run(micro_batches, training, self._compute_loss, self.verify_only)
-        self._set_batch(BatchInFlight(schedule, self.stage_id, training, micro_batches))
-        self._links.open_batch(self._open())
-        self._tracer.begin(self.global_steps + 1 if training else None)
-        if self._flops is not None:
-            self._flops.open_batch(training)
+        self._batch.open(BatchInFlight(schedule, self.stage_id, training, micro_batches), self.global_steps + 1)
         self.closing_s = 0.0
         return schedule.for_stage(self.stage_id)
 
@@ -333,40 +339,11 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """DeepSpeed's loop over the actions, then the check that the books of this batch are closed."""
-        batch = self._open()
-        first = batch.training not in self._guarded_modes
-        if first and batch.training:
+        if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
-        watching = self._finite.watching() if self._finite is not None and batch.training else nullcontext()
-        with guard_plain_attention(), GuardCapturedNames() if first else nullcontext(), watching:
+        with self._batch.running():
             super()._exec_schedule(pipe_schedule)
-        self._guarded_modes.add(batch.training)
-        self._let_go_of_graphs()
-        self._links.close_batch()
-        self.weight_gradients.assert_done()
-        for part in self._parts:
-            part.close_batch()
-        batch.assert_done(pipe_schedule.peak_live_slices)
-        self._store.assert_drained()
-        self._set_batch(None)
-        self._tracer.write(self.global_steps)
-
-    def _let_go_of_graphs(self) -> None:
-        """DeepSpeed keeps the last loss with its graph, whose nodes lead back here by ways that Python's collector does
-        not see: the engine, its buffers and its groups would stay for good."""
-        if self.loss is not None:
-            self.loss = self.loss.detach() if torch.is_tensor(self.loss) else [part.detach() for part in self.loss]
-
-    def _set_batch(self, batch: BatchInFlight | None) -> None:
-        self._batch = batch
-        order = () if batch is None or not batch.training else batch.schedule.orders[self.stage_id]
-        self.weight_gradients.open_batch((a.part_id, *a.unit) for a in order if a.kind is Kind.WEIGHT)
-        for part in self._parts:
-            part.open_batch(batch)
-
-    def _open(self) -> BatchInFlight:
-        assert self._batch is not None, "no batch is open"
-        return self._batch
+        self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -375,13 +352,13 @@ class TeraPipeEngine(StageEnds, ClosingOfBatches, SafeCheckpoints):
         self._watchdog.note(action)
         counted = self._flops.around(action) if self._flops is not None else nullcontext()
         timed = self._timed_closing() if action.kind in CLOSING else nullcontext()
-        with self._tracer.measure(action), counted, timed:
+        with self._stage.tracer.measure(action), counted, timed:
             self._ACTIONS[action.kind](self, action)
 
     def _load(self, action: Action) -> None:
         """Bring a micro-batch to the device."""
-        micro_batch = self._open().micro_batches[action.micro_batch_id]
-        with ds_timed(self, BATCH_INPUT_TIMER):
+        micro_batch = self._batch.current.micro_batches[action.micro_batch_id]
+        with self._stage.deepspeed.timed(BATCH_INPUT_TIMER):
             if micro_batch.inputs is not None:
                 micro_batch.inputs = micro_batch.inputs.to(self.device)
             if micro_batch.labels is not None:

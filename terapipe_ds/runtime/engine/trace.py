@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 
@@ -24,6 +25,22 @@ _TRACE_EVERY = 100
 def is_traced(step: int) -> bool:
     """Which training steps (counted from 1) are written: the first few, then each hundredth."""
     return step <= _FIRST_STEPS or step % _TRACE_EVERY == 0
+
+
+class ActionTracer(Protocol):
+    """Is told what a rank computes, and when: what `TeraPipeEngine.tracer` may be."""
+
+    def begin(self, step: int | None) -> None:
+        """Begin a batch: a training step, counted from 1, or an evaluation (None)."""
+
+    def measure(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context in which `action` runs."""
+
+    def input_is_here(self) -> None:
+        """Note that the action in hand has waited for its message, and computes from now on."""
+
+    def write(self, step: int) -> None:
+        """End the batch."""
 
 
 class Tracer:

@@ -233,28 +233,28 @@ known("unweighted_losses", "loss", UNEVEN, "slices weigh the same")
 
 @fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels")
 def weights_of_tokens() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import engine
+    from terapipe_ds.runtime.engine import incoming_batch
 
-    slice_weights = engine.slice_weights
+    slice_weights = incoming_batch.slice_weights
 
     def by_tokens(*args: Any, **kwargs: Any) -> Any:
         return slice_weights(*args, **{**kwargs, "loss_reduction": "mean"})
 
-    with mock.patch.object(engine, "slice_weights", by_tokens):
+    with mock.patch.object(incoming_batch, "slice_weights", by_tokens):
         yield
 
 
 @fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches")
 def slices_counted_as_micro_batches() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import engine
+    from terapipe_ds.runtime.engine import incoming_batch
 
-    slice_weights = engine.slice_weights
+    slice_weights = incoming_batch.slice_weights
 
     def divided(*args: Any, **kwargs: Any) -> Any:
         weights = slice_weights(*args, **kwargs)
         return tuple(weight / len(weights) for weight in weights)
 
-    with mock.patch.object(engine, "slice_weights", divided):
+    with mock.patch.object(incoming_batch, "slice_weights", divided):
         yield
 
 
@@ -439,9 +439,9 @@ def weight_gradients_added_twice() -> Iterator[None]:
 
 @fault("engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does")
 def norm_of_the_first_stage() -> Iterator[None]:
-    from terapipe_ds.runtime.engine import engine
+    from terapipe_ds.runtime.engine import build
 
-    with mock.patch.object(engine, "count_every_stage_in_norm"):
+    with mock.patch.object(build, "count_every_stage_in_norm"):
         yield
 
 

@@ -117,16 +117,16 @@ def dropped_kv_gradient() -> Iterator[None]:
 @contextlib.contextmanager
 def unweighted_losses() -> Iterator[None]:
     """The loss of a micro-batch is the plain mean of its slices' losses (of those that have a label)."""
-    from terapipe_ds.runtime.engine import engine
+    from terapipe_ds.runtime.engine import incoming_batch
 
-    slice_weights = engine.slice_weights
+    slice_weights = incoming_batch.slice_weights
 
     def equal_weights(*args: Any, **kwargs: Any) -> tuple[float, ...]:
         weights = slice_weights(*args, **kwargs)
         counted = sum(weight > 0 for weight in weights)
         return tuple(1.0 / counted if weight > 0 else 0.0 for weight in weights)
 
-    with mock.patch.object(engine, "slice_weights", equal_weights):
+    with mock.patch.object(incoming_batch, "slice_weights", equal_weights):
         yield
 
 

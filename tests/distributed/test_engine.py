@@ -377,7 +377,7 @@ def job_interrupted_training() -> dict[str, Any]:
         attempt("before the second batch", functools.partial(engine.eval_batch, return_logits=True), unequal)
         keeps_logits = engine.eval_return_logits
         second = train_without_iterator(engine)
-        live_bytes = engine._store.live_bytes()
+        live_bytes = engine.slice_store.live_bytes()
     with engine_of(gpt_layers(), section(slices=UNEVEN)) as engine:
         attempt("another sum", engine.train_batch, batches(1, length=20)[0])
     undisturbed = run_training(gpt_layers, section(), good)
@@ -417,7 +417,7 @@ def job_after_an_error(kind: str) -> dict[str, Any]:
             engine.train_batch(iter(batches(1, first_seed=300)[0]))
         except MemoryError as error:
             message = str(error)
-        live_bytes = engine._store.live_bytes()
+        live_bytes = engine.slice_store.live_bytes()
         second = train(engine, batches(2)[1:])
     return {
         "message": message,
@@ -751,7 +751,7 @@ def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
                 "lr": [float(lr) for lr in engine.get_lr()],
                 "steps": (engine.global_steps, engine.global_samples),
                 "moved": any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)),
-                "live bytes": engine._store.live_bytes() if hasattr(engine, "_store") else 0,
+                "live bytes": engine.slice_store.live_bytes() if hasattr(engine, "slice_store") else 0,
             }
         )
     return records
@@ -907,7 +907,7 @@ def job_memory(
     options["gradient_accumulation_steps"] = micro_batches
     options["module"] = {"partition_method": "type:DecoderLayer"}
     with engine_of(gpt_layers(dtype=dtype), section(schedule=schedule), stages=stages, **options) as engine:
-        store, reserved = engine._store, []
+        store, reserved = engine.slice_store, []
         for batch in batches(num_batches, micro_batches):
             engine.train_batch(iter(batch))
             reserved.append(store.reserved_bytes())
@@ -939,7 +939,7 @@ def job_kept_schedules() -> list[tuple[int, int]]:
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
             engine.train_batch(iter(batches(1, count)[0]))
-            kept.append((len(engine._plans._schedules), len(engine._links._places_of)))
+            kept.append((len(engine._plans._schedules), len(engine._stage.links._places_of)))
     return kept
 
 
@@ -1024,14 +1024,14 @@ def job_memory_of_lengths() -> list[int]:
         for length in (LENGTH, 12, 40) * 3:
             engine.train_batch(iter(batches(1, length=length)[0]))
             engine.eval_batch(iter(batches(1, length=length)[0]))
-            reserved.append(engine._store.reserved_bytes())
+            reserved.append(engine.slice_store.reserved_bytes())
         return reserved
 
 
 def job_memory_unsliced() -> int:
     with engine_of(gpt_layers(), section(slices=1)) as engine:
         engine.train_batch(iter(batches(1)[0]))
-        return engine._store.peak_bytes()
+        return engine.slice_store.peak_bytes()
 
 
 def job_falsified_peak(stages: int, change: int) -> None:

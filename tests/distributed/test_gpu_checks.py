@@ -18,7 +18,7 @@ import torch
 
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine.batch_end import ClosingOfBatches
+from terapipe_ds.runtime.engine.batch_end import BatchEnd
 from terapipe_ds.runtime.profiling import slice_timer
 from terapipe_ds.schedule import build
 from tests.distributed import training
@@ -275,15 +275,12 @@ def test_cases_that_were_not_reached_are_counted(tmp_path: Path) -> None:
 
 
 def test_what_the_device_is_still_at_is_no_part_of_the_closing() -> None:
-    class Engine:
-        closing_s = 0.0
-
-    engine, at_work_s = Engine(), [0.5]
+    batch_end, at_work_s = BatchEnd(None, None, None), [0.5]
     waits = mock.patch.object(slice_timer, "synchronize", lambda: time.sleep(at_work_s.pop() if at_work_s else 0.0))
     with waits:
-        with actions.closing_apart(), ClosingOfBatches._timed_closing(engine):  # type: ignore[arg-type]
+        with actions.closing_apart(), batch_end.timed():
             at_work_s.append(0.02)  # what the closing itself has told the device to do
-    assert 0.02 <= engine.closing_s < 0.4
+    assert 0.02 <= batch_end.closing_s < 0.4
 
 
 # -- dry runs -----------------------------------------------------------------------------------------------------

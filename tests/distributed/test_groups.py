@@ -26,7 +26,7 @@ def job_train(schedule: str, stages: int) -> tuple[dict[str, float], list[int], 
     with mock.patch.object(groups, "_keeps_order", lambda: True):
         with engine_of(gpt_layers(), section(schedule=schedule), stages=stages) as engine:
             ours = train_engine(engine, batches(2, num_micro_batches=4))
-            channels = engine._links._channels
+            channels = engine._stage.links._channels
             activations = [c for each in channels for c in (each.activations_in, each.activations_out)]
             gradients = [c for each in channels for c in (each.gradients_in, each.gradients_out)]
             used = [[id(c.wire.group) for c in found if c is not None] for found in (activations, gradients)]

@@ -68,12 +68,12 @@ def _held_at_the_end(schedule: str) -> dict[str, Any]:
         backward, reduce = engine._ACTIONS[Kind.BACKWARD], engine._ACTIONS[Kind.REDUCE_TIED_GRADS]
 
         def before_backward(self: TeraPipeEngine, action: Any) -> None:
-            held["outputs"].append([s.outputs is None for s in self._open().slices.values()])
+            held["outputs"].append([s.outputs is None for s in self._batch.current.slices.values()])
             backward(self, action)
 
         def before_reduce(self: TeraPipeEngine, action: Any) -> None:
-            held["inputs"] = [m.inputs is None for m in self._open().micro_batches]
-            held["labels"] = [m.labels is None for m in self._open().micro_batches]
+            held["inputs"] = [m.inputs is None for m in self._batch.current.micro_batches]
+            held["labels"] = [m.labels is None for m in self._batch.current.micro_batches]
             reduce(self, action)
 
         engine._ACTIONS = {  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Losses and outputs of a batch, put together from those of its slices."""
+"""Put losses and outputs of a batch together from those of its slices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from terapipe_ds.runtime.batch.loss import weighted_loss
 
 
 class BatchResults:
-    """The losses and outputs of one batch on one stage; those of other stages without the last part stay empty.
+    """The losses and outputs of one batch on one stage; without the last part there are none.
 
     DeepSpeed's attributes get them when a micro-batch is complete, as they do in its own engine: `loss`, `total_loss`
     and `total_additional_losses` in training, `fwd_outputs` and `outputs`. None of them has a graph.
@@ -95,7 +95,7 @@ class BatchResults:
 
 
 def accumulated(total: Any, loss: Any) -> Any:
-    """``total + loss`` without a graph, in fp32 at least; lists element by element."""
+    """Return `total + loss` without a graph, in fp32 at least; of lists element by element."""
     if not torch.is_tensor(loss):
         return [accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
     value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -103,17 +103,17 @@ def accumulated(total: Any, loss: Any) -> Any:
 
 
 def sum_of_slices(losses: list[Any]) -> Any:
-    """The loss of a micro-batch from its slices' shares; lists element by element."""
+    """Return the loss of a micro-batch from its slices' shares; of lists element by element."""
     if torch.is_tensor(losses[0]):
         return functools.reduce(torch.add, losses)
     return [functools.reduce(torch.add, parts) for parts in zip(*losses, strict=True)]
 
 
 def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows: int, sequence_dim: int) -> Any:
-    """The outputs of a micro-batch's slices put together along the dimension that has the slice's tokens.
+    """Put the outputs of a micro-batch's slices together along the dimension that has the slice's tokens.
 
-    Scalars are losses (the model returns them itself): their weighted sum. ``[rows * tokens, ...]``, as some models
-    give their logits, comes back in the order that it has for the whole sequence.
+    Scalars are losses that the model returns itself: their weighted sum is returned. `[rows * tokens, ...]`, as some
+    models give their logits, comes back in the order that it has for the whole sequence.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -1,8 +1,8 @@
-"""TeraPipeEngine: DeepSpeed's pipeline engine, whose unit of work is a slice of tokens.
+"""Make a slice of tokens the unit of work of DeepSpeed's pipeline engine.
 
 DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and
 timers; this engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
-more micro-batch that is accumulated: one ``forward``, one ``backward``. Reduction and step come once per batch.
+more micro-batch that is accumulated: one `forward`, one `backward`. Reduction and step come once per batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _on_its_part(run: Callable[[PartRunner, Action], None]) -> Callable[[TeraPip
 
 
 class TeraPipeEngine(PipelineEngine):
-    """Built by `deepspeed.initialize` for a `PipelineModule` whose config has an enabled `terapipe` section.
+    """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it where the `terapipe` section is enabled.
 
     Everything that DeepSpeed's `PipelineEngine` offers is here with the same arguments and results: `train_batch`,
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.

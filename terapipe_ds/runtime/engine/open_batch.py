@@ -1,4 +1,4 @@
-"""The batch that a stage runs: opened, closed and forgotten in one place, for all that keep something of it."""
+"""Open, close and forget the batch that a stage runs, for all that keep something of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
+"""Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
 
 This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss alone
 and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a

@@ -1,4 +1,4 @@
-"""What a stage does with one of its parts: forward of a slice, its loss, its backward, and the messages of the part.
+"""Run one part of a stage: forward of a slice, its loss, its backward, and the messages of the part.
 
 The engine makes one `PartRunner` for each place (chunk) of its stage and hands it the actions of that chunk. A runner
 holds no tensors: those of a batch are in its `PartInFlight`, by micro-batch and slice.

@@ -1,4 +1,4 @@
-"""What the runners of a stage may ask: their collaborators, and of DeepSpeed's engine no more than `DeepSpeedCalls`."""
+"""Say what the runners of a stage may ask: their collaborators, and of DeepSpeed's engine only `DeepSpeedCalls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured timelines: what each stage did when, written in the form in which schedules are drawn.
+"""Measure timelines: what each stage did when, written in the form in which schedules are drawn.
 
 Start and end are seconds of the wall clock, so that the files of all ranks of one machine lie on one axis. On an
 accelerator every action is synchronised while its step is traced, which costs some of the overlap.
@@ -23,7 +23,7 @@ _TRACE_EVERY = 100
 
 
 def is_traced(step: int) -> bool:
-    """Which training steps (counted from 1) are written: the first few, then each hundredth."""
+    """Return whether a training step, counted from 1, is written: the first few are, then each hundredth."""
     return step <= _FIRST_STEPS or step % _TRACE_EVERY == 0
 
 
@@ -44,7 +44,7 @@ class ActionTracer(Protocol):
 
 
 class Tracer:
-    """Records the computations of one rank; off unless a directory is given."""
+    """Record the computations of one rank, if a directory is given."""
 
     def __init__(self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int) -> None:
         self._dir = Path(trace_dir) if trace_dir else None
@@ -81,7 +81,7 @@ class Tracer:
         self._events.append(event)
 
     def input_is_here(self) -> None:
-        """The wait for a message is over: the computation of the action in hand starts now."""
+        """Let the computation of the action in hand start now: its wait for a message is over."""
         if self._events is not None:
             wait_for_computation()
             self._start_s = time.time()
@@ -97,7 +97,10 @@ class Tracer:
 
 
 def wait_for_computation() -> None:
-    """Until what this rank computes is done. On an accelerator that is its current stream alone: a receive that is
-    posted ahead waits on a stream of its own for a message that may need what is computed here first."""
+    """Wait until what this rank computes is done.
+
+    On an accelerator that is its current stream alone. A receive that is posted ahead waits on a stream of its own, for
+    a message that may need what is computed here first.
+    """
     if not get_accelerator().is_synchronized_device():
         get_accelerator().current_stream().synchronize()

@@ -55,7 +55,7 @@ class Tracer:
         self._start_s = 0.0
 
     def begin(self, step: int | None) -> None:
-        """Start recording when ``step`` (counted from 1) is one of those that are written; None: an evaluation."""
+        """Start recording if `step`, counted from 1, is one of those that are written; None: an evaluation."""
         traced = self._dir is not None and step is not None and is_traced(step)
         self._events = [] if traced else None
 
@@ -87,7 +87,7 @@ class Tracer:
             self._start_s = time.time()
 
     def write(self, step: int) -> None:
-        """Write ``timeline-step{step}-rank{rank}.json`` under the trace directory, whole or not at all."""
+        """Write `timeline-step{step}-rank{rank}.json` under the trace directory, whole or not at all."""
         events, self._events = self._events, None
         if events is None or self._dir is None:
             return

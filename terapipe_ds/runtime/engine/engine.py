@@ -82,7 +82,7 @@ class TeraPipeEngine(PipelineEngine):
         self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
         self._stage = stage = build_stage(self, self._layout, groups, self._wires)
         self._plans = Plans(self, groups, stage.watchdog.note)
-        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires.post_on_device)
+        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts)
         self._batch_end = BatchEnd(self, self._layout, stage)

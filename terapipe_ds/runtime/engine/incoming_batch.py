@@ -17,18 +17,14 @@ from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.stage import Stage
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.refusals import check_batch_options
 from terapipe_ds.runtime.verify import FirstBatchCheck, StageToCheck, TensorRanks
 
 
 class IncomingBatches:
-    """The batches of one stage, up to the point where their actions can run.
-
-    Args:
-        post_on_device: whether receives that are posted ahead are at work on the device (`Wires.post_on_device`).
-    """
+    """The batches of one stage, up to the point where their actions can run."""
 
     def __init__(
         self,
@@ -37,10 +33,10 @@ class IncomingBatches:
         groups: PipelineGroups,
         plans: Plans,
         stage: Stage,
-        post_on_device: bool,
+        wires: Wires,
     ) -> None:
         self._engine, self._config, self._plans = engine, engine.terapipe_config, plans
-        self._stage_id, self._post_on_device = stage.stage_id, post_on_device
+        self._stage_id, self._wires = stage.stage_id, wires
         places = layout.places(stage.stage_id)
         self._has_first = any(place.is_first for place in places)
         self._has_last = any(place.is_last for place in places)
@@ -93,7 +89,7 @@ class IncomingBatches:
     def _check_options(self) -> None:
         """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""
         in_stock_order = self._config.is_stock_order and not self._plans.cut_by_hand
-        check_batch_options(in_stock_order, self._post_on_device)
+        check_batch_options(in_stock_order, self._wires.post_on_device)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = labels = None

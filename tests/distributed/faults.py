@@ -82,7 +82,7 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
 
 ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
-SLICE_WEIGHTS = "runtime.engine.engine:slice_weights"
+SLICE_WEIGHTS = "runtime.engine.incoming_batch:slice_weights"
 SLICE_INPUTS = "runtime.engine.part_runner:PartRunner._slice_inputs"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
@@ -95,7 +95,7 @@ ATTENTION = "models.gpt:sliced_attention"
 MERGE = "attention.backends.blocks:merge"
 RUNNER = "runtime.engine.part_runner"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
-CLIP_NORM = "runtime.engine.engine:count_every_stage_in_norm"
+CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
 LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -225,12 +225,17 @@ def slices_counted_as_micro_batches(slice_weights: Any, *args: Any, **kwargs: An
     return tuple(weight / len(weights) for weight in weights)
 
 
-@fault("loss", replace(UNEVEN, data_seed=3), "a slice without a label is 0 * NaN", f"{RUNNER}:weighted_loss")
+@fault(
+    "loss",
+    replace(UNEVEN, data_seed=3),
+    "a slice without a label is 0 * NaN",
+    "runtime.engine.batch_results:weighted_loss",
+)
 def empty_slices_not_left_out(_: Any, outputs: Any, labels: Any, weight: float, loss_fn: Any) -> Any:
     return loss_fn(outputs, labels) * weight
 
 
-@fault("loss", EQUAL, "the evaluation loss is that of the last slice", f"{RUNNER}:sum_of_slices")
+@fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")
 def evaluation_of_the_last_slice(_: Any, losses: Any) -> Any:
     return losses[-1]
 
@@ -266,7 +271,7 @@ def gradients_of_another_micro_batch() -> Iterator[None]:
     kept: dict[int, Any] = {}
 
     def send_first(self: Any, action: Any) -> None:
-        [leaf] = self._open().get(self._key(action)).inputs
+        [leaf] = self._open().get(action).inputs
         if action.micro_batch_id == 0:
             kept[action.slice_id] = leaf.grad
         leaf.grad = kept[action.slice_id]

@@ -59,7 +59,7 @@ def job_memory(schedule: str, stages: int, micro_batches: int, dtype: str, **opt
     options["module"] = {"partition_method": "type:DecoderLayer"}
     terapipe = section(schedule=schedule)
     with engine_of(gpt_layers(dtype=dtype), terapipe, stages=stages, **options) as engine:
-        store, reserved = engine._store, []
+        store, reserved = engine.slice_store, []
         for batch in batches(3, micro_batches):
             engine.train_batch(iter(batch))
             reserved.append(store.reserved_bytes())
@@ -85,10 +85,10 @@ def job_lengths() -> tuple[list[int], int]:
         for length in (LENGTH, 12, 40) * 2:
             engine.train_batch(iter(batches(1, length=length)[0]))
             engine.eval_batch(iter(batches(1, length=length)[0]))
-            reserved.append(engine._store.reserved_bytes())
+            reserved.append(engine.slice_store.reserved_bytes())
     with engine_of(gpt_layers(), section(slices=1)) as engine:
         engine.train_batch(iter(batches(1)[0]))
-        return reserved, engine._store.peak_bytes()
+        return reserved, engine.slice_store.peak_bytes()
 
 
 def job_kept_schedules() -> list[tuple[int, int]]:
@@ -98,7 +98,7 @@ def job_kept_schedules() -> list[tuple[int, int]]:
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
             engine.train_batch(iter(batches(1, count)[0]))
-            kept.append((len(engine._plans._schedules), len(engine._links._places_of)))
+            kept.append((len(engine._plans._schedules), len(engine._stage.links._places_of)))
     return kept
 
 
@@ -173,12 +173,12 @@ def _held_at_the_end(schedule: str) -> dict[str, Any]:
         backward, reduce = engine._ACTIONS[Kind.BACKWARD], engine._ACTIONS[Kind.REDUCE_TIED_GRADS]
 
         def before_backward(self: TeraPipeEngine, action: Any) -> None:
-            held["outputs"].append([s.outputs is None for s in self._open().slices.values()])
+            held["outputs"].append([s.outputs is None for s in self._batch.current.slices.values()])
             backward(self, action)
 
         def before_reduce(self: TeraPipeEngine, action: Any) -> None:
-            held["inputs"] = [m.inputs is None for m in self._open().micro_batches]
-            held["labels"] = [m.labels is None for m in self._open().micro_batches]
+            held["inputs"] = [m.inputs is None for m in self._batch.current.micro_batches]
+            held["labels"] = [m.labels is None for m in self._batch.current.micro_batches]
             reduce(self, action)
 
         engine._ACTIONS = {  # type: ignore[misc]

@@ -297,7 +297,7 @@ def job_interrupted_training() -> dict[str, Any]:
         keeps_logits = engine.eval_return_logits
         returned = [*first.returned, float(engine.train_batch())]
         parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        live_bytes = engine._store.live_bytes()
+        live_bytes = engine.slice_store.live_bytes()
     with engine_of(gpt_layers(), section(slices=UNEVEN)) as engine:
         attempt("another sum", engine.train_batch, batches(1, length=20)[0])
     undisturbed = run_training(gpt_layers, section(), good)
@@ -324,7 +324,7 @@ def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
             engine.train_batch(iter(batches(1, first_seed=300)[0]))
         except MemoryError as error:
             message = str(error)
-        live_bytes = engine._store.live_bytes()
+        live_bytes = engine.slice_store.live_bytes()
         second = train(engine, batches(2)[1:])
     return {
         "message": message,

@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine import engine as engine_module
+from terapipe_ds.runtime.engine import build as engine_build
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.schedule import placement_for
@@ -130,8 +130,8 @@ def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str,
     """Return the refusal, and whether layers were laid out as they stood."""
     plain: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = engine_module.lay_out
-        patch.setattr(engine_module, "lay_out", lambda m, at, *a: plain.append(at.is_plain) or original(m, at, *a))
+        original = engine_build.lay_out
+        patch.setattr(engine_build, "lay_out", lambda m, at, *a: plain.append(at.is_plain) or original(m, at, *a))
         terapipe = section(**AUTO, planner={"profile": path})
         return *raised_by(lambda: build(gpt_layers(**layers), terapipe, **changes)), plain
 

@@ -50,7 +50,7 @@ def _counted(settings: dict[str, Any]) -> tuple[float, float]:
     engine = build(gpt_layers(_dtype(settings)), section(), **settings)
     wrappers = {"forward": 3.0, "_backward_epilogue": 5.0}
     wrapped = {name: lasts(seconds, getattr(DeepSpeedEngine, name)) for name, seconds in wrappers.items()}
-    engine._flops = engine._finite = object()  # of which nothing may be asked
+    engine._stage.flops = engine._stage.finite = object()  # nothing may be asked of them
     before = dict(vars(engine))
     with mock.patch.multiple(DeepSpeedEngine, **wrapped), untouched(engine.module):
         found = own_seconds(engine, engine.is_last_stage(), lambda: None, 0.1, lambda: now_s)

@@ -137,7 +137,7 @@ def job_memory() -> tuple[list[int], int, int]:
 
         def before_weight(self: Any, action: Any) -> None:
             waiting.append(sum(self.weight_gradients.kept_bytes(key) > 0 for key in keys(self)))
-            assert self._open().get((self.stage_id, *action.unit)).inputs == ()
+            assert self._batch.current.get((self.stage_id, *action.unit)).inputs == ()
             weight(self, action)
 
         engine._ACTIONS = {**engine._ACTIONS, Kind.WEIGHT: before_weight}  # type: ignore[misc]

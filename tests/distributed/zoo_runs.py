@@ -14,7 +14,7 @@ import torch
 
 from terapipe_ds.attention import allow_attention_within_slice
 from terapipe_ds.runtime.batch import source as terapipe_data
-from terapipe_ds.runtime.engine import engine as terapipe_engine
+from terapipe_ds.runtime.engine import build as engine_build
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from tests.distributed.engines import Batch, Run, build, differences, section, train
 from tests.zoo import ZOO, Member
@@ -86,7 +86,7 @@ def nothing_is_checked() -> Iterator[None]:
     """Slices run whatever they give: no layer is refused by its type, no attention by its shapes, no input by its size,
     and nothing is compared."""
     with (
-        mock.patch.object(terapipe_engine, "problem_of_layers", lambda engine: None),
+        mock.patch.object(engine_build, "problem_of_layers", lambda engine: None),
         mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
         mock.patch.object(terapipe_data, "check_found", lambda *arguments: None),
         allow_attention_within_slice(),

@@ -133,19 +133,19 @@ def _first_step(engine: Any, data: Any) -> tuple[float, float]:
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
-    from terapipe_ds.runtime.engine.batch_end import ClosingOfBatches
+    from terapipe_ds.runtime.engine.batch_end import BatchEnd
     from terapipe_ds.runtime.profiling import slice_timer
 
-    real = ClosingOfBatches._timed_closing
+    real = BatchEnd.timed
 
     @contextlib.contextmanager
-    def timed(engine: ClosingOfBatches) -> Iterator[None]:
+    def timed(batch_end: BatchEnd) -> Iterator[None]:
         slice_timer.synchronize()
-        with real(engine):
+        with real(batch_end):
             yield
             slice_timer.synchronize()
 
-    with mock.patch.object(ClosingOfBatches, "_timed_closing", timed):
+    with mock.patch.object(BatchEnd, "timed", timed):
         yield
 
 

@@ -71,7 +71,7 @@ class TeraPipeDriver(_EngineDriver):
             "granularity_tokens": 1,
         }
         super().__init__(job, section)
-        self.recorder = self._engine._tracer = EngineRecorder()
+        self.recorder = self._engine.tracer = EngineRecorder()
 
     def prepare(self, accumulation: int, plan: SlicePlan) -> None:
         super().prepare(accumulation, plan)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
-from terapipe_ds.schedule.action import Kind, SliceKey
+from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 Key = tuple[int, int, int]
 """(part_id, micro_batch_id, slice_id)."""
@@ -58,8 +61,6 @@ class MicroBatchInFlight:
     inputs: SliceableTensors | None = None
     labels: SliceableTensors | None = None
     weights: tuple[float, ...] = ()
-    losses: list[Any] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -72,6 +73,12 @@ class BatchInFlight:
     micro_batches: list[MicroBatchInFlight]
     slices: dict[Key, SliceInFlight] = field(default_factory=dict)
     live_peak: int = 0
+
+    @cached_property
+    def split(self) -> frozenset[Key]:
+        """The slices whose weight gradients have an action of their own, W."""
+        order = self.schedule.orders[self.stage_id] if self.training else ()
+        return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
 
     def kinds(self) -> frozenset[Hashable]:
         """Tell what decides which kernels run: the schedule, and the slices of each micro-batch."""
@@ -116,3 +123,87 @@ class BatchInFlight:
             raise InFlightError(
                 f"stage {self.stage_id} held {self.live_peak} live slices at once, the schedule says {expected_peak}"
             )
+
+
+class PartInFlight:
+    """The slices of one part in a batch, and the one owner of how long their memory lives.
+
+    | after                       | training                                      | evaluation                    |
+    |-----------------------------|-----------------------------------------------|-------------------------------|
+    | F                           | all is kept; on the last part no outputs      | kept, except on the last part |
+    | the last F of a micro-batch | its whole inputs and labels go                | its keys and values go, too   |
+    | the message of F            |                                               | the slice goes                |
+    | B                           | outputs and loss go                           |                               |
+    | B of slice 0                | the keys and values of the micro-batch go     |                               |
+    | the message of B            | the slice goes; with a W to come, its inputs  |                               |
+    | W                           | the slice goes                                |                               |
+
+    Args:
+        sends_outputs: whether an action of its own sends what F gives; otherwise finishing F finishes its message.
+        sends_gradients: the same of B.
+    """
+
+    def __init__(
+        self, batch: BatchInFlight, place: Place, store: SliceStore, sends_outputs: bool, sends_gradients: bool
+    ) -> None:
+        self.batch, self._place, self._store = batch, place, store
+        self._sends_outputs, self._sends_gradients = sends_outputs, sends_gradients
+
+    def key(self, action: Action) -> Key:
+        """Return the key of the slice that `action` works on."""
+        return (self._place.part_id, *action.unit)
+
+    def get(self, action: Action) -> SliceInFlight:
+        """Return the live slice that `action` works on."""
+        return self.batch.get(self.key(action))
+
+    def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
+        """Keep what F has left. The logits of the last part live on in the graph of the loss, where that has them."""
+        if not self._place.is_last:
+            self.batch.put(self.key(action), SliceInFlight(inputs, outputs))
+        elif self.batch.training:
+            self.batch.put(self.key(action), SliceInFlight(inputs, None, loss))
+
+    def finish(self, action: Action) -> None:
+        """Give back what no later action needs, now that `action` has run."""
+        if action.kind is Kind.FORWARD:
+            self._finish_forward(action)
+        elif action.kind is Kind.BACKWARD:
+            self._finish_backward(action)
+        elif action.kind is Kind.SEND_ACTIVATION:
+            self._outputs_are_gone(action)
+        elif action.kind is Kind.SEND_GRAD:
+            self._gradients_are_gone(action)
+        elif action.kind is Kind.WEIGHT:
+            self.batch.drop(self.key(action))
+
+    def _finish_forward(self, action: Action) -> None:
+        micro_batch = self.batch.micro_batches[action.micro_batch_id]
+        if action.slice_id == micro_batch.plan.num_slices - 1:  # live slices have views of their own
+            if self._place.is_first:
+                micro_batch.inputs = None
+            if self._place.is_last:
+                micro_batch.labels = None
+            if not self.batch.training:
+                self._store.release(self._place.part_id, action.micro_batch_id)
+        if not self._sends_outputs and not self._place.is_last:
+            self._outputs_are_gone(action)
+
+    def _finish_backward(self, action: Action) -> None:
+        slice_ = self.get(action)
+        slice_.outputs = slice_.loss = None
+        if not self._sends_gradients:
+            self._gradients_are_gone(action)
+        if action.slice_id == 0:
+            self._store.release(self._place.part_id, action.micro_batch_id)
+
+    def _outputs_are_gone(self, action: Action) -> None:
+        if not self.batch.training:
+            self.batch.drop(self.key(action))
+
+    def _gradients_are_gone(self, action: Action) -> None:
+        key = self.key(action)
+        if key in self.batch.split:
+            self.batch.get(key).inputs = ()
+        else:
+            self.batch.drop(key)

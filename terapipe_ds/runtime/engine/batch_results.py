@@ -1,17 +1,101 @@
-"""Losses and outputs of a batch, put together from those of its slices."""
+"""Put losses and outputs of a batch together from those of its slices."""
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight
+from terapipe_ds.runtime.batch.loss import weighted_loss
+
+
+class BatchResults:
+    """The losses and outputs of one batch on one stage; without the last part there are none.
+
+    DeepSpeed's attributes get them when a micro-batch is complete, as they do in its own engine: `loss`, `total_loss`
+    and `total_additional_losses` in training, `fwd_outputs` and `outputs`. None of them has a graph.
+    """
+
+    def __init__(self, engine: PipelineEngine, sequence_dim: int) -> None:
+        self._engine, self._sequence_dim = engine, sequence_dim
+        self.open(None)
+
+    def open(self, batch: BatchInFlight | None) -> None:
+        """Take the results of `batch` from now on; None: of no batch."""
+        self._batch = batch
+        self._total: Any = None
+        self._total_additional: Any = None
+        self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
+        self._outputs: dict[int, list[Any]] = defaultdict(list)
+
+    def add(self, active: ActiveSlice, outputs: Any) -> Any:
+        """Add what the last part gave for a slice, and return the slice's share of its micro-batch's loss.
+
+        The share has its graph. It is None where an evaluation asks for no loss.
+        """
+        assert self._batch is not None, "no batch is open"
+        engine, micro_batch_id = self._engine, active.micro_batch_id
+        is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # whose logits DeepSpeed returns
+        if (engine.eval_return_logits and is_last_of_batch) or not engine._compute_loss:
+            self._outputs[micro_batch_id].append(outputs)
+        loss = self._add_loss(self._batch, active, outputs) if engine._compute_loss else None
+        if active.stop == active.sequence_length:
+            self._hand_over(self._batch, micro_batch_id)
+        return loss
+
+    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> Any:
+        micro_batch = batch.micro_batches[active.micro_batch_id]
+        assert micro_batch.labels is not None
+        labels = micro_batch.labels.part(active.start, active.stop)
+        weight = micro_batch.weights[active.slice_id]
+        loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        if batch.training:
+            self._total = accumulated(self._total, loss)
+            self._add_additional_losses(weight)
+        value = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
+        self._losses[active.micro_batch_id].append(value)
+        return loss
+
+    def _add_additional_losses(self, weight: float) -> None:
+        """Add the losses that `PipelineModule.get_additional_losses` reports beside the one that is trained.
+
+        They are weighted as the loss is; a slice without a valid label adds nothing.
+        """
+        additional = self._engine.module.get_additional_losses()
+        if additional is None:
+            return
+        if self._total_additional is None:
+            self._total_additional = type(additional)()
+        for name, loss in additional.items():
+            share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
+            self._total_additional[name] = accumulated(self._total_additional.get(name), share)
+
+    def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
+        """Give DeepSpeed's attributes what a complete micro-batch adds to them."""
+        engine, losses = self._engine, self._losses.pop(micro_batch_id, [])
+        if losses:
+            engine.loss = losses[-1]
+            engine.fwd_outputs.append(sum_of_slices(losses))
+        if batch.training:
+            engine.total_loss, engine.total_additional_losses = self._total, self._total_additional
+        outputs = self._outputs.pop(micro_batch_id, [])
+        if outputs:
+            micro_batch = batch.micro_batches[micro_batch_id]
+            whole = joined(outputs, micro_batch.plan, micro_batch.weights, micro_batch.shape.rows, self._sequence_dim)
+            if engine.eval_return_logits:
+                engine.outputs = whole
+            if not engine._compute_loss:
+                engine.fwd_outputs.append(whole)
 
 
 def accumulated(total: Any, loss: Any) -> Any:
-    """``total + loss`` without a graph, in fp32 at least; lists element by element."""
+    """Return `total + loss` without a graph, in fp32 at least; of lists element by element."""
     if not torch.is_tensor(loss):
         return [accumulated(None if total is None else total[i], part) for i, part in enumerate(loss)]
     value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
@@ -19,17 +103,17 @@ def accumulated(total: Any, loss: Any) -> Any:
 
 
 def sum_of_slices(losses: list[Any]) -> Any:
-    """The loss of a micro-batch from its slices' shares; lists element by element."""
+    """Return the loss of a micro-batch from its slices' shares; of lists element by element."""
     if torch.is_tensor(losses[0]):
         return functools.reduce(torch.add, losses)
     return [functools.reduce(torch.add, parts) for parts in zip(*losses, strict=True)]
 
 
 def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows: int, sequence_dim: int) -> Any:
-    """The outputs of a micro-batch's slices put together along the dimension that has the slice's tokens.
+    """Put the outputs of a micro-batch's slices together along the dimension that has the slice's tokens.
 
-    Scalars are losses (the model returns them itself): their weighted sum. ``[rows * tokens, ...]``, as some models
-    give their logits, comes back in the order that it has for the whole sequence.
+    Scalars are losses that the model returns itself: their weighted sum is returned. `[rows * tokens, ...]`, as some
+    models give their logits, comes back in the order that it has for the whole sequence.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -1,4 +1,4 @@
-"""What the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
+"""Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
 
 This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss alone
 and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a
@@ -8,7 +8,7 @@ timer takes for the same layers is subtracted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +23,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.part_runner import PartRunner
+from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.record import RankRecord
 from terapipe_ds.runtime.failures.report import Wait
@@ -61,22 +63,21 @@ def own_seconds(
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
     labels = SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
     timer = _idle_timer(layers, labels if is_last else None, rounds, device)
-    runner, stand_ins = _runner(engine, is_last, labels, rounds, device), _stand_ins(engine, layers)
+    runner = _runner(_Rehearsal(engine, layers), is_last, labels, rounds, device)
 
-    def timed(call: Callable[[], object], swapped: Mapping[str, Any]) -> float:
+    def timed(call: Callable[[], object]) -> float:
         between()
         synchronize()  # or calls might wait for a device that is behind
-        with _swapped(engine, swapped):
-            begin_s = now_s()
-            call()
-            return now_s() - begin_s
+        begin_s = now_s()
+        call()
+        return now_s() - begin_s
 
     taken_s: dict[Kind, list[tuple[float, float]]] = {Kind.FORWARD: [], Kind.BACKWARD: []}
     for slice_id in range(rounds):
         live: list[Any] = []
         for kind, taken in taken_s.items():
-            alone_s = timed(partial(_run_layers, timer, kind, slice_id, live), {})
-            taken.append((alone_s, timed(partial(_act, runner, kind, slice_id, is_last), stand_ins)))
+            alone_s = timed(partial(_run_layers, timer, kind, slice_id, live))
+            taken.append((alone_s, timed(partial(_act, runner, kind, slice_id, is_last))))
     # the minimum of each: time that other programs took is not the engine's
     alone, acted = ([min(pair[n] for pair in pairs) for pairs in taken_s.values()] for n in (0, 1))
     forward_s, backward_s = (max(0.0, with_engine - without) for with_engine, without in zip(acted, alone, strict=True))
@@ -124,40 +125,22 @@ def _idle_timer(layers: _Idle, labels: SliceableTensors | None, rounds: int, dev
     return timer
 
 
-def _stand_ins(engine: PipelineEngine, layers: nn.Module) -> dict[str, Any]:
-    """Return attributes of the engine for a rehearsal, which must leave no trace.
+class _Rehearsal(PipelineEngine):
+    """Stand in for an engine in DeepSpeed's forward and backward: it has the same settings, and leaves no trace there.
 
-    `layers` replace the module. There is no optimizer whose state a backward would change, no counter of operations and
-    no search for numbers that are not finite. The loss of a batch, the timers and the timeline are separate ones."""
-    return {
-        "module": layers,
-        "optimizer": SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None),
-        **dict.fromkeys(("_flops", "_finite", "total_loss", "total_additional_losses")),
-        "loss": engine.loss,
-        "fwd_outputs": [],
-        "_compute_loss": True,
-        "eval_return_logits": False,
-        "timers": type(engine.timers)(),
-        "_tracer": Tracer(None, 0, 0, 1),
-    }
-
-
-@contextmanager
-def _swapped(engine: PipelineEngine, stand_ins: Mapping[str, Any]) -> Iterator[None]:
-    """Replace attributes of `engine` by `stand_ins` for the block.
-
-    The engine's dictionary is changed directly. `setattr` of a module would drop the plain attribute that DeepSpeed has
-    beside that of `nn.Module`, and `getattr` would find on the user's module what the engine does not have yet.
+    `layers` replace the module. There is no optimizer whose state a backward would change. The timers and the results
+    of a batch are separate ones. Attributes are copied as they are: `setattr` of a module would look at their types.
     """
-    own = vars(engine)
-    kept = {name: own[name] for name in stand_ins if name in own}
-    own.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del own[name]
-        own.update(kept)
+
+    def __init__(self, engine: PipelineEngine, layers: nn.Module) -> None:
+        optimizer = SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None)
+        self.__dict__.update(vars(engine))
+        self.__dict__.update(module=layers, optimizer=optimizer, timers=type(engine.timers)())
+        self.__dict__.update(total_loss=None, total_additional_losses=None, fwd_outputs=[])
+        self.__dict__.update(_compute_loss=True, eval_return_logits=False)
+
+    def __del__(self) -> None:
+        """Destroy nothing, since all that is here belongs to the engine."""
 
 
 class _NoMessages:
@@ -204,10 +187,21 @@ def _runner(
     engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
 ) -> PartRunner:
     """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
-    stand_ins: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
-    runner = PartRunner(engine, Place(0, is_last=is_last), store=SliceStore(), weights=WeightGradients(), **stand_ins)
-    plan = SlicePlan((1,) * rounds)
-    micro_batch = MicroBatchInFlight(plan, MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds)
-    schedule = build("terapipe", 1, 1, rounds)
-    runner.open_batch(BatchInFlight(schedule, 0, True, [micro_batch]))
+    apart: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
+    stage = Stage(
+        0,
+        DeepSpeedCalls(engine),
+        store=SliceStore(),
+        weights=WeightGradients(),
+        results=BatchResults(engine, sequence_dim=1),
+        tracer=Tracer(None, 0, 0, 1),
+        **apart,
+    )
+    micro_batch = MicroBatchInFlight(
+        SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds
+    )
+    batch = BatchInFlight(build("terapipe", 1, 1, rounds), 0, True, [micro_batch])
+    stage.results.open(batch)
+    runner = PartRunner(stage, Place(0, is_last=is_last))
+    runner.open_batch(batch)
     return runner

@@ -1,4 +1,4 @@
-"""Measured timelines: what each stage did when, written in the form in which schedules are drawn.
+"""Measure timelines: what each stage did when, written in the form in which schedules are drawn.
 
 Start and end are seconds of the wall clock, so that the files of all ranks of one machine lie on one axis. On an
 accelerator every action is synchronised while its step is traced, which costs some of the overlap.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 
@@ -22,12 +23,28 @@ _TRACE_EVERY = 100
 
 
 def is_traced(step: int) -> bool:
-    """Which training steps (counted from 1) are written: the first few, then each hundredth."""
+    """Return whether a training step, counted from 1, is written: the first few are, then each hundredth."""
     return step <= _FIRST_STEPS or step % _TRACE_EVERY == 0
 
 
+class ActionTracer(Protocol):
+    """Is told what a rank computes, and when: what `TeraPipeEngine.tracer` may be."""
+
+    def begin(self, step: int | None) -> None:
+        """Begin a batch: a training step, counted from 1, or an evaluation (None)."""
+
+    def measure(self, action: Action) -> AbstractContextManager[None]:
+        """Return a context in which `action` runs."""
+
+    def input_is_here(self) -> None:
+        """Note that the action in hand has waited for its message, and computes from now on."""
+
+    def write(self, step: int) -> None:
+        """End the batch."""
+
+
 class Tracer:
-    """Records the computations of one rank; off unless a directory is given."""
+    """Record the computations of one rank, if a directory is given."""
 
     def __init__(self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int) -> None:
         self._dir = Path(trace_dir) if trace_dir else None
@@ -38,7 +55,7 @@ class Tracer:
         self._start_s = 0.0
 
     def begin(self, step: int | None) -> None:
-        """Start recording when ``step`` (counted from 1) is one of those that are written; None: an evaluation."""
+        """Start recording if `step`, counted from 1, is one of those that are written; None: an evaluation."""
         traced = self._dir is not None and step is not None and is_traced(step)
         self._events = [] if traced else None
 
@@ -64,13 +81,13 @@ class Tracer:
         self._events.append(event)
 
     def input_is_here(self) -> None:
-        """The wait for a message is over: the computation of the action in hand starts now."""
+        """Let the computation of the action in hand start now: its wait for a message is over."""
         if self._events is not None:
             wait_for_computation()
             self._start_s = time.time()
 
     def write(self, step: int) -> None:
-        """Write ``timeline-step{step}-rank{rank}.json`` under the trace directory, whole or not at all."""
+        """Write `timeline-step{step}-rank{rank}.json` under the trace directory, whole or not at all."""
         events, self._events = self._events, None
         if events is None or self._dir is None:
             return
@@ -80,7 +97,10 @@ class Tracer:
 
 
 def wait_for_computation() -> None:
-    """Until what this rank computes is done. On an accelerator that is its current stream alone: a receive that is
-    posted ahead waits on a stream of its own for a message that may need what is computed here first."""
+    """Wait until what this rank computes is done.
+
+    On an accelerator that is its current stream alone. A receive that is posted ahead waits on a stream of its own, for
+    a message that may need what is computed here first.
+    """
     if not get_accelerator().is_synchronized_device():
         get_accelerator().current_stream().synchronize()

@@ -66,14 +66,14 @@ def _at_forward(engine: Any, fault: Fault, act: Callable[[], None] = hang) -> No
 def _in_send(engine: Any, fault: Fault) -> None:
     """Of an activation, on the last stage of a gradient."""
     name = "send_gradients" if engine.is_last_stage() else "send_activation"
-    usual: Callable[..., None] = getattr(engine._links, name)
+    usual: Callable[..., None] = getattr(engine._stage.links, name)
 
     def send(action: Action, *arguments: Any) -> None:
         if action.unit == tuple(fault.unit):
             hang()
         usual(action, *arguments)
 
-    setattr(engine._links, name, send)
+    setattr(engine._stage.links, name, send)
 
 
 def _hang_instead(owner: str, name: str) -> Callable[[Any, Fault], None]:

@@ -1,0 +1,114 @@
+"""Build a `TeraPipeEngine`: what precedes DeepSpeed's own `__init__`, and the collaborators that follow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from terapipe_ds.attention import SliceStore
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.runtime.agreement import refuse_everywhere
+from terapipe_ds.runtime.engine.batch_results import BatchResults
+from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero
+from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
+from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.failures.watchdog import Watchdog
+from terapipe_ds.runtime.layers.finite import finite_check
+from terapipe_ds.runtime.layers.flops import stage_flops
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
+from terapipe_ds.runtime.layout.cut_module import lay_out
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.stage_links import StageLinks
+from terapipe_ds.runtime.planning.choose_layout import first_layout
+from terapipe_ds.runtime.refusals import (
+    check_checkpointing,
+    problem_of_device_waits,
+    problem_of_given_slices,
+    problem_of_layers,
+    slice_length_multiple,
+    with_multiple,
+)
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What is settled before DeepSpeed builds its engine.
+
+    Args:
+        parameters: `model_parameters` of `deepspeed.initialize`, of the layers that this stage holds now.
+    """
+
+    config: TeraPipeConfig
+    slice_length_multiple: int
+    layout: Layout
+    parameters: Any
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> EngineSetup:
+        """Read the config, and lay the module out in the parts of its schedule. A collective over all ranks.
+
+        Args:
+            options: the keyword arguments that `deepspeed.initialize` gives to its engine.
+        """
+        raw = options["config_class"]._param_dict
+        config = TeraPipeConfig.from_deepspeed(dict(raw))
+        module, optimizer = options["model"], options.get("optimizer")
+        multiple = slice_length_multiple(module)
+        layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
+        return cls(config, multiple, layout, lay_out(module, layout, chosen, optimizer))
+
+    def config_for(self, engine: PipelineEngine) -> TeraPipeConfig:
+        """Return the config with a granularity that the layers can be cut by. A collective over all ranks.
+
+        Raises:
+            TeraPipeConfigError: on every rank, where the engine cannot train these layers or with these options.
+        """
+        check_checkpointing(self.config.is_stock_order)
+        refuse_everywhere(
+            problem_of_layers(engine)
+            or problem_of_given_slices(self.config, self.slice_length_multiple)
+            or problem_of_copies(self.layout, engine.optimizer)
+        )
+        return with_multiple(self.config, self.slice_length_multiple, engine.global_rank)
+
+
+def build_stage(engine: PipelineEngine, layout: Layout, groups: PipelineGroups, wires: Wires) -> Stage:
+    """Build what the parts of a stage share. A collective over all ranks.
+
+    From now on the linear layers accumulate their weight gradients in their products, and DeepSpeed counts gradients
+    as it should.
+    """
+    refuse_everywhere(problem_of_device_waits(wires.post_on_device))
+    config, store = engine.terapipe_config, SliceStore()
+    flops, finite = stage_flops(engine), finite_check(engine, config.check_finite == "every_step", store, groups.world)
+    weights = accumulate_in_products(engine.module, engine.optimizer)
+    count_every_stage_in_norm(engine.module, engine.grid)
+    count_nothing_as_zero(engine.optimizer)
+    watchdog = Watchdog(
+        engine.global_rank,
+        engine.stage_id,
+        config.stall_timeout_s,
+        asynchronous=not get_accelerator().is_synchronized_device(),
+        trace_dir=config.trace_dir,
+    )
+    announce_each = engine.module.dynamic_shape and config.is_stock_order
+    links = StageLinks(wires, layout, engine.stage_id, announce_each)
+    links.waiting = watchdog.waiting
+    return Stage(
+        engine.stage_id,
+        DeepSpeedCalls(engine),
+        links,
+        store,
+        watchdog,
+        weights,
+        BatchResults(engine, config.sequence_dim),
+        Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages),
+        finite,
+        flops,
+    )

@@ -1,0 +1,113 @@
+"""Draw a batch: agree on its shape, choose its slices and its schedule, and check the first one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
+from terapipe_ds.runtime.batch.loss import slice_weights
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
+from terapipe_ds.runtime.engine.stage import Stage
+from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.planning.batch_plans import Plans
+from terapipe_ds.runtime.refusals import check_batch_options
+from terapipe_ds.runtime.verify import FirstBatchCheck, StageToCheck, TensorRanks
+
+
+class IncomingBatches:
+    """The batches of one stage, up to the point where their actions can run."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        layout: Layout,
+        groups: PipelineGroups,
+        plans: Plans,
+        stage: Stage,
+        wires: Wires,
+    ) -> None:
+        self._engine, self._config, self._plans = engine, engine.terapipe_config, plans
+        self._stage_id, self._wires = stage.stage_id, wires
+        places = layout.places(stage.stage_id)
+        self._has_first = any(place.is_first for place in places)
+        self._has_last = any(place.is_last for place in places)
+        self._first_batch = FirstBatchCheck(self._stage_to_check(layout, groups, stage))
+        replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
+        self._source = BatchSource(
+            self._config,
+            engine._next_batch,
+            groups.place(layout, stage.stage_id),
+            engine.slice_length_multiple,
+            layout,
+            is_cut=plans.cuts,
+            tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
+            check=self._check_options,
+            look_at=self._first_batch.look_at_labels,
+        )
+        self._source.also_agree_on("slice_length_multiple", str(engine.slice_length_multiple))
+
+    def _stage_to_check(self, layout: Layout, groups: PipelineGroups, stage: Stage) -> StageToCheck:
+        engine = self._engine
+        return StageToCheck(
+            engine.module,
+            self._config,
+            layout,
+            groups,
+            stage.stage_id,
+            torch.device(engine.device),
+            engine.slice_length_multiple,
+            TensorRanks.of(engine.grid, Trials.of(engine)),
+            autocast=partial(autocast_if_enabled, engine),
+            weights_of_slices=self.weights_of_slices,
+            cast_input=engine._cast_inputs_half if engine.fp16_auto_cast() else lambda tensor: tensor,
+            note=stage.watchdog.note,
+        )
+
+    def use_slice_plan(self, plan: SlicePlan, schedule: str | None) -> None:
+        """Run sequences of that length with `plan`, which the next batch compares over all ranks."""
+        self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
+
+    def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
+        """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
+        engine = self._engine
+        drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
+        name, plans = self._plans.for_batch(drawn, shapes)
+        schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
+        micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        self._first_batch.run(micro_batches, training, engine._compute_loss, engine.verify_only)
+        return BatchInFlight(schedule, self._stage_id, training, micro_batches)
+
+    def _check_options(self) -> None:
+        """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""
+        in_stock_order = self._config.is_stock_order and not self._plans.cut_by_hand
+        check_batch_options(in_stock_order, self._wires.post_on_device)
+
+    def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
+        inputs = labels = None
+        weights: tuple[float, ...] = ()
+        if self._has_first:
+            inputs = self._source.slice_inputs(drawn.inputs, shape, plan)
+        if self._has_last:
+            labels = drawn.labels
+            assert labels is not None
+            weights = self.weights_of_slices(labels, plan)
+        return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+
+    def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
+        """Return the factor of each slice's loss, on a stage that has the labels."""
+        return slice_weights(
+            labels,
+            plan,
+            loss_reduction=self._config.loss_reduction,
+            ignore_index=self._config.ignore_index,
+            slice_weight=getattr(self._engine.module.loss_fn, "slice_weight", None),
+        )

@@ -1,0 +1,97 @@
+"""How long the memory of a slice lives on one part: the table of `PartInFlight`, row by row."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from terapipe_ds.attention import SliceStore
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, InFlightError, MicroBatchInFlight, PartInFlight
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.layout.layout import Place
+from terapipe_ds.schedule import build
+from terapipe_ds.schedule.action import Action, Kind
+
+PLAN = SlicePlan((4, 2))
+KEY = (1, 0, 0)
+
+
+def part(
+    schedule: str = "seq1f1b", training: bool = True, is_first: bool = False, is_last: bool = False, sends: bool = True
+) -> PartInFlight:
+    """Part 1 of two, on stage 1, with all of F of slice 0 kept."""
+    tokens = SliceableTensors.of_labels(torch.zeros(1, 6, dtype=torch.int64), 1)
+    micro_batch = MicroBatchInFlight(PLAN, MicroBatchShape(1, 6), tokens, tokens)
+    batch = BatchInFlight(build(schedule, 2, 1, 2, forward_only=not training), 1, training, [micro_batch])
+    place = Place(1, is_first=is_first, is_last=is_last)
+    slices = PartInFlight(batch, place, mock.create_autospec(SliceStore, instance=True), sends, sends)
+    slices.keep(Action(Kind.FORWARD, 0, 0), (torch.zeros(()),), torch.ones(()), torch.ones(()))
+    return slices
+
+
+def finish(slices: PartInFlight, *kinds: Kind, slice_id: int = 0) -> None:
+    for kind in kinds:
+        slices.finish(Action(kind, 0, slice_id))
+
+
+def test_a_slice_lives_from_its_forward_until_its_gradients_are_sent() -> None:
+    slices = part()
+    finish(slices, Kind.FORWARD, Kind.SEND_ACTIVATION)
+    assert slices.batch.get(KEY).outputs is not None
+    finish(slices, Kind.BACKWARD)
+    kept = slices.batch.get(KEY)
+    assert kept.outputs is None and kept.loss is None and len(kept.inputs) == 1
+    finish(slices, Kind.SEND_GRAD)
+    with pytest.raises(InFlightError, match=r"slice 0\.0 is not live"):
+        finish(slices, Kind.SEND_GRAD)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_slice_with_a_weight_action_lives_until_that_has_run(sends: bool) -> None:
+    slices = part("seq1f1b-zb", sends=sends)
+    finish(slices, Kind.FORWARD, Kind.BACKWARD, *[Kind.SEND_GRAD] * sends)
+    assert slices.batch.get(KEY).inputs == ()
+    finish(slices, Kind.WEIGHT)
+    assert slices.batch.slices == {}
+
+
+def test_without_a_message_the_backward_ends_the_slice() -> None:
+    slices = part(sends=False)
+    finish(slices, Kind.FORWARD, Kind.BACKWARD)
+    assert slices.batch.slices == {}
+
+
+def test_the_last_part_keeps_the_loss_and_no_outputs() -> None:
+    kept = part(is_last=True).batch.get(KEY)
+    assert kept.outputs is None and kept.loss is not None
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_in_evaluation_a_slice_ends_with_its_message(sends: bool) -> None:
+    slices = part(training=False, sends=sends)
+    finish(slices, Kind.FORWARD, *[Kind.SEND_ACTIVATION] * sends)
+    assert slices.batch.slices == {}
+    assert part(training=False, is_last=True).batch.slices == {}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("is_first", "is_last"), [(True, False), (False, True), (False, False)])
+def test_inputs_labels_keys_and_values_of_a_micro_batch(training: bool, is_first: bool, is_last: bool) -> None:
+    slices = part(training=training, is_first=is_first, is_last=is_last)
+    [micro_batch] = slices.batch.micro_batches
+    released = slices._store.release  # type: ignore[attr-defined]
+    finish(slices, Kind.FORWARD)
+    assert micro_batch.inputs is not None and micro_batch.labels is not None and not released.called
+    slices.keep(Action(Kind.FORWARD, 0, 1), (), torch.ones(()), torch.ones(()))
+    finish(slices, Kind.FORWARD, slice_id=1)
+    assert (micro_batch.inputs is None, micro_batch.labels is None) == (is_first, is_last)
+    assert released.called != training
+    if training:
+        finish(slices, Kind.BACKWARD, slice_id=1)
+        assert not released.called
+        finish(slices, Kind.BACKWARD)
+    released.assert_called_once_with(1, 0)

@@ -14,13 +14,13 @@ from terapipe_ds.bench.attempts import Position
 from terapipe_ds.bench.cases import PLAN, TWO_PARTS, Case, Job, all_cases
 from terapipe_ds.bench.ranks import BF16_SETTINGS, USUAL_SETTINGS, Workload, gpt_config
 from terapipe_ds.bench.report import write_report
+from terapipe_ds.bench.report.data import Run
 from terapipe_ds.bench.run import rank_main, result_of, run_benchmark
 from terapipe_ds.bench.table import render
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.models.gpt import gpt_layers
 from tests.conftest import FULL
 from tests.distributed.harness import RankPool
-from tests.unit.bench.test_bench_run import RunForm
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=64, micro_batch=1, hidden=16, layers=4, heads=2)
 # every schedule once, and some of them planned: halves are measured for that as well
@@ -73,7 +73,7 @@ def test_all_systems_run_and_agree_on_the_loss(rows: list[dict[str, Any]]) -> No
 
 def test_every_row_has_every_figure(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        RunForm.model_validate(row)
+        Run.model_validate(row, strict=True)
         assert sum(row["slices"]) == 64 and len(row["peak_bytes"]) == 2
         assert row["step_s"] > 0 and row["bound_s"] > 0 and 0 < row["bubble"] < 1
         assert all(peak > static / 2 for peak, static in zip(row["peak_bytes"], row["static_bytes"], strict=True))
@@ -116,7 +116,7 @@ def test_a_benchmark_in_processes_of_its_own_where_one_system_fails(
     assert failed["error"].startswith("RuntimeError: ") and "Pair is not connected" in failed["error"]
     assert "torch zbv failed: RuntimeError: " in capfd.readouterr().err
     for row in (stock, planned, other):
-        RunForm.model_validate(row)
+        Run.model_validate(row, strict=True)
         assert row["loss"] == pytest.approx(stock["loss"], rel=1e-5)
     assert stock["replayed"] and planned["step_s"] == planned["replayed_s"] > 0
     assert planned["predicted_s"] > 0 and sum(planned["slices"]) == 64  # costs are processor time, as replays are

@@ -110,8 +110,8 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
 
     Their gradients are equal to the last bit once they are summed over places. Then DeepSpeed averages them over
     replicas, for each stage by itself: three numbers or more are added in an order that depends on where they are in
-    its buffers, and on the network. Two numbers have one sum. Of optimizers, torch's own are known to treat numbers
-    alike wherever they are in a flat buffer; vectorized ones may round the last few in another way.
+    its buffers, and on the network. Two numbers have one sum. Torch's own optimizers treat numbers alike wherever they
+    are in a flat buffer. Fused and other vectorized ones may round the last few in another way.
 
     Args:
         optimizer: computes the updates: inside DeepSpeed's wrapper, if there is one.
@@ -119,7 +119,8 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     """
     if not layout.has_copies or optimizer is None:
         return False
-    return num_replicas > 2 or not type(optimizer).__module__.startswith("torch.optim.")
+    is_plain = type(optimizer).__module__.startswith("torch.optim.")
+    return num_replicas > 2 or not is_plain or any(group.get("fused") for group in optimizer.param_groups)
 
 
 # -- the end of a batch --------------------------------------------------------------------------------------------

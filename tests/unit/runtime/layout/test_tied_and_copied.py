@@ -30,14 +30,20 @@ class TestMayDiffer:
     def test_optimizers_that_nobody_knows(self) -> None:
         assert copies_may_differ(CHIMERA, Own(PARAMETERS), 1)
 
+    def test_fused_optimizers(self) -> None:
+        """One update in some ten thousand was seen to differ by its place."""
+        assert copies_may_differ(CHIMERA, torch.optim.Adam(PARAMETERS, fused=True), 1)
+
     def test_without_copies_or_steps(self) -> None:
         assert not copies_may_differ(Layout.plain(4), Own(PARAMETERS), 3)
         assert not copies_may_differ(CHIMERA, None, 3)
 
 
-def test_torch_rounds_alike_wherever_a_number_lies() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_torch_rounds_alike_wherever_a_number_lies(seed: int) -> None:
     """What ``copies_may_differ`` relies on, with ends of every length that a vectorized loop may leave over."""
-    gradients, start = torch.randn(4, 37), torch.randn(37)
+    numbers = torch.randn(5, 37, generator=torch.Generator().manual_seed(seed))
+    gradients, start = numbers[:4], numbers[4]
 
     def updated(offset: int, kind: type[torch.optim.Optimizer], **options: bool) -> torch.Tensor:
         flat = torch.nn.Parameter(torch.cat([torch.zeros(offset), start]))
@@ -48,7 +54,7 @@ def test_torch_rounds_alike_wherever_a_number_lies() -> None:
         return flat.detach()[offset:]
 
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        for options in ({}, {"foreach": True}, {"fused": True}):
+        for options in ({}, {"foreach": True}):
             expected = updated(0, kind, **options)
             assert all(torch.equal(updated(offset, kind, **options), expected) for offset in range(1, 17))
 

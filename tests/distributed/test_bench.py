@@ -73,7 +73,7 @@ def test_all_systems_run_and_agree_on_the_loss(rows: list[dict[str, Any]]) -> No
 
 def test_every_row_has_every_figure(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        Run.model_validate(row, strict=True)
+        Run.model_validate_json(json.dumps(row), strict=True)
         assert sum(row["slices"]) == 64 and len(row["peak_bytes"]) == 2
         assert row["step_s"] > 0 and row["bound_s"] > 0 and 0 < row["bubble"] < 1
         assert all(peak > static / 2 for peak, static in zip(row["peak_bytes"], row["static_bytes"], strict=True))
@@ -116,7 +116,7 @@ def test_a_benchmark_in_processes_of_its_own_where_one_system_fails(
     assert failed["error"].startswith("RuntimeError: ") and "Pair is not connected" in failed["error"]
     assert "torch zbv failed: RuntimeError: " in capfd.readouterr().err
     for row in (stock, planned, other):
-        Run.model_validate(row, strict=True)
+        Run.model_validate_json(json.dumps(row), strict=True)
         assert row["loss"] == pytest.approx(stock["loss"], rel=1e-5)
     assert stock["replayed"] and planned["step_s"] == planned["replayed_s"] > 0
     assert planned["predicted_s"] > 0 and sum(planned["slices"]) == 64  # costs are processor time, as replays are

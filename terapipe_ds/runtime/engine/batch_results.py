@@ -24,9 +24,9 @@ class BatchResults:
 
     def __init__(self, engine: PipelineEngine, sequence_dim: int) -> None:
         self._engine, self._sequence_dim = engine, sequence_dim
-        self.open(None)
+        self.begin(None)
 
-    def open(self, batch: BatchInFlight | None) -> None:
+    def begin(self, batch: BatchInFlight | None) -> None:
         """Take the results of `batch` from now on; None: of no batch."""
         self._batch = batch
         self._total: Any = None

@@ -293,7 +293,7 @@ class TeraPipeEngine(PipelineEngine):
     def _open_batch(self, num_micro_batches: int, training: bool) -> Any:
         """Draw a batch, and make ready what its actions work on."""
         batch = self._incoming.next(num_micro_batches, training)
-        self._batch.open(batch, self.global_steps + 1)
+        self._batch.begin(batch, self.global_steps + 1)
         self._batch_end.closing_s = 0.0
         return batch.schedule.for_stage(self.stage_id)
 

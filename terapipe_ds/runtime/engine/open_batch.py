@@ -34,7 +34,7 @@ class OpenBatch:
         """Whether no other training batch, or no other evaluation, has run before."""
         return self.current.training not in self._modes_run
 
-    def open(self, batch: BatchInFlight, step: int) -> None:
+    def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         self._set(batch)
@@ -73,6 +73,6 @@ class OpenBatch:
     def _set(self, batch: BatchInFlight | None) -> None:
         self._batch = batch
         self._stage.weights.open_batch(() if batch is None else batch.split)
-        self._stage.results.open(batch)
+        self._stage.results.begin(batch)
         for part in self._parts:
             part.open_batch(batch)

@@ -201,7 +201,7 @@ def _runner(
         SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds
     )
     batch = BatchInFlight(build("terapipe", 1, 1, rounds), 0, True, [micro_batch])
-    stage.results.open(batch)
+    stage.results.begin(batch)
     runner = PartRunner(stage, Place(0, is_last=is_last))
     runner.open_batch(batch)
     return runner

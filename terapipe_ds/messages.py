@@ -1,9 +1,13 @@
-"""What messages and checks of arguments share: values cut short, and counts."""
+"""What messages and checks of arguments share: values cut short, counts, and names that are looked up."""
 
 from __future__ import annotations
 
+import difflib
 import operator
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def show_value(value: Any, limit: int = 80) -> str:
@@ -24,3 +28,19 @@ def check_count(name: str, value: Any, error: type[ValueError] = ValueError) -> 
     if isinstance(value, bool) or number < 1:
         raise error(f"{name} = {show_value(value)}: give an integer >= 1")
     return number
+
+
+def look_up(name: str, known: Mapping[str, T], what: str, listed: Iterable[str], error: type[ValueError]) -> T:
+    """Return what has `name`, whatever the case of its letters, or raise `error` with the nearest name.
+
+    Args:
+        known: by names in small letters.
+        what: names the kind of thing, as "device".
+        listed: the names that the error lists.
+    """
+    wanted = name.lower() if isinstance(name, str) else ""
+    if wanted in known:
+        return known[wanted]
+    nearest = difflib.get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise error(f"unknown {what} {show_value(name)}; {hint}Known: {', '.join(listed)}")

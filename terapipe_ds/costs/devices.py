@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections import Counter
@@ -14,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import look_up, show_value
 
 FILE = Path(__file__).parents[1] / "data" / "devices.json"
 FORMAT, VERSION = "terapipe_ds.devices", 1
@@ -101,12 +100,7 @@ def device_card(name: str) -> DeviceCard:
     """
     cards = device_cards()
     by_name = {alias: card for card in cards.values() for alias in (card.name, *card.aliases)}
-    wanted = name.lower() if isinstance(name, str) else ""
-    if wanted in by_name:
-        return by_name[wanted]
-    nearest = difflib.get_close_matches(wanted, by_name, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise DeviceError(f"unknown device {show_value(name)}; {hint}Known: {', '.join(cards)}")
+    return look_up(name, by_name, "device", cards, DeviceError)
 
 
 @functools.cache

@@ -9,7 +9,8 @@ et al. (2024, arXiv 2407.21783).
 from __future__ import annotations
 
 import dataclasses
-import difflib
+
+from terapipe_ds.messages import look_up
 
 
 class ModelSizeError(ValueError):
@@ -106,9 +107,4 @@ def model_size(name: str) -> ModelSize:
     Raises:
         ModelSizeError: no size has that name; the message has the nearest one and all names.
     """
-    wanted = name.lower() if isinstance(name, str) else ""
-    if wanted in MODEL_SIZES:
-        return MODEL_SIZES[wanted]
-    nearest = difflib.get_close_matches(wanted, MODEL_SIZES, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise ModelSizeError(f"unknown model size {name!r}; {hint}Known: {', '.join(MODEL_SIZES)}")
+    return look_up(name, MODEL_SIZES, "model size", MODEL_SIZES, ModelSizeError)

@@ -78,9 +78,7 @@ def parse_as(model: type[_Model], text: str | bytes) -> _Model:
 
 def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    loc = [key for key in first["loc"] if not str(key).startswith("<")]  # "<...>" tags a member of a union
-    keys = [f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in loc]
-    place = "".join(keys).removeprefix(".")
+    place = _dotted([key for key in first["loc"] if not str(key).startswith("<")])  # "<...>" tags a member of a union
     if first["type"] == "missing":
         return f"{place} is missing"
     reason = first.get("ctx", {}).get("error", first["msg"])  # an error that our own check raised, in its own words
@@ -97,7 +95,7 @@ def is_writable(text: str) -> bool:
 
 
 def _dotted(place: Sequence[int | str]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{_show_key(key)}" for key in place).removeprefix(".")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

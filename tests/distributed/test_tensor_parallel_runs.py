@@ -292,4 +292,5 @@ def test_peers_do_without_the_times_of_layers_together() -> None:
         for kind, ranks in [("", []), ("layer_seconds, in a layer", [0, 1]), ("layer_seconds, when all is done", [1])]
     )
     assert (undisturbed[1], alike[1], late[1]) == (True, False, False)
-    assert alike[0] == late[0] == undisturbed[0]
+    # Other slices may be planned from other times: the same loss up to the order of its sums.
+    assert alike[0] == late[0] == pytest.approx(undisturbed[0], rel=1e-12)

@@ -7,8 +7,9 @@ holds no tensors: those of a batch are in its `PartInFlight`, by micro-batch and
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.runtime.pipe.engine import (
@@ -26,6 +27,7 @@ from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
 from terapipe_ds.schedule.action import Action, Kind
 
+T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
 
 
@@ -101,18 +103,19 @@ class PartRunner:
             assert inputs is not None
             leaves, is_tuple = inputs.span(active.start, active.stop), inputs.is_tuple
         else:
-            spec, leaves = self._receive_input(action)
+            spec, leaves = self._received(self._stage.links.receive_activation, action, PIPE_RECV_INPUT_TIMER)
             is_tuple = spec.is_tuple
             for leaf, tensor in zip(leaves, spec.tensors, strict=True):
                 leaf.requires_grad_(tensor.requires_grad)
         copies = tuple(leaf.clone() for leaf in leaves)
         return leaves, copies if is_tuple else copies[0]
 
-    def _receive_input(self, action: Action) -> tuple[MessageSpec, Tensors]:
+    def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
+        """Return the message that `action` needs, once it is here."""
         stage = self._stage
         waiting = stage.watchdog.waiting(stage.links.describe_wait(action))
-        with waiting, stage.deepspeed.timed(PIPE_RECV_INPUT_TIMER):
-            message = stage.links.receive_activation(action)
+        with waiting, stage.deepspeed.timed(timer):
+            message = receive(action)
         stage.tracer.input_is_here()
         return message
 
@@ -125,7 +128,9 @@ class PartRunner:
         """
         slices, stage = self._open(), self._stage
         slice_, key = slices.get(action), slices.key(action)
-        gradients = () if self.place.is_last else self._receive_gradients(action)
+        gradients: Tensors = ()
+        if not self.place.is_last:
+            gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
         deferred = stage.weights.deferred(key) if stage.weights.splits(key) else nullcontext()
         with push_slice(self._active(action, "recompute")), deferred:
             if self.place.is_last:
@@ -138,14 +143,6 @@ class PartRunner:
         if not self._sends_gradients and not self.place.is_first:
             stage.links.hand_on(action, MessageSpec((), is_tuple=True), self._input_gradients(action))
         slices.finish(action)
-
-    def _receive_gradients(self, action: Action) -> Tensors:
-        stage = self._stage
-        waiting = stage.watchdog.waiting(stage.links.describe_wait(action))
-        with waiting, stage.deepspeed.timed(PIPE_RECV_GRAD_TIMER):
-            gradients = stage.links.receive_gradients(action)
-        stage.tracer.input_is_here()
-        return gradients
 
     def weight(self, action: Action) -> None:
         """Compute the weight gradients that the B of this slice has left."""

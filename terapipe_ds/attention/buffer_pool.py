@@ -1,4 +1,4 @@
-"""Buffers that are taken once and reused from batch to batch.
+"""Take buffers once and reuse them from batch to batch.
 
 Free buffers are flat and lent to whatever fits in, so that sequence lengths that change from batch to batch do not
 pile up one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one.
@@ -25,7 +25,7 @@ class BufferPool:
         self.reserved_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A tensor of that shape; give the same object back with `give`."""
+        """Return a tensor of that shape; give the same object back with `give`."""
         numel = math.prod(shape)
         # Not an inference tensor even where the caller evaluates: the next user may train.
         with torch.inference_mode(False), torch.no_grad():
@@ -41,14 +41,13 @@ class BufferPool:
         return lent
 
     def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
-        """The smallest free buffer that is large enough; without one, drop the largest of those too small."""
-        if not free:
-            return None
+        """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
         free.sort(key=torch.Tensor.numel)
         for place, flat in enumerate(free):
             if flat.numel() >= numel:
                 return free.pop(place)
-        self.reserved_bytes -= _bytes(free.pop())
+        if free:
+            self.reserved_bytes -= _bytes(free.pop())
         return None
 
     def give(self, lent: torch.Tensor) -> None:
@@ -58,13 +57,9 @@ class BufferPool:
         self._free.setdefault((flat.dtype, flat.device), []).append(flat)
 
     def drop_free(self) -> None:
-        """Let go of what nobody uses now."""
+        """Let go of what is not lent now."""
         self.reserved_bytes -= sum(_bytes(flat) for free in self._free.values() for flat in free)
         self._free.clear()
-
-    def reset_peak(self) -> None:
-        """Let `peak_bytes` begin again from what is live now."""
-        self.peak_bytes = self.live_bytes
 
 
 def _bytes(tensor: torch.Tensor) -> int:

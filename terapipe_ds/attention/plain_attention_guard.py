@@ -1,4 +1,4 @@
-"""Guard against attention that would silently see only the tokens of its own slice.
+"""Refuse attention that would silently see only the tokens of its own slice.
 
 A model that still calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` trains without any error when its
 sequence is cut in slices, and learns nothing across them. The engine holds the guard while slices run.

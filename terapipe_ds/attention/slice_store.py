@@ -1,4 +1,4 @@
-"""What later slices need of earlier ones, and the gradients that flow back.
+"""Keep what later slices need of earlier ones, and the gradients that flow back.
 
 Kind "append", the only one so far: a layer appends the keys and values of each slice to one buffer of the whole
 sequence, and later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the
@@ -53,7 +53,7 @@ class SliceEntry:
         return f"layer {self.layer!r} (part {self.part_id}, micro-batch {self.micro_batch_id})"
 
     def keys_values(self, start: int, stop: int) -> TensorPair:
-        """Views of the keys and values of the tokens [start, stop), [B, H_kv, stop - start, D] each."""
+        """Return views of the keys and values of the tokens [start, stop), [B, H_kv, stop - start, D] each."""
         return self.kv[0, :, :, start:stop], self.kv[1, :, :, start:stop]
 
     def record(self, kv_needs_grad: bool) -> None:
@@ -67,7 +67,7 @@ class SliceEntry:
         dk, dv: [B, H_kv, n, D]. A backward covers [0, stop) in pieces of any size; `again` says that it has given to
         these tokens before. The pieces of the first backward are copied, so that nothing has to be zeroed.
         """
-        if self.grads is None:  # nobody asked for gradients of keys and values
+        if self.grads is None:  # keys and values need no gradients
             return
         for total, part in zip(self.grads, (dk, dv), strict=True):
             target = total[:, :, offset : offset + part.shape[2]]
@@ -91,7 +91,7 @@ class SliceStore:
     # -- forward --------------------------------------------------------------------------------------------------
 
     def write(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor) -> SliceEntry:
-        """Keep the keys and values ([B, H_kv, T, D]) of the active slice; returns the entry to read the prefix from.
+        """Keep the keys and values ([B, H_kv, T, D]) of the active slice; return the entry to read the prefix from.
 
         Mode "weight" only reads. Raises SliceStoreError where the slice does not continue the forward frontier (modes
         train and eval), has not run yet (recompute, weight), or has another shape or dtype than those before it.
@@ -109,21 +109,17 @@ class SliceStore:
         shape = (2, batch, heads, active.sequence_length, dim)
         entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
         if entry is None:
-            return self._open(active, layer, self._pool.take(shape, k.dtype, k.device))
-        if tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
+            entry = SliceEntry(active, layer, self._pool.take(shape, k.dtype, k.device))
+            if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
+                entry.kv.fill_(0.5)
+            self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
+        elif tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
             _, *first = entry.kv.shape
             raise SliceStoreError(
                 f"{entry}: slice [{active.start}, {active.stop}) brings keys for [B, H_kv, L, D] = {list(shape[1:])}, "
                 f"{k.dtype} on {k.device}, but the micro-batch began with {first}, {entry.kv.dtype} on "
                 f"{entry.kv.device}; all slices of a micro-batch need the same batch, heads, length, dtype and device"
             )
-        return entry
-
-    def _open(self, active: ActiveSlice, layer: Hashable, kv: torch.Tensor) -> SliceEntry:
-        if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
-            kv.fill_(0.5)
-        entry = SliceEntry(active, layer, kv)
-        self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
         return entry
 
     @staticmethod
@@ -178,7 +174,7 @@ class SliceStore:
             )
 
     def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
-        """The complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
+        """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
 
         None where keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
         """
@@ -200,8 +196,7 @@ class SliceStore:
         """
         layers = self._entries.get((part_id, micro_batch_id), {})
         for entry in layers.values():
-            if entry.mode == "train":
-                _check_drained(entry)
+            _check_drained(entry)
         for entry in layers.values():
             self._close(entry)
         self._entries.pop((part_id, micro_batch_id), None)
@@ -223,26 +218,22 @@ class SliceStore:
             )
 
     def bytes_of(self, part_id: int, micro_batch_id: int) -> tuple[int, int]:
-        """Bytes of keys and values of a micro-batch on all layers of a part, and of their gradients in backward."""
+        """Return the bytes of keys and values of a micro-batch on all layers of a part, and of their gradients."""
         layers = self._entries.get((part_id, micro_batch_id), {}).values()
         keys = sum(entry.kv.numel() * entry.kv.element_size() for entry in layers)
         grads = sum(entry.kv.numel() * max(4, entry.kv.element_size()) for entry in layers if entry.kv_needs_grad)
         return keys, grads
 
     def live_bytes(self) -> int:
-        """Bytes of keys, values and gradients in use now."""
+        """Return the bytes of keys, values and gradients in use now."""
         return self._pool.live_bytes
 
     def peak_bytes(self) -> int:
-        """The largest `live_bytes` since the start or the last `reset_peak`."""
+        """Return the largest `live_bytes` since the start."""
         return self._pool.peak_bytes
 
-    def reset_peak(self) -> None:
-        """Let `peak_bytes` begin again from what is live now."""
-        self._pool.reset_peak()
-
     def reserved_bytes(self) -> int:
-        """Bytes held, in use or waiting in the pool."""
+        """Return the bytes held, in use or waiting in the pool."""
         return self._pool.reserved_bytes
 
     def drop_free(self) -> None:
@@ -265,7 +256,7 @@ class SliceStore:
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
+    """Copy [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
     batch, heads, tokens, dim = x.shape
     return torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2).copy_(x)
 
@@ -284,18 +275,17 @@ def _forward_order_message(entry: SliceEntry, start: int, stop: int) -> str:
 
 
 def _check_drained(entry: SliceEntry) -> None:
+    if entry.mode != "train":
+        return
     if 0 < entry.frontier < entry.sequence_length:
-        raise SliceStoreError(
-            f"{entry}: released with the gradients of [0, {entry.frontier}) still waiting; run the backward of every "
-            f"slice first"
+        what = f"with the gradients of [0, {entry.frontier}) still waiting; run the backward of every slice first"
+    elif entry.frontier and entry.recorded:
+        what = (
+            "before any backward although its output needs gradients; run the backward of every slice first, or "
+            "freeze the layer if the loss does not use it"
         )
-    if entry.frontier and entry.recorded:
-        raise SliceStoreError(
-            f"{entry}: released before any backward although its output needs gradients; run the backward of every "
-            f"slice first, or freeze the layer if the loss does not use it"
-        )
-    if entry.filled < entry.sequence_length:
-        raise SliceStoreError(
-            f"{entry}: released after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all "
-            f"slices first"
-        )
+    elif entry.filled < entry.sequence_length:
+        what = f"after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all slices first"
+    else:
+        return
+    raise SliceStoreError(f"{entry}: released {what}")

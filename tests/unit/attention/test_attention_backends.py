@@ -14,6 +14,7 @@ from attention_cases import Tensor, forced, largest_error, random_inputs, run_pl
 
 from terapipe_ds.attention import SliceStore, available_backends, backends, set_backend, sliced_attention
 from terapipe_ds.attention.backends import choose_backend, fused
+from terapipe_ds.attention.backends.base import Attended, Queries
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
 from terapipe_ds.attention.backends.reference import Reference, dropout_factors
 
@@ -122,22 +123,22 @@ def test_gradients_under_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- kernels that need a device, through stand-ins ------------------------------------------------------------------
 
 
-def _bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """flash-attn's forward, [B, tokens, heads, D]: the causal mask is aligned with the last query and the last key."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Reference().forward(q, k, v, k.shape[2] - q.shape[2], scale, 0.0)[:2]
-
-
 def _fake_flash_attn(calls: list[str]) -> types.ModuleType:
-    """Stand in for the two functions of the package as of 2.7, keyword for keyword."""
+    """Stand in for the two functions of the package as of 2.7, keyword for keyword.
+
+    Tensors are [B, tokens, heads, D]; the causal mask is aligned with the last query and the last key.
+    """
     module = types.ModuleType("flash_attn.flash_attn_interface")
+
+    def bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Queries:
+        return Queries(*(x.transpose(1, 2) for x in (q, k, v)), k.shape[1] - q.shape[1], scale)
 
     given = {"causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> tuple[Tensor, ...]:
         assert options == {**given, "return_softmax": False} and dropout_p == 0.0
         calls.append("forward")
-        out, lse = _bottom_right(q, k, v, scale)
+        out, lse, _ = Reference().forward(bottom_right(q, k, v, scale))
         return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
 
     def backward(*arguments: Any, rng_state: Tensor, **options: Any) -> Tensor:
@@ -145,14 +146,14 @@ def _fake_flash_attn(calls: list[str]) -> types.ModuleType:
         calls.append("backward")
         dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale = arguments
         assert dropout_p == 0.0
-        heads_first = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
 
         def write(offset: int, d_keys: Tensor, d_values: Tensor) -> None:
             dk.copy_(d_keys.transpose(1, 2))
             dv.copy_(d_values.transpose(1, 2))
 
-        start = k.shape[1] - q.shape[1]
-        dq.copy_(Reference().backward(*heads_first, lse, start, scale, 0.0, (0,), write).transpose(1, 2))
+        attended = Attended(out.transpose(1, 2), lse)
+        d_queries = Reference().backward(dout.transpose(1, 2), bottom_right(q, k, v, scale), attended, write)
+        dq.copy_(d_queries.transpose(1, 2))
         return lse
 
     module._flash_attn_forward = forward  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.cases import Failure
+from terapipe_ds.bench.cases import LeftOut
 from terapipe_ds.files.atomic import write_text
 
 
@@ -47,34 +47,28 @@ class Position:
         write_text(self._path, json.dumps({**place, **said}))  # whole: this rank may be killed in any line
 
 
-def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> Failure | None:
+def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
     """Return what ended the ranks; None where it concerns all systems.
 
     Args:
         folder: where each rank has its `Position`.
         exit_codes: those of the ranks that failed.
     """
-    left = {rank: _read(folder, rank) for rank in exit_codes}
+    said = {rank: _read(_path(folder, rank)) for rank in exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
-    rank = min(left, key=lambda rank: left[rank].pop("time_s", 0.0))
-    last = left[rank]
-    last.setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
-    return Failure(**last) if {"case", "cut"} & set(last) else None
+    rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))
+    said[rank].setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
+    return LeftOut(**said[rank]) if {"case", "cut"} & set(said[rank]) else None
 
 
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"position{rank}.json"
 
 
-def _read(folder: Path, rank: int) -> dict[str, Any]:
-    path = _path(folder, rank)
+def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def _in_words(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"signal {-exit_code}"
+    names = {-known: known.name for known in signal.Signals}
+    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {names.get(exit_code, -exit_code)}"

@@ -1,4 +1,4 @@
-"""The costs that a run measures of its own model and machine, and the planner's plans from them."""
+"""Measure the costs of slices on this run's own model and machine, and plan from them."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class PlannedCases:
             cases: of the job, those that can be built.
         """
         planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
-        failed = {failure.cut for failure in job.failures}
+        left_out = {failed.cut for failed in job.left_out}
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
-            if cut in failed:
+            if cut in left_out:
                 continue
             position.at_cut(cut)
             one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case

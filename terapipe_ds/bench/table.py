@@ -1,11 +1,12 @@
-"""The table of a benchmark for people."""
+"""Print the figures of a benchmark as a table for people, and say below it how noisy the machine was."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from terapipe_ds.bench.noise import sentences
+WORTH_SAYING = 0.02
+"""Shares and drifts up to this are in every run."""
 
 _HEAD = (
     f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"
@@ -22,7 +23,25 @@ def render(result: Mapping[str, Any]) -> str:
             "replayed: fewer cores than stages, so steps ran for their losses and memory; times are those of the "
             "schedule with each action's own CPU time and measured links"
         )
-    return "\n".join([*lines, *sentences(result)])
+    return "\n".join([*lines, *noise_sentences(result)])
+
+
+def noise_sentences(result: Mapping[str, Any]) -> list[str]:
+    """Return what tells a reader what a difference of a few per cent is worth; nothing where the machine was quiet."""
+    rows = [row for row in result["runs"] if "error" not in row and not row["replayed"]]
+    drifts = {row["accumulation"]: row["drift"] for row in rows if row.get("drift") is not None}
+    sentences = []
+    if any(abs(factor - 1) > WORTH_SAYING for factor in drifts.values()):
+        each = ", ".join(f"{factor:.3f} with m = {m}" for m, factor in drifts.items())
+        sentences.append(
+            "drift: an unsliced micro-batch took so many times as long in the turns as when the costs were measured "
+            f"that predictions come from: {each}"
+        )
+    shares = {row["label"]: row["off_core_s"] / row["step_s"] for row in rows if row.get("off_core_s") is not None}
+    worst = max(shares, key=shares.__getitem__, default=None)
+    if worst is not None and shares[worst] > WORTH_SAYING:
+        sentences.append(f"busy: other programs had a core for up to {shares[worst]:.1%} of a step ({worst})")
+    return sentences
 
 
 def _head(result: Mapping[str, Any]) -> str:

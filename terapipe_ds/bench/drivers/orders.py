@@ -1,4 +1,4 @@
-"""Orders of DeepSpeed and torch as schedules of ours: the simulator replays them, bounds need their ideal bubble."""
+"""Read orders of DeepSpeed and torch as schedules of ours, for replays and for the ideal bubble of bounds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terapipe_ds.schedule import Action, Schedule
-
-Placement = Mapping[tuple[int, int], int]
-"""(stage, chunk) -> part."""
-
-
-def v_placement(num_stages: int) -> dict[tuple[int, int], int]:
-    """Return two parts per stage, out and back: stage k holds part k and part 2K - 1 - k."""
-    return {(k, c): k if c == 0 else 2 * num_stages - 1 - k for k in range(num_stages) for c in range(2)}
-
-
-def looped_placement(num_stages: int, chunks: int) -> dict[tuple[int, int], int]:
-    """Return parts dealt out in turns: stage k holds parts k, K + k, ..."""
-    return {(k, c): c * num_stages + k for k in range(num_stages) for c in range(chunks)}
+from terapipe_ds.schedule.placement import Placement, v_shape
 
 
 def schedule_of(
@@ -47,7 +35,7 @@ def of_dualpipev(num_stages: int, num_micro_batches: int) -> Schedule:
         commands = [(codes[type(c)], c.kwargs) for step in steps for c in step if type(c) in codes]
         # a buffer is (phase, micro-batch), see num_pipe_buffers
         orders.append([f"{code}{k['buffer_id'] % num_micro_batches}.0c{k['phase']}" for code, k in commands])
-    return schedule_of("dualpipev", orders, v_placement(num_stages), (1,) * num_micro_batches)
+    return schedule_of("dualpipev", orders, v_shape(num_stages), (1,) * num_micro_batches)
 
 
 def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: Placement, count: int) -> Schedule:

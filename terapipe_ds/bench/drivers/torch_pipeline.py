@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches
-from terapipe_ds.bench.drivers.orders import looped_placement, of_torch, v_placement
+from terapipe_ds.bench.drivers.orders import of_torch
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
+from terapipe_ds.schedule.placement import loop, v_shape
 
 _CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
@@ -109,7 +110,7 @@ class TorchDriver(Driver):
         self._device = torch.device(job.device_of(self._rank))
         self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
         chunks = 2 if case.schedule in TWO_PARTS else 1
-        self._placement = v_placement(stages) if case.schedule == "zbv" else looped_placement(stages, chunks)
+        self._placement = v_shape(stages) if case.schedule == "zbv" else loop(stages, chunks)
         self._num_parts = chunks * stages
         self.fewest = 1 if case.schedule == "gpipe" else stages
         layers = gpt_layers(self._config)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from terapipe_ds.bench.noise import sentences
 from terapipe_ds.bench.report.data import Failed, Group, Result, Run
+from terapipe_ds.bench.table import noise_sentences
 
 EQUAL_WITHIN = 0.005
 """Ratios to the stock engine that round to 1.00 and 0.99 count as equally fast."""
@@ -107,7 +107,7 @@ def notes(result: Result) -> list[str]:
         found.extend(_loss_note(group))
     keys = ("label", "accumulation", "replayed", "step_s", "drift", "off_core_s")
     quiet = [{key: getattr(run, key) for key in keys} for run in result.measured]
-    return found + [f"{said[0].upper()}{said[1:]}." for said in sentences({"runs": quiet})]
+    return found + [f"{said[0].upper()}{said[1:]}." for said in noise_sentences({"runs": quiet})]
 
 
 def _loss_note(group: Group) -> list[str]:

@@ -19,16 +19,13 @@ MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
 class Store(Protocol):
-    """What sliced attention asks of the store in which a slice keeps what later slices need. `SliceStore` is one."""
+    """What sliced attention asks of `SliceStore`, where the methods are described."""
 
-    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any:
-        """Keep keys and values of a slice, and return the entry of its layer."""
+    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any: ...
 
-    def begin_backward(self, entry: Any, start: int, stop: int) -> None:
-        """Check that the tokens [start, stop) are next in the backward."""
+    def begin_backward(self, entry: Any, start: int, stop: int) -> None: ...
 
-    def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """Return the gradients of keys and values of the tokens [start, stop)."""
+    def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None: ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,8 +58,7 @@ def guard_plain_attention() -> Iterator[None]:
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = attention
-        F.multi_head_attention_forward = multi_head
+        F.scaled_dot_product_attention, F.multi_head_attention_forward = attention, multi_head
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 

@@ -14,18 +14,68 @@ Both come from a pool and return to it: a batch after the first one allocates no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
 from terapipe_ds.attention.active_slice import ActiveSlice
-from terapipe_ds.attention.buffer_pool import BufferPool
 
 TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
 class SliceStoreError(RuntimeError):
     """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
+
+
+class BufferPool:
+    """Lends tensors of any shape, by dtype and device, from batch to batch. Their contents are undefined.
+
+    Free buffers are flat and lent to whatever fits in, so that lengths that change from batch to batch do not pile up
+    one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one. There
+    are never more buffers than were in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._lent: dict[int, torch.Tensor] = {}  # id of the lent view -> flat buffer
+        self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of that shape; give the same object back with `give`."""
+        numel = math.prod(shape)
+        # Not an inference tensor even where the caller evaluates: the next user may train.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
+            if flat is None:
+                flat = torch.empty(numel, dtype=dtype, device=device)
+                self.reserved_bytes += flat.nbytes
+            lent = flat[:numel].view(shape)
+        self._lent[id(lent)] = flat
+        self.live_bytes += lent.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return lent
+
+    def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
+        free.sort(key=torch.Tensor.numel)
+        for place, flat in enumerate(free):
+            if flat.numel() >= numel:
+                return free.pop(place)
+        if free:
+            self.reserved_bytes -= free.pop().nbytes
+        return None
+
+    def give(self, lent: torch.Tensor) -> None:
+        """Take back a tensor that `take` lent."""
+        flat = self._lent.pop(id(lent))
+        self.live_bytes -= lent.nbytes
+        self._free.setdefault((flat.dtype, flat.device), []).append(flat)
+
+    def drop_free(self) -> None:
+        """Let go of what is not lent now."""
+        self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)
+        self._free.clear()
 
 
 class SliceEntry:
@@ -88,8 +138,6 @@ class SliceStore:
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
 
-    # -- forward --------------------------------------------------------------------------------------------------
-
     def write(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor) -> SliceEntry:
         """Keep the keys and values ([B, H_kv, T, D]) of the active slice; return the entry to read the prefix from.
 
@@ -137,8 +185,6 @@ class SliceStore:
                 f"run; the first forward of a slice needs mode 'train'"
             )
 
-    # -- backward -------------------------------------------------------------------------------------------------
-
     def begin_backward(self, entry: SliceEntry, start: int, stop: int) -> None:
         """Move the backward frontier over [start, stop) and have `grads` ready for `SliceEntry.add_grads`.
 
@@ -156,22 +202,22 @@ class SliceStore:
 
     @staticmethod
     def _check_backward(entry: SliceEntry, start: int, stop: int) -> None:
+        is_probe = entry.mode == "probe"
         if entry.closed:
-            raise SliceStoreError(
-                f"{entry}: backward of slice [{start}, {stop}) after the micro-batch was released; release it after "
-                f"its last backward"
+            problem = "after the micro-batch was released; release it after its last backward"
+        elif stop != entry.frontier and not is_probe:
+            problem = (
+                f"out of order, the next one must end at token {entry.frontier}; run the backwards in reverse slice "
+                f"order, each slice once"
             )
-        if stop != entry.frontier and entry.mode != "probe":
-            raise SliceStoreError(
-                f"{entry}: backward of slice [{start}, {stop}) out of order, the next one must end at token "
-                f"{entry.frontier}; run the backwards in reverse slice order, each slice once"
+        elif entry.kv_needs_grad and entry.grads is None and stop < entry.sequence_length and not is_probe:
+            problem = (
+                "has keys or values that need gradients but did not in the slices after it, so that their share is "
+                "lost; let k and v require gradients in all slices of a micro-batch or in none"
             )
-        is_last = stop == entry.sequence_length or entry.mode == "probe"
-        if entry.kv_needs_grad and entry.grads is None and not is_last:
-            raise SliceStoreError(
-                f"{entry}: keys or values need gradients in slice [{start}, {stop}) but did not in those after it, so "
-                f"that their share is lost; let k and v require gradients in all slices of a micro-batch or in none"
-            )
+        else:
+            return
+        raise SliceStoreError(f"{entry}: backward of slice [{start}, {stop}) {problem}")
 
     def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
         """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
@@ -187,19 +233,15 @@ class SliceStore:
             self._give_grads(entry)
         return dk, dv
 
-    # -- end of life ----------------------------------------------------------------------------------------------
-
     def release(self, part_id: int, micro_batch_id: int) -> None:
         """Give back the buffers of a micro-batch, after its last backward (training) or last forward (evaluation).
 
         Raises SliceStoreError where a layer is only partly drained, or waits for a backward that never came.
         """
-        layers = self._entries.get((part_id, micro_batch_id), {})
-        for entry in layers.values():
+        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             _check_drained(entry)
-        for entry in layers.values():
+        for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             self._close(entry)
-        self._entries.pop((part_id, micro_batch_id), None)
 
     def reset(self) -> None:
         """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
@@ -220,7 +262,7 @@ class SliceStore:
     def bytes_of(self, part_id: int, micro_batch_id: int) -> tuple[int, int]:
         """Return the bytes of keys and values of a micro-batch on all layers of a part, and of their gradients."""
         layers = self._entries.get((part_id, micro_batch_id), {}).values()
-        keys = sum(entry.kv.numel() * entry.kv.element_size() for entry in layers)
+        keys = sum(entry.kv.nbytes for entry in layers)
         grads = sum(entry.kv.numel() * max(4, entry.kv.element_size()) for entry in layers if entry.kv_needs_grad)
         return keys, grads
 
@@ -262,15 +304,13 @@ def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _forward_order_message(entry: SliceEntry, start: int, stop: int) -> str:
-    if stop <= entry.filled:
-        return (
-            f"{entry}: slice [{start}, {stop}) comes a second time, [0, {entry.filled}) is filled. Either two "
-            f"attention layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a "
-            f"backward runs in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
-        )
+    if stop > entry.filled:
+        why = f"out of order, the next one must start at token {entry.filled}; run the forwards in slice order"
+        return f"{entry}: slice [{start}, {stop}) {why}, without gaps"
     return (
-        f"{entry}: slice [{start}, {stop}) out of order, the next one must start at token {entry.filled}; run the "
-        f"forwards in slice order, without gaps"
+        f"{entry}: slice [{start}, {stop}) comes a second time, [0, {entry.filled}) is filled. Either two attention "
+        f"layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a backward runs "
+        f"in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
     )
 
 

@@ -1,7 +1,7 @@
 """Find which system of a benchmark failed, so that a failure costs that system's rows only.
 
-Where a rank fails, all ranks are ended, and they start again without that system. The ranks of a failed step wait for
-one another, and messages are on their way that no rank takes.
+All ranks are ended then, and start again without that system: the ranks of a failed step wait for one another, and
+messages are on their way that no rank takes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,9 @@ class Position:
         self._path = _path(folder, rank)
         self._place: dict[str, int | str] = {}
 
-    def at_case(self, case: int, accumulation: int | None = None) -> None:
-        """Note that a system is built or takes its first step, or that it trains at an accumulation."""
-        self._write({"case": case} if accumulation is None else {"case": case, "accumulation": accumulation})
-
-    def at_cut(self, cut: str) -> None:
-        """Note that the costs of slices are measured, with the layers cut like this."""
-        self._write({"cut": cut})
-
-    def at_none(self) -> None:
-        """Note work that concerns all systems."""
-        self._write({})
+    def at(self, **place: int | str | None) -> None:
+        """Note what begins: a `case`, maybe at one `accumulation`, the costs of a `cut`, or with neither work of all."""
+        self._write({key: value for key, value in place.items() if value is not None})
 
     def failed(self, error: BaseException) -> None:
         """Keep why this rank ends, and when."""
@@ -48,12 +40,7 @@ class Position:
 
 
 def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
-    """Return what ended the ranks; None where it concerns all systems.
-
-    Args:
-        folder: where each rank has its `Position`.
-        exit_codes: those of the ranks that failed.
-    """
+    """Return what ended the ranks, whose `Position`s are in `folder`; None where it concerns all systems."""
     said = {rank: _read(_path(folder, rank)) for rank in exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
     rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))

@@ -17,11 +17,10 @@ class BenchError(ValueError):
 
 
 PLAN = "plan"
-"""In the place of a number of slices: what the planner makes of the costs that this run has measured. `plan:8`: of
-at most eight slices."""
+"""Slices as the planner cuts them by the costs that this run has measured; `plan:8`: at most eight of them."""
 
 AUTO = "auto"
-"""The schedule that a config may ask for: the planner's choice, here among those with one part per stage."""
+"""The planner's choice of a schedule, here among those with one part per stage."""
 
 DEEPSPEED = ("1f1b", "dualpipev")
 TERAPIPE = tuple(name for name in SCHEDULE_NAMES if name != "dapple")  # which is 1f1b by another name
@@ -35,8 +34,7 @@ WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 """Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
 
 CUTS = {"halves": (*LOOPED, *V_SHAPED), "whole stages": ("seq1f1b",)}
-"""Which schedules of ours run the same parts, wherever these are; the last one measures them. All others run whole
-stages, also those that go both ways."""
+"""Which schedules of ours run the same parts; the last one measures them. All others run whole stages."""
 
 Slices = int | str | tuple[int, ...]
 """A number of equal slices, `PLAN` with or without a limit, or lengths in tokens."""
@@ -68,12 +66,11 @@ class Case:
             return f"{self.system} {self.schedule}"
         options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
         parts = "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
+        slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
         if isinstance(self.slices, tuple):
             slices = f"{len(self.slices)} given slices"
         elif self.planned:
-            slices = "planned" if self.max_slices is None else f"planned, <= {self.max_slices}"
-        else:
-            slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
+            slices = "planned" + ("" if self.max_slices is None else f", <= {self.max_slices}")
         return f"terapipe {self.schedule}{options}{parts}, {slices}"
 
     @property
@@ -91,9 +88,7 @@ class Case:
     @property
     def chunks_per_stage(self) -> int:
         """The `terapipe.chunks_per_stage` of ours."""
-        if self.given_chunks is not None:
-            return self.given_chunks
-        return 2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1
+        return self.given_chunks or (2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1)
 
     @property
     def planned(self) -> bool:
@@ -255,11 +250,8 @@ def choose(
 ) -> tuple[Case, ...]:
     """Return the competitors that the options leave or add.
 
-    The stock engine stays where its system does: ratios need it. Something unsliced always runs: bounds need its
-    seconds.
-
-    Raises:
-        BenchError: unknown names, or nothing left.
+    The stock engine stays where its system does: ratios need it. Something unsliced always runs, for the bounds.
+    Raises `BenchError` on unknown names, and where nothing is left.
     """
     for option, names, known in (("--systems", systems, SCHEDULES), ("--schedules", schedules, _EVERY_SCHEDULE)):
         for name in names or ():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,12 +46,7 @@ class Recorded(NamedTuple):
 class StepTrace:
     """One step: the events of each stage, in the order in which they ran."""
 
-    stages: tuple[tuple[Recorded, ...], ...]
-
-    @classmethod
-    def of(cls, stages: Iterable[Iterable[Sequence[Any]]]) -> StepTrace:
-        """Take what each rank has recorded."""
-        return cls(tuple(tuple(Recorded(*event) for event in events) for events in stages))
+    stages: Sequence[Sequence[Recorded]]
 
     def computations(self) -> list[list[Recorded]]:
         """Return F, B and W of each stage."""
@@ -86,8 +81,7 @@ class StepTrace:
 def exposed_comm_s(timeline: Timeline, schedule: Schedule) -> tuple[float, ...]:
     """Return for each stage the seconds in which it did nothing although its next input was computed already.
 
-    So a wait counts from where its stage is free and the other stage has computed what it waits for; the wait
-    before that is bubble. What is left is the message on its way, and whatever either side does with it.
+    What it waited for is the message on its way, or what either side does with it; a wait before that is bubble.
     """
     ends: dict[tuple[str, int, int, int], float] = {}
     for event in timeline.computations():
@@ -120,12 +114,9 @@ def ideal_bubble(schedule: Schedule) -> float:
 
 
 def bound_s(unsliced_s: Sequence[float], accumulation: int, bubble: float, closing_s: float) -> float:
-    """Return the step that a schedule would take at no cost of its own.
+    """Return the step that a schedule would take at no cost of its own: no bubble but `ideal_bubble`, then the closing.
 
-    Args:
-        unsliced_s: per stage, the seconds of the unsliced forward and backward of a micro-batch.
-        bubble: of the schedule, at its best; see `ideal_bubble`.
-        closing_s: reduce and optimizer.
+    `unsliced_s` has the seconds of the unsliced forward and backward of a micro-batch, per stage.
     """
     return max(unsliced_s) * accumulation / (1.0 - bubble) + closing_s
 
@@ -160,25 +151,24 @@ def median_index(seconds: Sequence[float]) -> int:
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """CPU seconds of the actions of one part by kind and (tokens, prefix), and of links by tokens."""
+    """CPU seconds of the actions of one part by kind, tokens and prefix, and of links by tokens, as `simulate` asks.
+
+    A backward is B, and W where it is apart.
+    """
 
     seconds: Mapping[tuple[str, int, int], float]
     links: Mapping[int, float]
 
     def forward_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of F."""
         return self.seconds["F", tokens, prefix]
 
     def backward_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of B, and of W where it is apart."""
         return self.seconds["B", tokens, prefix] + self.weight_s(tokens, prefix)
 
     def weight_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of W."""
         return self.seconds.get(("W", tokens, prefix), 0.0)
 
     def send_s(self, tokens: int) -> float:
-        """Return the seconds on the link."""
         return self.links.get(tokens, 0.0)
 
 
@@ -204,10 +194,7 @@ def replay_s(
     """Return the step as it would be with a core for each stage, and its timeline.
 
     That is the schedule with every action's own CPU time and the measured links, then reduce and optimizer of the
-    slowest stage.
-
-    Args:
-        blocking: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
+    slowest stage. `blocking`: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
     """
     timeline = simulate(schedule, plan, action_costs(trace, schedule, plan, links), overlap=not blocking)
     return timeline.makespan_s + max(trace.closing_s("cpu")), timeline

@@ -49,11 +49,7 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
     """Measure; return what `--json` writes. Where a system fails, the others start again without it.
 
-    Args:
-        main: runs in each rank in the place of `rank_main`, with the same arguments.
-
-    Raises:
-        BenchError: a rank failed in what concerns all systems.
+    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` where a rank failed in what concerns all.
     """
     before = machine()
     if job.device == "cpu":
@@ -72,8 +68,7 @@ def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], No
 def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
     """Return the job for those that are left.
 
-    Raises:
-        BenchError: the rank was at what concerns all, or at what had failed before.
+    Raises `BenchError` where the rank was at what concerns all, or at what had failed before.
     """
     failed = find_failure(folder, error.exit_codes)
     if failed is None or any(dataclasses.replace(failed, reason=known.reason) == known for known in job.left_out):
@@ -115,10 +110,10 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
     del workload["accumulation"]
     if job.share_device:
         workload["share_device"] = True
-    of_device, attention = (
-        {key: ranks[0][key] for key in (name,) if key in ranks[0]} for name in ("device", "attention")
-    )
-    return {"machine": {**machine_, **of_device}, "preset": preset, "workload": workload, **attention, "runs": rows}
+    if "device" in ranks[0]:
+        machine_ = {**machine_, "device": ranks[0]["device"]}
+    attention = {"attention": ranks[0]["attention"]} if "attention" in ranks[0] else {}
+    return {"machine": machine_, "preset": preset, "workload": workload, **attention, "runs": rows}
 
 
 class MeasuredRun:
@@ -137,7 +132,7 @@ class MeasuredRun:
 
         self.plan = SlicePlan(first["slices"])
         self.schedule: Schedule = first["schedule"]
-        self.traces = list(map(StepTrace.of, by_step("events")))
+        self.traces = list(map(StepTrace, by_step("events")))
         self.losses = [next(loss for loss in reversed(ranks) if loss is not None) for ranks in by_step("losses")]
         self.peak_bytes = [record["peak_bytes"] for record in records]
         self.static_bytes = [record["static_bytes"] for record in records]
@@ -169,16 +164,9 @@ class MeasuredRun:
         if name == AUTO and self.error is None:
             name = f"{AUTO} ({self.schedule.name})"
             label = label.replace(AUTO, name, 1)
-        return {
-            "system": self.case.system,
-            "schedule": name,
-            "label": label,
-            "slices": slices,
-            "accumulation": self.accumulation,
-            "stages": self.job.work.stages,
-            "planned": self.case.planned,
-            "replayed": self.job.replayed,
-        }
+        sizes = {"slices": slices, "accumulation": self.accumulation, "stages": self.job.work.stages}
+        kinds = {"planned": self.case.planned, "replayed": self.job.replayed}
+        return {"system": self.case.system, "schedule": name, "label": label, **sizes, **kinds}
 
     def disagreement(self, reference: MeasuredRun | None) -> str | None:
         """Return that the system did not learn what the reference did, or None."""

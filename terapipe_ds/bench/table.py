@@ -62,18 +62,14 @@ def _line(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return f"{head} error: {row['error']}"
     low, high = row["spread_s"]
-    peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in _few(row["peak_bytes"]))
+    stages = row["peak_bytes"] if row["stages"] <= 4 else row["peak_bytes"][:: row["stages"] - 1]  # first and last
+    peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
     return (
         f"{head}{len(row['slices']):>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
         f"{row['tokens_per_s']:>10.0f}{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
         f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
     )
-
-
-def _few(peaks: list[int]) -> list[int]:
-    """Return all of up to four stages; of more, the first and the last."""
-    return peaks if len(peaks) <= 4 else [peaks[0], peaks[-1]]
 
 
 def _seconds(*times: float) -> str:

@@ -62,7 +62,9 @@ class BlockKernel:
         q, keys, values, start, scale, _ = queries
         batch, heads, tokens, dim = q.shape
         out = q.new_empty(batch, tokens, heads, dim).transpose(1, 2)
-        lse = q.new_empty(batch, tokens, heads, dtype=_lse_dtype(q)).transpose(1, 2)
+        lse = q.new_empty(
+            batch, tokens, heads, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+        ).transpose(1, 2)
         state: tuple[Any, ...] = ()
         for row, row_stop in cut(tokens, self.causal_tokens):
             rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
@@ -166,7 +168,3 @@ def merge(first: TensorPair, second: TensorPair, target: TensorPair) -> None:
         torch.lerp(out, second_out, weight, out=target[0])
     else:
         target[0].copy_(torch.lerp(out.to(weight.dtype), second_out.to(weight.dtype), weight))
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

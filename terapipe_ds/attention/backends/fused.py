@@ -203,9 +203,7 @@ def _cuda_capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
 
-@functools.cache
-def _has_flash_attn() -> bool:
-    return compat.has_flash_attn()
+_has_flash_attn = functools.cache(compat.has_flash_attn)
 
 
 def _cuda_refusal(q: Tensor, dropout_p: float) -> str | None:

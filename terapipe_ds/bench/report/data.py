@@ -196,8 +196,7 @@ class Result(BaseModel):
 def read_result(data: object) -> Result:
     """Check the dict that `terapipe bench --json` writes.
 
-    Raises:
-        ReportError: a key is missing, or a value does not fit; the message names the run and the key.
+    Raises `ReportError` where a key is missing, or a value does not fit; the message names the run and the key.
     """
     try:
         return parse_as(Result, json.dumps(data))

@@ -33,13 +33,9 @@ _MOST_BOXES = 1500  # of a timeline as SVG, about 400 bytes each; one with more 
 
 
 def write_report(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the report of a benchmark as one HTML file; readers see all of it or nothing.
+    """Write the report of a result, the dict of `terapipe bench --json`, as one file; readers see all of it or nothing.
 
-    `result`: the dict that `terapipe bench --json` writes.
-
-    Raises:
-        ReportError: `result` lacks something, or matplotlib or jinja2 is missing; nothing is written then.
-        OSError: the file cannot be written.
+    Raises `ReportError` where the result lacks something, or matplotlib or jinja2 is missing; nothing is written then.
     """
     write_text(path, render_page(result))
 

@@ -1,7 +1,7 @@
 """Draw the plots of the report with matplotlib: one colour and marker per system, the legend below the data.
 
-Figures are drawn in the colours of the light theme. `inline_svg` turns these into variables of the page's style sheet,
-so that a figure follows the theme of the page.
+Figures have the colours of the light theme; `inline_svg` turns these into variables of the page's style sheet, so that
+a figure follows the theme of the page.
 """
 
 # ruff: noqa: RUF001 - signs for times, minus and dashes are meant
@@ -48,9 +48,8 @@ def inline_svg(figure: Figure, key: str, description: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": key}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' id="[^"]*_\d{1,4}"|<!--.*?-->', "", svg[svg.index(">") + 1 :])
+    svg = re.sub(r".*?<svg[^>]*>", "", text.getvalue(), count=1, flags=re.DOTALL)
+    svg = re.sub(r' id="[^"]*_\d{1,4}"|<!--.*?-->', "", svg)
     for name, colour in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = svg.replace("stroke: #ffffff", "stroke: var(--paper)")
@@ -80,7 +79,7 @@ def step_times(result: Result) -> Figure | None:
     for ax, (group, runs), (_, scale) in zip(panels, rows, units, strict=True):
         for row, run in enumerate(runs):
             _draw_steps(ax, row, run, scale)
-        ratios = [group.ratio(run) for run in runs]
+        ratios = map(group.ratio, runs)
         _beside(ax, "× stock", ["–" if ratio is None else f"{ratio:.2f}×" for ratio in ratios], bold_row=0)
         ax.plot([], [], "|", color=MUTED, markersize=9, markeredgewidth=2.4, label="median")
         if any(run.bound_s is not None for run in runs):
@@ -94,17 +93,14 @@ def step_times(result: Result) -> Figure | None:
 
 
 def _draw_steps(ax: Axes, row: int, run: Run, scale: float) -> None:
-    colour, median = COLOURS[run.system], run.step_s * scale
+    colour, marker, median, count = COLOURS[run.system], MARKERS[run.system], run.step_s * scale, len(run.step_s_all)
     ax.barh(row, median, 0.66, color=colour, alpha=0.22, linewidth=0)
     if run.replayed:
-        style: dict[str, Any] = {"facecolor": "none", "edgecolor": colour, "hatch": "/////", "linewidth": 0}
-        ax.barh(row, median, 0.66, label="replayed", **style)
+        ax.barh(row, median, 0.66, facecolor="none", edgecolor=colour, hatch="/////", linewidth=0, label="replayed")
     ax.vlines(median, row - 0.33, row + 0.33, color=colour, linewidth=2.4)
-    count = len(run.step_s_all)
     heights = [row + 0.24 * (2 * (i + 0.5) / count - 1) for i in range(count)]
-    steps = [step_s * scale for step_s in run.step_s_all]
-    ax.plot(steps, heights, MARKERS[run.system], color=colour, markersize=2.9, **_NO_EDGE)
-    ax.plot([], [], MARKERS[run.system], color=colour, markersize=6.5, label=run.system, **_NO_EDGE)
+    ax.plot([step_s * scale for step_s in run.step_s_all], heights, marker, color=colour, markersize=2.9, **_NO_EDGE)
+    ax.plot([], [], marker, color=colour, markersize=6.5, label=run.system, **_NO_EDGE)
     if run.bound_s is not None:
         ax.vlines(run.bound_s * scale, row - 0.42, row + 0.42, color=INK, linewidth=1.3)
 
@@ -143,12 +139,12 @@ def _draw_slices(ax: Axes, group: RunGroup, runs: list[Run], names: list[str]) -
             ax.plot(*zip(*points, strict=True), line, marker=marker, label=f"terapipe {name}", **style)
     bounds = [(len(run.slices), run.bound_s * scale) for run in runs if run.bound_s is not None]
     planned = [(len(run.slices), run.step_s * scale) for run in runs if run.planned]
-    for points, marker, label, style in (
-        (planned, "*", "planned slices", {"color": colour, "markersize": 11, **_NO_EDGE}),
-        (bounds, "_", "bound", {"color": INK, "markersize": 9, "markeredgewidth": 1.3, "linestyle": "none"}),
+    for points, label, style in (
+        (planned, "planned slices", {"marker": "*", "color": colour, "markersize": 11, **_NO_EDGE}),
+        (bounds, "bound", {"marker": "_", "color": INK, "markersize": 9, "markeredgewidth": 1.3, "linestyle": "none"}),
     ):
         if points:
-            ax.plot(*zip(*points, strict=True), marker=marker, label=label, **style)
+            ax.plot(*zip(*points, strict=True), label=label, **style)
     for other, dashes, label in ((group.stock(), 1, "stock median"), (group.fastest("torch"), 5, "best of torch")):
         if other is not None:
             style = {"linewidth": 1.1, "linestyle": (0, (dashes, 2)), "zorder": 0, "label": label}
@@ -262,16 +258,7 @@ def _with_legend(figure: Figure, columns: int = 9) -> Figure:
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             items.setdefault(label, handle)
-    figure.legend(
-        list(items.values()),
-        list(items),
-        loc="outside lower left",
-        ncols=min(columns, len(items)),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=INK,
-        handlelength=1.8,
-        columnspacing=1.4,
-        handletextpad=0.5,
-    )
+    spacing = {"handlelength": 1.8, "columnspacing": 1.4, "handletextpad": 0.5}
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, **spacing}
+    figure.legend(items.values(), items, loc="outside lower left", ncols=min(columns, len(items)), **style)
     return figure

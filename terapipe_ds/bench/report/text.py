@@ -63,9 +63,9 @@ def slices_text(run: Run | Failed, most: int = 3) -> str:
 
 
 def headline(result: Result) -> str:
-    """Return one sentence: how fast the best terapipe run is against the stock engine, at each accumulation."""
-    parts = [_clause(group) for group in result.groups]
-    joined = parts[0] if len(parts) == 1 else "; ".join(parts[:-1]) + "; and " + parts[-1]
+    """Say in one sentence how fast the best terapipe run is against the stock engine, at each accumulation."""
+    *parts, last = map(_clause, result.groups)
+    joined = "; ".join([*parts, f"and {last}" if parts else last])
     return f"Per training step against DeepSpeed’s stock 1F1B, terapipe is {joined}."
 
 

@@ -21,11 +21,11 @@ class Position:
     """Keep what this rank is doing in a file that outlives the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path = _path(folder, rank)
+        self._path = folder / f"position{rank}.json"
         self._place: dict[str, int | str] = {}
 
     def at(self, **place: int | str | None) -> None:
-        """Note what begins: a `case`, maybe at one `accumulation`, the costs of a `cut`, or with neither work of all."""
+        """Note what begins: a `case`, maybe at one `accumulation`, the costs of a `cut`, or with none work of all."""
         self._write({key: value for key, value in place.items() if value is not None})
 
     def failed(self, error: BaseException) -> None:
@@ -38,22 +38,18 @@ class Position:
         self._place = place
         write_text(self._path, json.dumps({**place, **said}))  # whole: this rank may be killed in any line
 
+    def read(self) -> dict[str, Any]:
+        """Return what was noted last, by this rank or by one that has ended."""
+        return dict(json.loads(self._path.read_text(encoding="utf-8"))) if self._path.exists() else {}
+
 
 def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
     """Return what ended the ranks, whose `Position`s are in `folder`; None where it concerns all systems."""
-    said = {rank: _read(_path(folder, rank)) for rank in exit_codes}
+    said = {rank: Position(folder, rank).read() for rank in exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
     rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))
     said[rank].setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
     return LeftOut(**said[rank]) if {"case", "cut"} & set(said[rank]) else None
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"position{rank}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
 
 
 def _in_words(exit_code: int) -> str:

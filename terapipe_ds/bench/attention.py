@@ -118,8 +118,7 @@ def _tokens_first(out: Tensor) -> Tensor:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of that name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

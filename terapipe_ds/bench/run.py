@@ -143,9 +143,8 @@ class MeasuredRun:
         # with fewer cores than stages the wall clock means nothing
         self.step_s_all = [s for s, _ in replays] if job.replayed else list(map(max, by_step("seconds")))
         self.timelines = [t for _, t in replays] if job.replayed else [trace.timeline() for trace in self.traces]
-        clock = "cpu" if job.replayed else "wall"
+        clock = "cpu" if job.replayed else "wall"  # reduce and optimizer, of the slowest stage
         self.closing_s = statistics.median(max(trace.closing_s(clock)) for trace in self.traces)
-        """Reduce and optimizer, of the slowest stage."""
 
     @property
     def is_stock(self) -> bool:

@@ -11,19 +11,19 @@ import pytest
 
 from terapipe_ds.bench import run as module
 from terapipe_ds.bench.attempts import Position, find_failure
-from terapipe_ds.bench.cases import AUTO, PLAN, BenchError, Case, LeftOut, Job
-from terapipe_ds.bench.planned_cases import PlannedCases
+from terapipe_ds.bench.cases import AUTO, PLAN, BenchError, Case, Job, LeftOut
 from terapipe_ds.bench.ranks import RankError
 from terapipe_ds.bench.run import run_benchmark
+from terapipe_ds.bench.train_in_turns import PlannedCases
 from tests.unit.bench.test_bench_run import CASES, WORK
 from tests.unit.bench.test_bench_run import ranks as records
 
 
 def test_the_rank_that_failed_first_says_why(tmp_path: Path) -> None:
     positions = [Position(tmp_path, rank) for rank in range(3)]
-    positions[0].at_case(5, 4)  # ahead of the others
-    positions[1].at_case(2)
-    positions[2].at_case(2)
+    positions[0].at(case=5, accumulation=4)  # ahead of the others
+    positions[1].at(case=2)
+    positions[2].at(case=2)
     positions[2].failed(ValueError("no room\nfor 3 tensors"))
     positions[1].failed(RuntimeError("Connection closed by peer"))
     assert find_failure(tmp_path, {1: 1, 2: 1}) == LeftOut("ValueError: no room", case=2)
@@ -36,17 +36,17 @@ def test_the_rank_that_failed_first_says_why(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_rank_that_ends_without_a_word_came_first(tmp_path: Path, exit_code: int, how: str) -> None:
     positions = [Position(tmp_path, rank) for rank in range(2)]
-    positions[0].at_case(1, 8)
+    positions[0].at(case=1, accumulation=8)
     positions[0].failed(RuntimeError("Connection closed by peer"))
-    positions[1].at_cut("halves")
+    positions[1].at(cut="halves")
     assert find_failure(tmp_path, {0: 1, 1: exit_code}) == LeftOut(f"rank 1 ended with {how}", cut="halves")
 
 
 def test_what_concerns_all_systems_is_nobodys_failure(tmp_path: Path) -> None:
     assert find_failure(tmp_path, {1: 1}) is None, "ended before it came to any"
     position = Position(tmp_path, 1)
-    position.at_case(0)
-    position.at_none()
+    position.at(case=0)
+    position.at()
     position.failed(ValueError("links"))
     assert find_failure(tmp_path, {1: 1}) is None
 
@@ -85,12 +85,12 @@ def attempts_of(monkeypatch: pytest.MonkeyPatch, *ends: Callable[[Position], Non
 
 
 def at_zbv(position: Position) -> None:
-    position.at_case(2)
+    position.at(case=2)
     position.failed(RuntimeError("no pair"))
 
 
 def at_sliced(position: Position) -> None:
-    position.at_case(1, 1)
+    position.at(case=1, accumulation=1)
     position.failed(MemoryError("no room"))
 
 
@@ -107,17 +107,13 @@ def test_each_attempt_leaves_out_what_failed_before(
     ]
 
 
-def test_a_failure_of_all_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    left_out = attempts_of(monkeypatch, at_zbv, lambda position: position.at_none())
+@pytest.mark.parametrize("second", [lambda position: position.at(), at_zbv], ids=["of all", "what is left out already"])
+def test_a_second_failure_that_leaves_nothing_out_ends_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, second: Callable[[Position], None]
+) -> None:
+    """Else an attempt that leaves a system out and ends at it all the same would go on for ever."""
+    left_out = attempts_of(monkeypatch, at_zbv, second, None)
     with pytest.raises(BenchError, match=r"rank 1 ended with exit code 1; see above; what the rank said stands there"):
-        run_benchmark(Job(WORK, CASES, (1,), 2), "test")
-    assert len(left_out) == 2
-
-
-def test_nothing_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attempt that leaves a system out and ends at it all the same would go on for ever."""
-    left_out = attempts_of(monkeypatch, at_zbv, at_zbv, None)
-    with pytest.raises(BenchError):
         run_benchmark(Job(WORK, CASES, (1,), 2), "test")
     assert len(left_out) == 2
 

@@ -12,7 +12,6 @@ from terapipe_ds.bench.drivers.torch_pipeline import of_torch
 from terapipe_ds.bench.metrics import (
     Recorded,
     StepTrace,
-    bound_s,
     drift,
     exposed_comm_s,
     ideal_bubble,
@@ -66,13 +65,6 @@ def test_ideal_bubbles_follow_the_formula_of_the_paper(name: str, stages: int, m
     assert ideal_bubble(build(name, stages, m, slices)) == pytest.approx((stages - 1) / (m * slices + stages - 1))
 
 
-def test_the_bound_by_hand() -> None:
-    # two stages of 3 s and 2 s per unsliced micro-batch, 4 of them, a fifth of the time idle, half a second to close
-    assert bound_s([3.0, 2.0], 4, 0.2, 0.5) == pytest.approx(12.0 / 0.8 + 0.5)
-    slices = ideal_bubble(build("seq1f1b", 2, 1, 8))
-    assert bound_s([2.75, 2.7], 1, slices, 0.0) == pytest.approx(2.75 * 9 / 8)
-
-
 def test_unsliced_seconds_are_the_medians_of_the_fastest_system_on_each_stage() -> None:
     def step(*busy_s: float) -> Timeline:
         return StepTrace([[event("F", 0, 0.0, seconds)] for seconds in busy_s]).timeline()
@@ -108,7 +100,7 @@ def test_a_replay_takes_the_mean_over_micro_batches() -> None:
     assert seconds == pytest.approx(2 * (2.0 + 4.0))
 
 
-@pytest.mark.parametrize(("stages", "m"), [(2, 4), (2, 6), (4, 8), (3, 9)])
+@pytest.mark.parametrize(("stages", "m"), [(2, 4), (3, 9)])
 def test_dualpipev_is_a_schedule_that_runs_and_idles_less(stages: int, m: int) -> None:
     schedule = of_dualpipev(stages, m)
     validate(schedule)

@@ -179,6 +179,9 @@ def test_what_cannot_run_says_why() -> None:
     assert "accumulation >= 2" in (Case("torch", "1f1b").problem(WORK, 1) or "")
     assert Case("terapipe", "seq1f1b", 8).problem(WORK, 1) is None
     assert "9 slices are more than the 8 tokens" in (Case("terapipe", "seq1f1b", 9).problem(WORK, 1) or "")
+    learned = Workload(stages=4, accumulation=1, sequence_length=8, micro_batch=1, hidden=8, layers=4, heads=1)
+    assert "in 8 parts, it has 7" in (Case("terapipe", "zbv", 1).problem(learned, 1) or "")
+    assert Case("terapipe", "zbv", 1).problem(learned, 1, {"positions": "learned"}) is None, "they are a layer"
     assert "in 6 parts, it has 5" in (Case("terapipe", "interleaved", 1, given_chunks=3).problem(WORK, 1) or "")
 
 
@@ -192,14 +195,12 @@ def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     job = command.job_of(arguments())
     assert (job.work.stages, job.work.sequence_length, job.accumulations, job.pairs) == (2, 2048, (1, 4), 5)
-    assert not job.replayed
     eight = command.job_of(arguments("cpu-8stage", "--accumulation", "2", "--steps", "1"))
-    assert eight.replayed and eight.work.stages == 8 and (eight.accumulations, eight.pairs) == ((2,), 1)
+    assert (eight.work.stages, eight.accumulations, eight.pairs) == (8, (2,), 1)
+    assert eight.replayed and not job.replayed
     assert command.job_of(arguments("--full")).accumulations == (1, 4, 8)
     other = command.job_of(arguments("--accumulation", "8"))
     assert any(case.system == "torch" and case.runs_at(8) for case in other.cases)
-    given = command.job_of(arguments("--sequence-length", "100", "--schedules", "seq1f1b", "--slices", "60,40"))
-    assert [case.slices for case in given.cases if case.system == "terapipe"] == [(60, 40)]
 
 
 def test_plans_with_a_limit() -> None:
@@ -220,13 +221,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> PlannedCases:
 def test_the_limit_of_a_plan_holds(planned: PlannedCases) -> None:
     counts = [planned.plan(Case("terapipe", "seq1f1b", slices), 1).num_slices for slices in (PLAN, "plan:8", "plan:5")]
     assert counts[0] > 8 and counts[1:] == [8, 5]  # the more, the better
-
-
-def test_learned_positions_are_a_layer() -> None:
-    case = Case("terapipe", "zbv", 1)
-    work = Workload(stages=4, accumulation=1, sequence_length=8, micro_batch=1, hidden=8, layers=4, heads=1)
-    assert "in 8 parts, it has 7" in (case.problem(work, 1) or "")
-    assert case.problem(work, 1, {"positions": "learned"}) is None
 
 
 def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from attention_cases import Tensor, forced, largest_error, random_inputs, run_pl
 
 from terapipe_ds.attention import SliceStore, available_backends, backends, set_backend, sliced_attention
 from terapipe_ds.attention.backends import choose_backend, fused
-from terapipe_ds.attention.backends.base import Attended, Queries
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
-from terapipe_ds.attention.backends.reference import Reference, dropout_factors
+from terapipe_ds.attention.backends.reference import dropout_factors
 
 
 def test_the_automatic_choice() -> None:
@@ -116,65 +115,15 @@ def test_gradients_under_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- kernels that need a device, through stand-ins ------------------------------------------------------------------
 
 
-def _fake_flash_attn(calls: list[str]) -> types.ModuleType:
-    """Stand in for the two functions of the package as of 2.7, keyword for keyword.
-
-    Tensors are [B, tokens, heads, D]; the causal mask is aligned with the last query and the last key.
-    """
-    module = types.ModuleType("flash_attn.flash_attn_interface")
-
-    def bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Queries:
-        return Queries(*(x.transpose(1, 2) for x in (q, k, v)), k.shape[1] - q.shape[1], scale)
-
-    given = {"causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> tuple[Tensor, ...]:
-        assert options == {**given, "return_softmax": False} and dropout_p == 0.0
-        calls.append("forward")
-        out, lse, _ = Reference().forward(bottom_right(q, k, v, scale))
-        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
-
-    def backward(*arguments: Any, rng_state: Tensor, **options: Any) -> Tensor:
-        assert options == {**given, "deterministic": False} and rng_state is not None
-        calls.append("backward")
-        dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale = arguments
-        assert dropout_p == 0.0
-
-        def write(offset: int, d_keys: Tensor, d_values: Tensor) -> None:
-            dk.copy_(d_keys.transpose(1, 2))
-            dv.copy_(d_values.transpose(1, 2))
-
-        attended = Attended(out.transpose(1, 2), lse)
-        d_queries = Reference().backward(dout.transpose(1, 2), bottom_right(q, k, v, scale), attended, write)
-        dq.copy_(d_queries.transpose(1, 2))
-        return lse
-
-    module._flash_attn_forward = forward  # type: ignore[attr-defined]
-    module._flash_attn_backward = backward  # type: ignore[attr-defined]
-    return module
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
-def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    package = types.ModuleType("flash_attn")
-    package.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(calls))
-    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, dropout_p: None)
-    monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
-    inputs = random_inputs((2, *heads, 20, 8))
-    with forced("flash_attn"):
-        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
-    assert calls == ["forward"] * 3 + ["backward"] * 3
-
-
 def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, installed, expected in (((0, 0), True, False), ((8, 0), True, True), ((9, 0), False, False)):
         monkeypatch.setattr(fused, "_cuda_capability", lambda value=capability: value)
         monkeypatch.setattr(fused, "_has_flash_attn", lambda value=installed: value)
         assert FlashAttn().is_available() is expected
         assert CudaFlash().is_available() is (capability >= (8, 0))
+
+
+SLICES = [(9, 9, True), (10, 19, True), (1, 20, True)]
 
 
 class FlashOps:
@@ -236,6 +185,44 @@ class FlashOps:
         return d_scores @ k, dk * (1.1 if is_wrong else 1.0), dv
 
 
+def _fake_flash_attn(ops: FlashOps) -> types.ModuleType:
+    """Stand in for the two functions of the package as of 2.7. Tensors are [B, tokens, heads, D]."""
+    module: Any = types.ModuleType("flash_attn.flash_attn_interface")
+    given = {"causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> tuple[Tensor, ...]:
+        assert options == {**given, "return_softmax": False} and dropout_p == 0.0
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(*inputs, dropout_p, True, False, scale=scale)
+        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
+
+    def backward(*arguments: Any, rng_state: Tensor, **options: Any) -> None:
+        assert options == {**given, "deterministic": False} and rng_state is not None
+        lse, *targets, dropout_p, scale = arguments[5:]
+        inputs = [x.transpose(1, 2) for x in arguments[:5]]
+        rest = ("cum_q", "cum_k", inputs[1].shape[2], inputs[2].shape[2], dropout_p, True, "seed", "offset")
+        gradients = ops._scaled_dot_product_flash_attention_backward(*inputs, lse, *rest, scale=scale)
+        for target, gradient in zip(targets, gradients, strict=True):
+            target.copy_(gradient.transpose(1, 2))
+
+    module._flash_attn_forward, module._flash_attn_backward = forward, backward
+    return module
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
+def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, package = FlashOps(), types.ModuleType("flash_attn")
+    package.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(ops))
+    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, dropout_p: None)
+    monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
+    inputs = random_inputs((2, *heads, 20, 8))
+    with forced("flash_attn"):
+        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
+    assert ops.calls == [*SLICES, *reversed(SLICES)]
+
+
 def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
     fused._takes_slices.cache_clear()
     monkeypatch.setattr(fused, "_aten", ops)
@@ -256,9 +243,8 @@ def test_cuda_flash_takes_one_call_per_slice(
     ops = FlashOps()
     with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
         assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
-    slices = [(9, 9, True), (10, 19, True), (1, 20, True)]
     calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
-    assert calls == [*slices, *reversed(slices)]
+    assert calls == [*SLICES, *reversed(SLICES)]
     assert len(ops.calls) == len(calls) + 2 * len(fused._CHECKED)  # which was made once
     assert not caplog.records
 

@@ -139,9 +139,9 @@ def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: in
     return sum(unsliced_s) / float(whole_s)
 
 
-def ratio(others: Sequence[float], mine: Sequence[float]) -> float:
+def ratio(others: Sequence[float], own: Sequence[float]) -> float:
     """Return how many times as long the other's step takes: the median over the turns."""
-    return statistics.median(a / b for a, b in zip(others, mine, strict=True))
+    return statistics.median(a / b for a, b in zip(others, own, strict=True))
 
 
 def median_index(seconds: Sequence[float]) -> int:

@@ -113,19 +113,19 @@ class Agreement:
         self._store = torch_dist.FileStore(str(folder / "agreement"), self._size)
         self._patience_s, self._steps = patience_s, 0
 
-    def problem(self, mine: str | None, what: str) -> str | None:
+    def problem(self, own: str | None, what: str) -> str | None:
         """Return the problem of the first rank that has one with step `what`, or None. A collective.
 
         Raises `RuntimeError` where this rank has one and others do not come: they wait for it within the step.
         """
         keys = [f"{self._steps}/{rank}" for rank in range(self._size)]
         self._steps += 1
-        self._store.set(keys[self._rank], mine or "")
-        wait_s = self._patience_s if mine else _ALL_DAY_S
+        self._store.set(keys[self._rank], own or "")
+        wait_s = self._patience_s if own else _ALL_DAY_S
         try:
             self._store.wait(keys, datetime.timedelta(seconds=wait_s))
         except RuntimeError:
-            why = f", and may wait for rank {self._rank}, which failed: {mine}" if mine else ""
+            why = f", and may wait for rank {self._rank}, which failed: {own}" if own else ""
             raise RuntimeError(f"{what}: others have not come in {wait_s:g} s{why}") from None
         return next((said for said in (self._store.get(key).decode() for key in keys) if said), None)
 

@@ -170,10 +170,10 @@ class MeasuredRun:
     def disagreement(self, reference: MeasuredRun | None) -> str | None:
         """Return that the system did not learn what the reference did, or None."""
         tolerance = _TOLERANCE[(self.job.gpt or {}).get("dtype", "float32")]
-        for step, (mine, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
-            if reference is not None and not math.isclose(mine, other, rel_tol=tolerance):  # NaN is close to nothing
+        for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
+            if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
                 label = reference.case.label
-                return f"its loss in step {step} is {mine:.6f}, that of {label} {other:.6f}: they must agree"
+                return f"its loss in step {step} is {own:.6f}, that of {label} {other:.6f}: they must agree"
         return None
 
     def predicted_s(self) -> float | None:

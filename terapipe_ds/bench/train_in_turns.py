@@ -195,16 +195,16 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
     if job.work.stages == 1:
         return {}
     config = gpt_config(job.work, job.gpt)
-    rank, found = torch_dist.get_rank(), {}
+    rank, seconds = torch_dist.get_rank(), {}
     device = torch.device(job.device_of(rank))
     staged = needs_staging(None, device)
     for tokens in lengths:
         message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype, device=device)
         torch_dist.barrier()
         trips = [_round_trip(rank, message, staged) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
-        found[tokens] = statistics.median(trips[1:]) / 2
+        seconds[tokens] = statistics.median(trips[1:]) / 2
     torch_dist.barrier()
-    return found
+    return seconds
 
 
 def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:

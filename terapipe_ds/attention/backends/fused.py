@@ -152,9 +152,9 @@ def _error_of_one_call(kernel: CudaFlash, inputs: list[Tensor], start: int) -> f
     """Return the largest relative error of output, log-sum-exp and gradients of one call, to plain torch in fp32."""
     grad, q, k, v = inputs
     queries, plain, gradients = Queries(q, k, v, start, q.shape[-1] ** -0.5), Reference(), list[Tensor]()
-    found, expected = kernel.run(_whole_slice(queries)), plain.forward(queries)
+    sliced, expected = kernel.run(_whole_slice(queries)), plain.forward(queries)
     dq = plain.backward(grad, queries, expected, lambda offset, dk, dv: gradients.extend((dk, dv)))
-    one_call = (found.out, found.lse, *kernel.run_backward(grad, _whole_slice(queries), found))
+    one_call = (sliced.out, sliced.lse, *kernel.run_backward(grad, _whole_slice(queries), sliced))
     pairs = zip(one_call, (expected.out, expected.lse, dq, *gradients), strict=True)
     errors = torch.stack([(a.double() - b.double()).norm() / b.double().norm() for a, b in pairs])
     return float(errors.nan_to_num(nan=math.inf).max())

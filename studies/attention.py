@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 
 from terapipe_ds.attention import set_backend
-from terapipe_ds.bench.attention import CLOCKS, Row, Shape, dtype_of, measure, one_attention
+from terapipe_ds.bench.attention import CLOCKS, Shape, SlicingCost, dtype_of, measure, one_attention
 from terapipe_ds.runtime.profiling.key import device_name
 
 
@@ -26,7 +26,7 @@ def describe_device(device: str) -> str:
     return f"{name}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def print_table(shape: Shape, rows: Sequence[Row], device: str, attention: str) -> None:
+def print_table(shape: Shape, rows: Sequence[SlicingCost], device: str, attention: str) -> None:
     """Print the measured rows as a table for people."""
     print(describe_device(device))
     print(

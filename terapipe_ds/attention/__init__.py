@@ -1,4 +1,4 @@
-"""What does a slice see? Causal attention over token slices.
+"""Compute causal attention over token slices: what does a slice see?
 
 A model author needs `sliced_attention` and `active_slice`, now and then `allow_attention_within_slice`; the rest is for
 the engine, tests and benchmarks.

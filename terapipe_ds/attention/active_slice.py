@@ -1,4 +1,4 @@
-"""What a layer may ask about the slice that is running: the one piece of global state of the package.
+"""Tell layers which slice is running: the one piece of global state of the package.
 
 The engine pushes an immutable `ActiveSlice` around the forward *and* around the backward of a slice, because
 activation checkpointing runs a forward again inside the backward and must see the same slice. The stack belongs to
@@ -19,16 +19,13 @@ MODES = ("train", "eval", "recompute", "weight", "probe")
 
 
 class Store(Protocol):
-    """What sliced attention asks of the store in which a slice keeps what later slices need. `SliceStore` is one."""
+    """What sliced attention asks of `SliceStore`, where the methods are described."""
 
-    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any:
-        """Keep keys and values of a slice, and return the entry of its layer."""
+    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor) -> Any: ...
 
-    def begin_backward(self, entry: Any, start: int, stop: int) -> None:
-        """Check that the tokens [start, stop) are next in the backward."""
+    def begin_backward(self, entry: Any, start: int, stop: int) -> None: ...
 
-    def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
-        """Return the gradients of keys and values of the tokens [start, stop)."""
+    def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +62,16 @@ class ActiveSlice:
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of this slice."""
+        """Return T, the tokens of this slice."""
         return self.stop - self.start
 
     @property
     def is_whole(self) -> bool:
-        """True where the slice is the whole sequence: nothing has to be kept for other slices."""
+        """Return whether the slice is the whole sequence: nothing has to be kept for other slices."""
         return self.start == 0 and self.stop == self.sequence_length
 
     def replace(self, **changes: Any) -> ActiveSlice:
-        """A copy with some fields changed, e.g. ``active.replace(mode="recompute")`` around a backward."""
+        """Return a copy with some fields changed, e.g. `active.replace(mode="recompute")` around a backward."""
         return dataclasses.replace(self, **changes)
 
 
@@ -82,7 +79,7 @@ _stack: list[ActiveSlice] = []
 
 
 def active_slice() -> ActiveSlice | None:
-    """The slice that is running now, or None outside of sliced execution."""
+    """Return the slice that is running now, or None outside of sliced execution."""
     return _stack[-1] if _stack else None
 
 
@@ -100,6 +97,6 @@ def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
     finally:
         if len(_stack) <= depth or _stack[depth] is not active:
             raise RuntimeError(
-                "the stack of active slices was changed by somebody else; leave push_slice() blocks in reverse order"
+                "the stack of active slices was changed meanwhile; leave push_slice() blocks in reverse order"
             )
         del _stack[depth:]

@@ -1,4 +1,4 @@
-"""Guard against attention that would silently see only the tokens of its own slice.
+"""Refuse attention that would silently see only the tokens of its own slice.
 
 A model that still calls `F.scaled_dot_product_attention` or `nn.MultiheadAttention` trains without any error when its
 sequence is cut in slices, and learns nothing across them. The engine holds the guard while slices run.
@@ -58,8 +58,7 @@ def guard_plain_attention() -> Iterator[None]:
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = attention
-        F.multi_head_attention_forward = multi_head
+        F.scaled_dot_product_attention, F.multi_head_attention_forward = attention, multi_head
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 

@@ -1,4 +1,4 @@
-"""What later slices need of earlier ones, and the gradients that flow back.
+"""Keep what later slices need of earlier ones, and the gradients that flow back.
 
 Kind "append", the only one so far: a layer appends the keys and values of each slice to one buffer of the whole
 sequence, and later slices read the prefix [0, start). Backward runs over the slices in reverse and adds to the
@@ -14,18 +14,68 @@ Both come from a pool and return to it: a batch after the first one allocates no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
 from terapipe_ds.attention.active_slice import ActiveSlice
-from terapipe_ds.attention.buffer_pool import BufferPool
 
 TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
 class SliceStoreError(RuntimeError):
     """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
+
+
+class BufferPool:
+    """Lends tensors of any shape, by dtype and device, from batch to batch. Their contents are undefined.
+
+    Free buffers are flat and lent to whatever fits in, so that lengths that change from batch to batch do not pile up
+    one set of buffers per length: where no free one is large enough, the new buffer replaces a smaller free one. There
+    are never more buffers than were in use at once.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._lent: dict[int, torch.Tensor] = {}  # id of the lent view -> flat buffer
+        self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of that shape; give the same object back with `give`."""
+        numel = math.prod(shape)
+        # Not an inference tensor even where the caller evaluates: the next user may train.
+        with torch.inference_mode(False), torch.no_grad():
+            flat = self._fitting(numel, self._free.setdefault((dtype, device), []))
+            if flat is None:
+                flat = torch.empty(numel, dtype=dtype, device=device)
+                self.reserved_bytes += flat.nbytes
+            lent = flat[:numel].view(shape)
+        self._lent[id(lent)] = flat
+        self.live_bytes += lent.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return lent
+
+    def _fitting(self, numel: int, free: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return the smallest free buffer that is large enough; without one, drop the largest of those too small."""
+        free.sort(key=torch.Tensor.numel)
+        for place, flat in enumerate(free):
+            if flat.numel() >= numel:
+                return free.pop(place)
+        if free:
+            self.reserved_bytes -= free.pop().nbytes
+        return None
+
+    def give(self, lent: torch.Tensor) -> None:
+        """Take back a tensor that `take` lent."""
+        flat = self._lent.pop(id(lent))
+        self.live_bytes -= lent.nbytes
+        self._free.setdefault((flat.dtype, flat.device), []).append(flat)
+
+    def drop_free(self) -> None:
+        """Let go of what is not lent now."""
+        self.reserved_bytes -= sum(flat.nbytes for free in self._free.values() for flat in free)
+        self._free.clear()
 
 
 class SliceEntry:
@@ -53,7 +103,7 @@ class SliceEntry:
         return f"layer {self.layer!r} (part {self.part_id}, micro-batch {self.micro_batch_id})"
 
     def keys_values(self, start: int, stop: int) -> TensorPair:
-        """Views of the keys and values of the tokens [start, stop), [B, H_kv, stop - start, D] each."""
+        """Return views of the keys and values of the tokens [start, stop), [B, H_kv, stop - start, D] each."""
         return self.kv[0, :, :, start:stop], self.kv[1, :, :, start:stop]
 
     def record(self, kv_needs_grad: bool) -> None:
@@ -67,7 +117,7 @@ class SliceEntry:
         dk, dv: [B, H_kv, n, D]. A backward covers [0, stop) in pieces of any size; `again` says that it has given to
         these tokens before. The pieces of the first backward are copied, so that nothing has to be zeroed.
         """
-        if self.grads is None:  # nobody asked for gradients of keys and values
+        if self.grads is None:  # keys and values need no gradients
             return
         for total, part in zip(self.grads, (dk, dv), strict=True):
             target = total[:, :, offset : offset + part.shape[2]]
@@ -88,10 +138,8 @@ class SliceStore:
         self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
         self._pool = BufferPool()
 
-    # -- forward --------------------------------------------------------------------------------------------------
-
     def write(self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor) -> SliceEntry:
-        """Keep the keys and values ([B, H_kv, T, D]) of the active slice; returns the entry to read the prefix from.
+        """Keep the keys and values ([B, H_kv, T, D]) of the active slice; return the entry to read the prefix from.
 
         Mode "weight" only reads. Raises SliceStoreError where the slice does not continue the forward frontier (modes
         train and eval), has not run yet (recompute, weight), or has another shape or dtype than those before it.
@@ -109,21 +157,17 @@ class SliceStore:
         shape = (2, batch, heads, active.sequence_length, dim)
         entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
         if entry is None:
-            return self._open(active, layer, self._pool.take(shape, k.dtype, k.device))
-        if tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
+            entry = SliceEntry(active, layer, self._pool.take(shape, k.dtype, k.device))
+            if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
+                entry.kv.fill_(0.5)
+            self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
+        elif tuple(entry.kv.shape) != shape or entry.kv.dtype != k.dtype or entry.kv.device != k.device:
             _, *first = entry.kv.shape
             raise SliceStoreError(
                 f"{entry}: slice [{active.start}, {active.stop}) brings keys for [B, H_kv, L, D] = {list(shape[1:])}, "
                 f"{k.dtype} on {k.device}, but the micro-batch began with {first}, {entry.kv.dtype} on "
                 f"{entry.kv.device}; all slices of a micro-batch need the same batch, heads, length, dtype and device"
             )
-        return entry
-
-    def _open(self, active: ActiveSlice, layer: Hashable, kv: torch.Tensor) -> SliceEntry:
-        if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
-            kv.fill_(0.5)
-        entry = SliceEntry(active, layer, kv)
-        self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
         return entry
 
     @staticmethod
@@ -140,8 +184,6 @@ class SliceStore:
                 f"{entry}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {entry.filled}) has "
                 f"run; the first forward of a slice needs mode 'train'"
             )
-
-    # -- backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self, entry: SliceEntry, start: int, stop: int) -> None:
         """Move the backward frontier over [start, stop) and have `grads` ready for `SliceEntry.add_grads`.
@@ -160,25 +202,25 @@ class SliceStore:
 
     @staticmethod
     def _check_backward(entry: SliceEntry, start: int, stop: int) -> None:
+        is_probe = entry.mode == "probe"
         if entry.closed:
-            raise SliceStoreError(
-                f"{entry}: backward of slice [{start}, {stop}) after the micro-batch was released; release it after "
-                f"its last backward"
+            problem = "after the micro-batch was released; release it after its last backward"
+        elif stop != entry.frontier and not is_probe:
+            problem = (
+                f"out of order, the next one must end at token {entry.frontier}; run the backwards in reverse slice "
+                f"order, each slice once"
             )
-        if stop != entry.frontier and entry.mode != "probe":
-            raise SliceStoreError(
-                f"{entry}: backward of slice [{start}, {stop}) out of order, the next one must end at token "
-                f"{entry.frontier}; run the backwards in reverse slice order, each slice once"
+        elif entry.kv_needs_grad and entry.grads is None and stop < entry.sequence_length and not is_probe:
+            problem = (
+                "has keys or values that need gradients but did not in the slices after it, so that their share is "
+                "lost; let k and v require gradients in all slices of a micro-batch or in none"
             )
-        is_last = stop == entry.sequence_length or entry.mode == "probe"
-        if entry.kv_needs_grad and entry.grads is None and not is_last:
-            raise SliceStoreError(
-                f"{entry}: keys or values need gradients in slice [{start}, {stop}) but did not in those after it, so "
-                f"that their share is lost; let k and v require gradients in all slices of a micro-batch or in none"
-            )
+        else:
+            return
+        raise SliceStoreError(f"{entry}: backward of slice [{start}, {stop}) {problem}")
 
     def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
-        """The complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
+        """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
 
         None where keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
         """
@@ -191,20 +233,15 @@ class SliceStore:
             self._give_grads(entry)
         return dk, dv
 
-    # -- end of life ----------------------------------------------------------------------------------------------
-
     def release(self, part_id: int, micro_batch_id: int) -> None:
         """Give back the buffers of a micro-batch, after its last backward (training) or last forward (evaluation).
 
         Raises SliceStoreError where a layer is only partly drained, or waits for a backward that never came.
         """
-        layers = self._entries.get((part_id, micro_batch_id), {})
-        for entry in layers.values():
-            if entry.mode == "train":
-                _check_drained(entry)
-        for entry in layers.values():
+        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
+            _check_drained(entry)
+        for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             self._close(entry)
-        self._entries.pop((part_id, micro_batch_id), None)
 
     def reset(self) -> None:
         """Drop all entries whatever their state, after an exception; their buffers go back to the pool."""
@@ -223,26 +260,22 @@ class SliceStore:
             )
 
     def bytes_of(self, part_id: int, micro_batch_id: int) -> tuple[int, int]:
-        """Bytes of keys and values of a micro-batch on all layers of a part, and of their gradients in backward."""
+        """Return the bytes of keys and values of a micro-batch on all layers of a part, and of their gradients."""
         layers = self._entries.get((part_id, micro_batch_id), {}).values()
-        keys = sum(entry.kv.numel() * entry.kv.element_size() for entry in layers)
+        keys = sum(entry.kv.nbytes for entry in layers)
         grads = sum(entry.kv.numel() * max(4, entry.kv.element_size()) for entry in layers if entry.kv_needs_grad)
         return keys, grads
 
     def live_bytes(self) -> int:
-        """Bytes of keys, values and gradients in use now."""
+        """Return the bytes of keys, values and gradients in use now."""
         return self._pool.live_bytes
 
     def peak_bytes(self) -> int:
-        """The largest `live_bytes` since the start or the last `reset_peak`."""
+        """Return the largest `live_bytes` since the start."""
         return self._pool.peak_bytes
 
-    def reset_peak(self) -> None:
-        """Let `peak_bytes` begin again from what is live now."""
-        self._pool.reset_peak()
-
     def reserved_bytes(self) -> int:
-        """Bytes held, in use or waiting in the pool."""
+        """Return the bytes held, in use or waiting in the pool."""
         return self._pool.reserved_bytes
 
     def drop_free(self) -> None:
@@ -265,37 +298,34 @@ class SliceStore:
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
+    """Copy [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
     batch, heads, tokens, dim = x.shape
     return torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2).copy_(x)
 
 
 def _forward_order_message(entry: SliceEntry, start: int, stop: int) -> str:
-    if stop <= entry.filled:
-        return (
-            f"{entry}: slice [{start}, {stop}) comes a second time, [0, {entry.filled}) is filled. Either two "
-            f"attention layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a "
-            f"backward runs in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
-        )
+    if stop > entry.filled:
+        why = f"out of order, the next one must start at token {entry.filled}; run the forwards in slice order"
+        return f"{entry}: slice [{start}, {stop}) {why}, without gaps"
     return (
-        f"{entry}: slice [{start}, {stop}) out of order, the next one must start at token {entry.filled}; run the "
-        f"forwards in slice order, without gaps"
+        f"{entry}: slice [{start}, {stop}) comes a second time, [0, {entry.filled}) is filled. Either two attention "
+        f"layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a backward runs "
+        f"in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
     )
 
 
 def _check_drained(entry: SliceEntry) -> None:
+    if entry.mode != "train":
+        return
     if 0 < entry.frontier < entry.sequence_length:
-        raise SliceStoreError(
-            f"{entry}: released with the gradients of [0, {entry.frontier}) still waiting; run the backward of every "
-            f"slice first"
+        what = f"with the gradients of [0, {entry.frontier}) still waiting; run the backward of every slice first"
+    elif entry.frontier and entry.recorded:
+        what = (
+            "before any backward although its output needs gradients; run the backward of every slice first, or "
+            "freeze the layer if the loss does not use it"
         )
-    if entry.frontier and entry.recorded:
-        raise SliceStoreError(
-            f"{entry}: released before any backward although its output needs gradients; run the backward of every "
-            f"slice first, or freeze the layer if the loss does not use it"
-        )
-    if entry.filled < entry.sequence_length:
-        raise SliceStoreError(
-            f"{entry}: released after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all "
-            f"slices first"
-        )
+    elif entry.filled < entry.sequence_length:
+        what = f"after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all slices first"
+    else:
+        return
+    raise SliceStoreError(f"{entry}: released {what}")

@@ -1,4 +1,4 @@
-"""`sliced_attention`: what a model calls instead of `F.scaled_dot_product_attention`.
+"""Define `sliced_attention`, which a model calls instead of `F.scaled_dot_product_attention`.
 
 The forward of a slice appends its keys and values to the slice store and attends to all tokens so far; the backward
 adds to the gradients that the store holds for [0, stop) and returns those of the slice's own tokens, which are complete
@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention.active_slice import ActiveSlice, Store, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
+from terapipe_ds.attention.backends.base import Attended, Queries
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStoreError
 
 Tensor = torch.Tensor
@@ -26,7 +27,7 @@ Tensor = torch.Tensor
 def sliced_attention(
     q: Tensor, k: Tensor, v: Tensor, layer: Hashable, scale: float | None = None, dropout_p: float = 0.0
 ) -> Tensor:
-    """Causal self-attention of the active slice's tokens over all tokens of the sequence so far.
+    """Return the causal self-attention of the active slice's tokens over all tokens of the sequence so far.
 
     q: [B, H, T, D]; k, v: [B, H_kv, T, D], H a multiple of H_kv (query head h reads key head h // (H / H_kv)). Returns
     [B, H, T, D]. T is the length of the active slice; k and v are those of its own tokens, positions already applied.
@@ -73,22 +74,22 @@ class _Call:
         self.state: tuple[Any, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v to the store and attend; returns the output and the log-sum-exp."""
+        """Append k and v to the store and attend; return the output and the log-sum-exp."""
         self.entry = self.store.write(self.active, self.layer, k, v)
-        keys, values = self.entry.keys_values(0, self.active.stop)
-        out, lse, self.state = self.backend.forward(q, keys, values, self.active.start, self.scale, self.dropout_p)
+        out, lse, self.state = self.backend.forward(self._queries(q, self.entry))
         return out, lse
 
     def backward(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV of the slice, complete because all later slices have run."""
+        """Return dQ, dK, dV of the slice, complete because all later slices have run."""
         assert self.entry is not None
         start, stop = self.active.start, self.active.stop
         self.store.begin_backward(self.entry, start, stop)
-        keys, values = self.entry.keys_values(0, stop)
-        dq = self.backend.backward(
-            grad, q, keys, values, out, lse, start, self.scale, self.dropout_p, self.state, self.entry.add_grads
-        )
+        queries, attended = self._queries(q, self.entry), Attended(out, lse, self.state)
+        dq = self.backend.backward(grad, queries, attended, self.entry.add_grads)
         return dq, *(self.store.end_backward(self.entry, start, stop) or (None, None))
+
+    def _queries(self, q: Tensor, entry: SliceEntry) -> Queries:
+        return Queries(q, *entry.keys_values(0, self.active.stop), self.active.start, self.scale, self.dropout_p)
 
 
 class _SlicedAttention(torch.autograd.Function):
@@ -111,13 +112,13 @@ class _SlicedAttention(torch.autograd.Function):
 
 
 def _own_memory(q: Tensor) -> Tensor:
-    """q, or a copy where it is a view of something larger: saving a part of a fused QKV keeps K and V alive twice."""
+    """Return q, or a copy where it is a view: to save a part of a fused QKV would keep K and V alive twice."""
     owns = q.untyped_storage().nbytes() <= q.numel() * q.element_size()
     return q if owns else q.clone(memory_format=torch.contiguous_format)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What autocast does with the inputs of the plain function: all but fp64 in the autocast dtype."""
+    """Cast as autocast casts the inputs of the plain function: all but fp64 to the autocast dtype."""
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -126,22 +127,21 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Hashable, dropout_p: float) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    tokens = active.num_tokens
+    tokens, shapes = active.num_tokens, f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or q.shape[2] != tokens:
-        raise ValueError(
-            f"layer {layer!r}: the active slice [{active.start}, {active.stop}) has {tokens} tokens, so q must be "
-            f"[B, H, {tokens}, D], got {shapes}; pass the slice's own tokens, and no others"
+        problem = (
+            f"the active slice [{active.start}, {active.stop}) has {tokens} tokens, so q must be [B, H, {tokens}, D], "
+            f"got {shapes}; pass the slice's own tokens, and no others"
         )
-    batch, heads, _, dim = q.shape
-    if k.dim() != 4 or k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (batch, tokens, dim):
-        raise ValueError(f"layer {layer!r}: q must be [B, H, T, D], k and v [B, H_kv, T, D] each, got {shapes}")
-    if k.shape[1] == 0 or heads % k.shape[1]:
-        raise ValueError(f"layer {layer!r}: the query heads must be a multiple of the key heads, got {shapes}")
-    if not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
-        raise ValueError(
-            f"layer {layer!r}: q, k and v need one dtype and one device, got {q.dtype}, {k.dtype}, {v.dtype} on "
-            f"{q.device}, {k.device}, {v.device}"
-        )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"layer {layer!r}: dropout_p must be in [0, 1), got {dropout_p}")
+    elif k.dim() != 4 or k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (q.shape[0], tokens, q.shape[3]):
+        problem = f"q must be [B, H, T, D], k and v [B, H_kv, T, D] each, got {shapes}"
+    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        problem = f"the query heads must be a multiple of the key heads, got {shapes}"
+    elif not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
+        kinds = f"{q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}"
+        problem = f"q, k and v need one dtype and one device, got {kinds}"
+    elif not 0.0 <= dropout_p < 1.0:
+        problem = f"dropout_p must be in [0, 1), got {dropout_p}"
+    else:
+        return
+    raise ValueError(f"layer {layer!r}: {problem}")

@@ -1,7 +1,7 @@
 """Find which system of a benchmark failed, so that a failure costs that system's rows only.
 
-Where a rank fails, all ranks are ended, and they start again without that system. The ranks of a failed step wait for
-one another, and messages are on their way that no rank takes.
+All ranks are ended then, and start again without that system: the ranks of a failed step wait for one another, and
+messages are on their way that no rank takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.cases import Failure
+from terapipe_ds.bench.cases import LeftOut
 from terapipe_ds.files.atomic import write_text
 
 
@@ -21,20 +21,12 @@ class Position:
     """Keep what this rank is doing in a file that outlives the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path = _path(folder, rank)
+        self._path = folder / f"position{rank}.json"
         self._place: dict[str, int | str] = {}
 
-    def at_case(self, case: int, accumulation: int | None = None) -> None:
-        """Note that a system is built or takes its first step, or that it trains at an accumulation."""
-        self._write({"case": case} if accumulation is None else {"case": case, "accumulation": accumulation})
-
-    def at_cut(self, cut: str) -> None:
-        """Note that the costs of slices are measured, with the layers cut like this."""
-        self._write({"cut": cut})
-
-    def at_none(self) -> None:
-        """Note work that concerns all systems."""
-        self._write({})
+    def at(self, **place: int | str | None) -> None:
+        """Note what begins: a `case`, maybe at one `accumulation`, the costs of a `cut`, or with none work of all."""
+        self._write({key: value for key, value in place.items() if value is not None})
 
     def failed(self, error: BaseException) -> None:
         """Keep why this rank ends, and when."""
@@ -46,35 +38,20 @@ class Position:
         self._place = place
         write_text(self._path, json.dumps({**place, **said}))  # whole: this rank may be killed in any line
 
+    def read(self) -> dict[str, Any]:
+        """Return what was noted last, by this rank or by one that has ended."""
+        return dict(json.loads(self._path.read_text(encoding="utf-8"))) if self._path.exists() else {}
 
-def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> Failure | None:
-    """Return what ended the ranks; None where it concerns all systems.
 
-    Args:
-        folder: where each rank has its `Position`.
-        exit_codes: those of the ranks that failed.
-    """
-    left = {rank: _read(folder, rank) for rank in exit_codes}
+def find_failure(folder: Path, exit_codes: Mapping[int, int]) -> LeftOut | None:
+    """Return what ended the ranks, whose `Position`s are in `folder`; None where it concerns all systems."""
+    said = {rank: Position(folder, rank).read() for rank in exit_codes}
     # a rank that left no reason failed first: the others' errors may be consequences of its end
-    rank = min(left, key=lambda rank: left[rank].pop("time_s", 0.0))
-    last = left[rank]
-    last.setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
-    return Failure(**last) if {"case", "cut"} & set(last) else None
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"position{rank}.json"
-
-
-def _read(folder: Path, rank: int) -> dict[str, Any]:
-    path = _path(folder, rank)
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    rank = min(said, key=lambda rank: said[rank].pop("time_s", 0.0))
+    said[rank].setdefault("reason", f"rank {rank} ended with {_in_words(exit_codes[rank])}")
+    return LeftOut(**said[rank]) if {"case", "cut"} & set(said[rank]) else None
 
 
 def _in_words(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        return f"signal {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"signal {-exit_code}"
+    names = {-known: known.name for known in signal.Signals}
+    return f"exit code {exit_code}" if exit_code >= 0 else f"signal {names.get(exit_code, -exit_code)}"

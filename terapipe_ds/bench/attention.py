@@ -1,4 +1,4 @@
-"""What slicing costs in attention: forward and backward of all slices against one unsliced fused call.
+"""Measure what slicing costs in attention: forward and backward of all slices against one unsliced fused call.
 
 Both sides compute the same outputs and gradients from the same inputs, laid out as a projection gives them
 ([B, T, H * D], viewed as [B, H, T, D]). They run in turns in one process, and the ratio is taken within each turn, so
@@ -23,8 +23,6 @@ from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.plan import SlicePlan
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -36,9 +34,8 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
     would compare kernels rather than slices. On CPUs there is one fused kernel. What no fused kernel takes for slices
     (fp32 on a device) is left to torch for whole sequences, and the name says so.
     """
-    q = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta" if device == "cuda" else device)
     if device == "cpu":
-        yield backend_name(q)
+        yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
         set_backend("cuda_flash")
         try:
@@ -63,8 +60,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table: medians over the repeats; `ratio` is the median of sliced over unsliced within a turn."""
+class SlicingCost:
+    """What a number of slices costs: medians over the repeats; `ratio` is that of sliced over unsliced in a turn."""
 
     num_slices: int
     unsliced_s: float
@@ -121,19 +118,18 @@ def _tokens_first(out: Tensor) -> Tensor:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of that name."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", clock: str = "wall") -> Row:
+def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", clock: str = "wall") -> SlicingCost:
     """Time forward + backward of both sides in turns, after two turns to warm up."""
     sides = Sides(shape, num_slices, device)
     runs = sides.run_unsliced, sides.run_sliced
     pairs = [tuple(timed(run, device, CLOCKS[clock]) for run in runs) for _ in range(repeats + 2)][2:]
     unsliced, sliced = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(s / u for u, s in pairs)
-    return Row(num_slices, unsliced, sliced, ratio, sides.store.reserved_bytes())
+    return SlicingCost(num_slices, unsliced, sliced, ratio, sides.store.reserved_bytes())
 
 
 def timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:

@@ -1,7 +1,8 @@
-"""Who competes: the systems of `terapipe bench`, its presets, and what cannot run with which sizes."""
+"""List the competitors of `terapipe bench` and its presets, and say what cannot run with which sizes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,25 +17,24 @@ class BenchError(ValueError):
 
 
 PLAN = "plan"
-"""In the place of a number of slices: what the planner makes of the costs that this run has measured. `plan:8`: of
-at most eight slices."""
+"""Slices as the planner cuts them by the costs that this run has measured; `plan:8`: at most eight of them."""
 
 AUTO = "auto"
-"""The schedule that a config may ask for: the planner's choice, here among those with one part per stage."""
+"""The planner's choice of a schedule, here among those with one part per stage."""
 
 DEEPSPEED = ("1f1b", "dualpipev")
 TERAPIPE = tuple(name for name in SCHEDULE_NAMES if name != "dapple")  # which is 1f1b by another name
 TORCH = ("gpipe", "1f1b", "interleaved1f1b", "zbv")
 SCHEDULES = {"deepspeed": DEEPSPEED, "terapipe": TERAPIPE, "torch": TORCH}
 """What each system can run, by the names used here."""
+_EVERY_SCHEDULE = tuple(dict.fromkeys(itertools.chain.from_iterable(SCHEDULES.values())))
 TWO_PARTS = ("dualpipev", "interleaved1f1b", *LOOPED, *V_SHAPED)
 """Two parts of the layers on each stage, half as large as those of the others."""
 WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 """Ours that run micro-batch after micro-batch, so that slices gain little: one slice unless asked for."""
 
 CUTS = {"halves": (*LOOPED, *V_SHAPED), "whole stages": ("seq1f1b",)}
-"""Which schedules of ours run the same parts, wherever these are; the last one measures them. All others run whole
-stages, also those that go both ways."""
+"""Which schedules of ours run the same parts; the last one measures them. All others run whole stages."""
 
 Slices = int | str | tuple[int, ...]
 """A number of equal slices, `PLAN` with or without a limit, or lengths in tokens."""
@@ -66,12 +66,11 @@ class Case:
             return f"{self.system} {self.schedule}"
         options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
         parts = "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
+        slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
         if isinstance(self.slices, tuple):
             slices = f"{len(self.slices)} given slices"
         elif self.planned:
-            slices = "planned" if self.max_slices is None else f"planned, <= {self.max_slices}"
-        else:
-            slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
+            slices = "planned" + ("" if self.max_slices is None else f", <= {self.max_slices}")
         return f"terapipe {self.schedule}{options}{parts}, {slices}"
 
     @property
@@ -89,9 +88,7 @@ class Case:
     @property
     def chunks_per_stage(self) -> int:
         """The `terapipe.chunks_per_stage` of ours."""
-        if self.given_chunks is not None:
-            return self.given_chunks
-        return 2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1
+        return self.given_chunks or (2 if self.schedule in CHUNKED_SCHEDULES and self.system == "terapipe" else 1)
 
     @property
     def planned(self) -> bool:
@@ -115,27 +112,25 @@ class Case:
 
     def problem(self, work: Workload, accumulation: int, gpt: dict[str, Any] | None = None) -> str | None:
         """Return why it cannot run with these sizes, or None; `gpt` as in `Job`."""
-        stages, layers, schedule = work.stages, num_layers(work, gpt), self.schedule
+        stages, layers, schedule, length = work.stages, num_layers(work, gpt), self.schedule, work.sequence_length
+        rounds = max(1, accumulation // stages)
+        parts = stages * (self.given_chunks or (2 if schedule in TWO_PARTS else 1))
         if schedule == "dualpipev" and accumulation < 2 * stages:
             return f"DualPipeV needs accumulation >= {2 * stages} (two per stage), this is {accumulation}"
         if (self.system, schedule) == ("torch", "1f1b") and accumulation < stages:
             return f"torch's 1F1B needs accumulation >= {stages} (the stages), this is {accumulation}"
-        rounds = max(1, accumulation // stages)
         if schedule == "interleaved1f1b" and accumulation % rounds:
             return f"interleaved 1F1B needs a multiple of {rounds} micro-batches, this is {accumulation}"
         if schedule in BIDIRECTIONAL and stages % 2:
             return f"{schedule} needs an even number of stages, this is {stages}"
-        if isinstance(self.slices, int) and self.slices > work.sequence_length:
-            return f"{self.slices} slices are more than the {work.sequence_length} tokens of a sequence; give fewer"
-        parts = stages * (self.given_chunks or (2 if schedule in TWO_PARTS else 1))
-        if parts > layers:
-            return f"{schedule} cuts the model in {parts} parts, it has {layers} layers"
-        return None
+        if isinstance(self.slices, int) and self.slices > length:
+            return f"{self.slices} slices are more than the {length} tokens of a sequence; give fewer"
+        return f"{schedule} cuts the model in {parts} parts, it has {layers} layers" if parts > layers else None
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a system cannot go on: a case, by its index (at one accumulation, or with None at all).
+class LeftOut:
+    """What cannot go on, and why: a case, by its index (at one accumulation, or with None at all).
 
     Without a case, it is what measures the costs of slices with the layers cut like `cut`.
     """
@@ -150,9 +145,9 @@ class Failure:
 class Job:
     """A whole run, as every rank gets it.
 
-    `ds_config` and `gpt` (fields of `GPTConfig`) stand in for the usual ones; `replayed`: fewer cores than
-    stages, so that the wall clock means nothing; `share_device`: all stages on the first device, over gloo;
-    `failures`: what earlier attempts came to, and this one leaves out.
+    `ds_config` and `gpt` (fields of `GPTConfig`) replace the usual ones; `replayed`: fewer cores than stages, so that
+    the wall clock means nothing; `share_device`: all stages on the first device, over gloo; `left_out`: what failed in
+    earlier attempts.
     """
 
     work: Workload
@@ -165,7 +160,7 @@ class Job:
     ds_config: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
     share_device: bool = False
-    failures: tuple[Failure, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def device_of(self, rank: int) -> str:
         """Return where a rank computes."""
@@ -179,11 +174,11 @@ class Job:
                 f"{case.system} {case.schedule} sends from the device itself, which gloo cannot, and NCCL refuses "
                 "stages that share one: give each stage a device, without --share-device"
             )
-        for failure in self.failures:
-            if failure.case == index and failure.accumulation in (None, accumulation):
-                return failure.reason
-            if case.needs_costs and failure.cut == case.cut:
-                return f"no plan, for its costs could not be measured: {failure.reason}"
+        for failed in self.left_out:
+            if failed.case == index and failed.accumulation in (None, accumulation):
+                return failed.reason
+            if case.needs_costs and failed.cut == case.cut:
+                return f"no plan, for its costs could not be measured: {failed.reason}"
         return case.problem(self.work, accumulation, self.gpt)
 
 
@@ -214,7 +209,8 @@ def all_cases(slices: Sequence[Slices]) -> tuple[Case, ...]:
 # they read and write as many weights and weight gradients per product; on accelerators slices have thousands of rows.
 _TWO = Workload(stages=2, accumulation=1, sequence_length=2048, micro_batch=2, hidden=384, layers=4, heads=6)
 _EIGHT = Workload(stages=8, accumulation=1, sequence_length=2048, micro_batch=1, hidden=256, layers=16, heads=4)
-_USUAL = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1))
+_STOCK = Case("deepspeed", "1f1b")
+_USUAL = (_STOCK, Case("terapipe", "1f1b", 1))
 PRESETS = {
     # Of torch what can be its best: one micro-batch has one order (and torch's 1F1B refuses fewer of them than
     # stages); with several, ZBV has the smallest bubble. Of ours no schedule of halves: to measure their costs takes a
@@ -240,7 +236,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-_WHOLE_STAGES = (Case("deepspeed", "1f1b"), Case("terapipe", "1f1b", 1), Case("torch", "gpipe"))
+_WHOLE_STAGES = (*_USUAL, Case("torch", "gpipe"))
 """Of each system, whole micro-batches through whole stages with any accumulation: bounds are made of one of them."""
 
 
@@ -254,25 +250,25 @@ def choose(
 ) -> tuple[Case, ...]:
     """Return the competitors that the options leave or add.
 
-    The stock engine stays where its system does: ratios need it. Something unsliced always runs: bounds need its
-    seconds.
-
-    Raises:
-        BenchError: unknown names, or nothing left.
+    The stock engine stays where its system does: ratios need it. Something unsliced always runs, for the bounds.
+    Raises `BenchError` on unknown names, and where nothing is left.
     """
-    _check_names("--systems", systems, tuple(SCHEDULES))
-    _check_names("--schedules", schedules, tuple(dict.fromkeys(name for all_ in SCHEDULES.values() for name in all_)))
-    found = [
-        case
-        for case in _candidates(preset, full or bool(schedules), slices)
-        if _has_schedule(case, schedules) and _has_slices(case, slices) and _has_system(case, systems)
-    ]
-    if not found:
+    for option, names, known in (("--systems", systems, SCHEDULES), ("--schedules", schedules, _EVERY_SCHEDULE)):
+        for name in names or ():
+            if name not in known:
+                raise BenchError(f"{option} {name!r}: known are {', '.join(known)}")
+
+    def runs(case: Case) -> bool:
+        is_kept = not schedules or case.schedule in schedules or case == _STOCK
+        return is_kept and (systems is None or case.system in systems)
+
+    chosen = [case for case in _candidates(preset, full or bool(schedules), slices) if runs(case)]
+    if not chosen:
         raise BenchError("--systems, --schedules and --slices leave nothing to run: widen one of them")
-    whole = [case for case in _WHOLE_STAGES if _has_system(case, systems)]
-    if not set(whole) & set(found):
-        found = [whole[0], *found]
-    return tuple(dict.fromkeys(found))
+    whole = [case for case in _WHOLE_STAGES if systems is None or case.system in systems]
+    if not set(whole) & set(chosen):
+        chosen = [whole[0], *chosen]
+    return tuple(dict.fromkeys(chosen))
 
 
 def _candidates(preset: Preset, every_schedule: bool, slices: Sequence[Slices] | None) -> Sequence[Case]:
@@ -283,21 +279,3 @@ def _candidates(preset: Preset, every_schedule: bool, slices: Sequence[Slices] |
         return preset.cases
     few = [case for case in all_cases(slices) if case.schedule in ("1f1b", "seq1f1b")]
     return [case for case in few if case.system != "terapipe" or case.schedule == "seq1f1b" or case.slices == 1]
-
-
-def _has_schedule(case: Case, schedules: Sequence[str] | None) -> bool:
-    return not schedules or case.schedule in schedules or case == Case("deepspeed", "1f1b")
-
-
-def _has_slices(case: Case, slices: Sequence[Slices] | None) -> bool:
-    return not slices or case.system != "terapipe" or case.slices in (1, *slices)
-
-
-def _has_system(case: Case, systems: Sequence[str] | None) -> bool:
-    return systems is None or case.system in systems
-
-
-def _check_names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> None:
-    for name in given or ():
-        if name not in known:
-            raise BenchError(f"{option} {name!r}: known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The presets for one accelerator: sliced attention, and one layer of large models, against the unsliced call."""
+"""Run the presets for one accelerator: sliced attention, and one layer of large models, against the unsliced call."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ REPEATS = 7
 def run_on_gpu(preset: str, *, full: bool) -> dict[str, Any]:
     """Return the result of a preset in the form of all benchmarks: a row per measurement, bound by the unsliced call.
 
-    Raises:
-        BenchError: no CUDA device.
+    Raises `BenchError` without a CUDA device.
     """
     if not torch.cuda.is_available():
         raise BenchError(f"preset {preset} needs a CUDA device, torch sees none; run cpu-2stage, or go where one is")
     before = {**machine(), "device": torch.cuda.get_device_name()}
-    if preset == "gpu-attention":
-        measured, hidden, length = attention_rows, max(heads * dim for heads, _, dim in HEADS), max(ATTENTION_LENGTHS)
-    else:
-        measured, hidden, length = layer_rows, max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH
     # the largest of the rows, whose own sizes are in their labels
+    measured, hidden, length = {
+        "gpu-attention": (attention_rows, max(heads * dim for heads, _, dim in HEADS), max(ATTENTION_LENGTHS)),
+        "gpu-layer": (layer_rows, max(sizes[0] for sizes in LAYERS.values()), LAYER_LENGTH),
+    }[preset]
     work: dict[str, Any] = {"stages": 1, "layers": 1, "hidden": hidden, "micro_batch": 1, "sequence_length": length}
     work |= {"pairs": REPEATS, "device": "cuda"}
     with one_attention("cuda", torch.bfloat16, HEADS[0][2]) as attention:  # all their head dims are taken alike
@@ -58,15 +57,16 @@ def attention_rows(full: bool) -> Iterator[dict[str, Any]]:
         for length in ATTENTION_LENGTHS if full else ATTENTION_LENGTHS[:2]:
             shape = Shape(1, heads, kv_heads, head_dim, length, "bfloat16")
             for tokens in ATTENTION_SLICES:
-                row = measure(shape, length // tokens, repeats=REPEATS, device="cuda")
+                slices = [tokens] * (length // tokens)
+                cost = measure(shape, len(slices), repeats=REPEATS, device="cuda")
                 label = f"attention {heads}/{kv_heads} heads of {head_dim}, {length} in slices of {tokens}"
-                yield _row(label, "attention", [tokens] * row.num_slices, row.sliced_s, row.unsliced_s, row.store_bytes)
+                yield _row(label, "attention", slices, cost.sliced_s, cost.unsliced_s, cost.store_bytes)
 
 
 def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
     """Yield t(tokens, prefix) of one layer, as the planner would have it, summed over equal slices."""
     for name in LAYERS if full else list(LAYERS)[:2]:
-        profile = layer_profile(name)
+        profile = measured_layer(LAYERS[name], LAYER_LENGTH, "cuda")
         (costs,) = CostModel.from_profile(profile)
         unsliced_s = costs.forward_s(LAYER_LENGTH, 0) + costs.backward_s(LAYER_LENGTH, 0)
         for num_slices in (2, 4, 8, 16, 32):
@@ -75,11 +75,6 @@ def layer_rows(full: bool) -> Iterator[dict[str, Any]]:
             sliced_s = sum(costs.forward_s(*span) + costs.backward_s(*span) for span in spans)
             row = _row(f"layer {name}, {num_slices} slices", "layer", list(plan.lengths), sliced_s, unsliced_s, 0)
             yield {**row, "profile": profile.to_json()} if num_slices == 2 else row
-
-
-def layer_profile(name: str) -> Any:
-    """Measure one layer of `LAYERS` in bf16."""
-    return measured_layer(LAYERS[name], LAYER_LENGTH, "cuda")
 
 
 def measured_layer(sizes: tuple[int, int, int, int, int, bool], length: int, device: str) -> Any:

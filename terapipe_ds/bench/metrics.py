@@ -1,16 +1,15 @@
-"""What the figures of a benchmark mean: bubble, waits, bound and ratios, from the traces of steps.
+"""Define the figures of a benchmark: bubble, waits, bound, ratios and noise, from the traces of steps.
 
 This is pure arithmetic without torch, so that every definition is tested on hand-made traces.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.plan import SlicePlan
@@ -47,73 +46,56 @@ class Recorded(NamedTuple):
 class StepTrace:
     """One step: the events of each stage, in the order in which they ran."""
 
-    stages: tuple[tuple[Recorded, ...], ...]
-
-    @classmethod
-    def of(cls, stages: Iterable[Iterable[Sequence[object]]]) -> StepTrace:
-        """Take what each rank has recorded."""
-        return cls(tuple(tuple(Recorded(*event) for event in events) for events in stages))  # type: ignore[arg-type]
+    stages: Sequence[Sequence[Recorded]]
 
     def computations(self) -> list[list[Recorded]]:
         """Return F, B and W of each stage."""
         return [[event for event in events if event.kind in COMPUTE_KINDS] for events in self.stages]
 
-    def timeline(self, name: str) -> Timeline:
+    def timeline(self) -> Timeline:
         """Return F, B and W on one axis that begins with the first of them."""
-        events = [(stage_id, event) for stage_id, events in enumerate(self.computations()) for event in events]
-        zero_s = min((event.start_s for _, event in events), default=0.0)
-        drawn = [
+        zero_s = min((event.start_s for events in self.computations() for event in events), default=0.0)
+        events = [
             TimelineEvent(
                 k, str(e), e.micro_batch_id, e.slice_id, e.kind, e.start_s - zero_s, e.end_s - zero_s, e.chunk_id
             )
-            for k, e in events
+            for k, events in enumerate(self.computations())
+            for e in events
         ]
-        return Timeline(len(self.stages), tuple(sorted(drawn, key=lambda e: (e.start_s, e.stage_id))), name)
-
-    def busy_s(self) -> tuple[float, ...]:
-        """Return for each stage the seconds of F, B and W."""
-        return tuple(sum(event.seconds for event in events) for events in self.computations())
+        return Timeline(len(self.stages), tuple(sorted(events, key=lambda e: (e.start_s, e.stage_id))))
 
     def closing_s(self, clock: str = "wall") -> tuple[float, ...]:
         """Return for each stage the seconds of reduces and optimizer, on the `wall` or of its own `cpu` time."""
         closing = ([event for event in events if event.kind not in COMPUTE_KINDS] for events in self.stages)
         return tuple(sum(e.seconds if clock == "wall" else e.cpu_s for e in events) for events in closing)
 
-    def bubble(self) -> float:
-        """Return 1 - (sum of F, B, W seconds) / (K * (last end - first start)), without reduce and optimizer."""
-        events = list(itertools.chain.from_iterable(self.computations()))
-        whole_s = max((e.end_s for e in events), default=0.0) - min((e.start_s for e in events), default=0.0)
-        return 1.0 - sum(self.busy_s()) / (len(self.stages) * whole_s) if whole_s > 0 else 0.0
+    def off_core_s(self) -> float:
+        """Return the seconds in which F, B or W ran and another program had the core, of the worst stage.
 
-    def exposed_comm_s(self, schedule: Schedule) -> tuple[float, ...]:
-        """Return for each stage the seconds in which it did nothing although its next input was computed already.
-
-        So a wait counts from where its stage is free and the other stage has computed what it waits for; the wait
-        before that is bubble. What is left is the message on its way, and whatever either side does with it.
+        That is wall less processor time of pinned processes of one thread each; on accelerators it means nothing.
         """
-        ends = {
-            (
-                event.kind,
-                schedule.placement[stage_id, event.chunk_id],
-                event.micro_batch_id,
-                event.slice_id,
-            ): event.end_s
-            for stage_id, events in enumerate(self.computations())
-            for event in events
-        }
+        lost_s = (sum(max(event.seconds - event.cpu_s, 0.0) for event in events) for events in self.computations())
+        return max(lost_s, default=0.0)
 
-        def exposed_s(stage_id: int, before: Recorded | None, event: Recorded) -> float:
-            part_id = schedule.placement[stage_id, event.chunk_id]
-            source = {"F": part_id - 1, "B": part_id + 1}.get(event.kind, -1)
-            ready_s = ends.get((event.kind, source, *event[1:3]))
-            if ready_s is None:
-                return 0.0  # it needs no message
-            return max(event.start_s - max(ready_s, ready_s if before is None else before.end_s), 0.0)
 
-        return tuple(
-            sum(exposed_s(k, before, event) for before, event in zip([None, *events], events, strict=False))
-            for k, events in enumerate(self.computations())
-        )
+def exposed_comm_s(timeline: Timeline, schedule: Schedule) -> tuple[float, ...]:
+    """Return for each stage the seconds in which it did nothing although its next input was computed already.
+
+    What it waited for is the message on its way, or what either side does with it; a wait before that is bubble.
+    """
+    ends: dict[tuple[str, int, int, int], float] = {}
+    for event in timeline.computations():
+        part_id = schedule.placement[event.stage_id, event.chunk_id]
+        ends[event.kind, part_id, event.micro_batch_id, event.slice_id] = event.end_s
+    exposed_s, free_s = [0.0] * timeline.num_stages, [0.0] * timeline.num_stages
+    for event in timeline.computations():
+        part_id = schedule.placement[event.stage_id, event.chunk_id]
+        source = {"F": part_id - 1, "B": part_id + 1}.get(event.kind, -1)
+        ready_s = ends.get((event.kind, source, event.micro_batch_id, event.slice_id))
+        if ready_s is not None:  # else it needs no message
+            exposed_s[event.stage_id] += max(event.start_s - max(ready_s, free_s[event.stage_id]), 0.0)
+        free_s[event.stage_id] = event.end_s
+    return tuple(exposed_s)
 
 
 @dataclass(frozen=True)
@@ -132,56 +114,61 @@ def ideal_bubble(schedule: Schedule) -> float:
 
 
 def bound_s(unsliced_s: Sequence[float], accumulation: int, bubble: float, closing_s: float) -> float:
-    """Return the step that a schedule would take at no cost of its own.
+    """Return the step that a schedule would take at no cost of its own: no bubble but `ideal_bubble`, then the closing.
 
-    Args:
-        unsliced_s: per stage, the seconds of the unsliced forward and backward of a micro-batch.
-        bubble: of the schedule, at its best; see `ideal_bubble`.
-        closing_s: reduce and optimizer.
+    `unsliced_s` has the seconds of the unsliced forward and backward of a micro-batch, per stage.
     """
     return max(unsliced_s) * accumulation / (1.0 - bubble) + closing_s
 
 
-def unsliced_s(runs: Sequence[Sequence[StepTrace]], accumulation: int) -> tuple[float, ...]:
+def unsliced_s(systems: Sequence[Sequence[Timeline]], accumulation: int) -> tuple[float, ...]:
     """Return for each stage the seconds of F and B of a micro-batch, by the unsliced system that is fastest there.
 
-    `runs`: per system, the traces of its steps; of these the median counts.
+    `systems`: the timelines of the steps of each; of these the median counts.
     """
-    medians = ([statistics.median(s) for s in zip(*(t.busy_s() for t in traces), strict=True)] for traces in runs)
+    medians = ([statistics.median(s) for s in zip(*(t.busy_s() for t in steps), strict=True)] for steps in systems)
     return tuple(min(of_stage) / accumulation for of_stage in zip(*medians, strict=True))
 
 
-def ratio(others: Sequence[float], mine: Sequence[float]) -> float:
+def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: int) -> float:
+    """Return how many times as long F and B of an unsliced micro-batch took in the turns as when costs were measured.
+
+    `unsliced_s` and `costs` have an entry per stage.
+    """
+    whole_s = sum(c.forward_s(sequence_length, 0) + c.backward_s(sequence_length, 0) for c in costs)
+    return sum(unsliced_s) / float(whole_s)
+
+
+def ratio(others: Sequence[float], own: Sequence[float]) -> float:
     """Return how many times as long the other's step takes: the median over the turns."""
-    return statistics.median(a / b for a, b in zip(others, mine, strict=True))
+    return statistics.median(a / b for a, b in zip(others, own, strict=True))
 
 
 def median_index(seconds: Sequence[float]) -> int:
     """Return the step of median length (of an even number, the faster of the two in the middle)."""
-    return sorted(range(len(seconds)), key=seconds.__getitem__)[(len(seconds) - 1) // 2]
+    return list(seconds).index(statistics.median_low(seconds))
 
 
 @dataclass(frozen=True)
 class ActionCosts:
-    """CPU seconds of the actions of one part by kind and (tokens, prefix), and of links by tokens."""
+    """CPU seconds of the actions of one part by kind, tokens and prefix, and of links by tokens, as `simulate` asks.
 
-    seconds: Mapping[str, Mapping[tuple[int, int], float]]
+    A backward is B, and W where it is apart.
+    """
+
+    seconds: Mapping[tuple[str, int, int], float]
     links: Mapping[int, float]
 
     def forward_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of F."""
-        return self.seconds["F"][tokens, prefix]
+        return self.seconds["F", tokens, prefix]
 
     def backward_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of B, and of W where it is apart."""
-        return self.seconds["B"][tokens, prefix] + self.weight_s(tokens, prefix)
+        return self.seconds["B", tokens, prefix] + self.weight_s(tokens, prefix)
 
     def weight_s(self, tokens: int, prefix: int) -> float:
-        """Return the seconds of W."""
-        return self.seconds["W"].get((tokens, prefix), 0.0)
+        return self.seconds.get(("W", tokens, prefix), 0.0)
 
     def send_s(self, tokens: int) -> float:
-        """Return the seconds on the link."""
         return self.links.get(tokens, 0.0)
 
 
@@ -189,16 +176,16 @@ def action_costs(
     trace: StepTrace, schedule: Schedule, plan: SlicePlan, links: Mapping[int, float]
 ) -> list[ActionCosts]:
     """Return for each part the CPU time of its actions in one step: the mean over the micro-batches."""
-    found: dict[tuple[int, str, tuple[int, int]], list[float]] = defaultdict(list)
+    parts: dict[int, dict[tuple[str, int, int], list[float]]] = defaultdict(lambda: defaultdict(list))
     for stage_id, events in enumerate(trace.computations()):
         for event in events:
             start, stop = plan.span(event.slice_id)
             part_id = schedule.placement[stage_id, event.chunk_id]
-            found[part_id, event.kind, (stop - start, start)].append(event.cpu_s)
-    parts: dict[int, dict[str, dict[tuple[int, int], float]]] = {}
-    for (part_id, kind, span), seconds in found.items():
-        parts.setdefault(part_id, {name: {} for name in COMPUTE_KINDS})[kind][span] = statistics.fmean(seconds)
-    return [ActionCosts(parts[part_id], links) for part_id in sorted(parts)]
+            parts[part_id][event.kind, stop - start, start].append(event.cpu_s)
+    return [
+        ActionCosts({action: statistics.fmean(seconds) for action, seconds in parts[part_id].items()}, links)
+        for part_id in sorted(parts)
+    ]
 
 
 def replay_s(
@@ -207,10 +194,7 @@ def replay_s(
     """Return the step as it would be with a core for each stage, and its timeline.
 
     That is the schedule with every action's own CPU time and the measured links, then reduce and optimizer of the
-    slowest stage.
-
-    Args:
-        blocking: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
+    slowest stage. `blocking`: a stage does nothing else while it sends (DeepSpeed's own 1F1B).
     """
     timeline = simulate(schedule, plan, action_costs(trace, schedule, plan, links), overlap=not blocking)
     return timeline.makespan_s + max(trace.closing_s("cpu")), timeline

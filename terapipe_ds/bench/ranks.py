@@ -1,4 +1,4 @@
-"""Ranks pinned to cores, one workload for all, and the machine in words: what benchmarks of whole steps share."""
+"""Start ranks pinned to cores, build what they train, describe the machine: what benchmarks of whole steps share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Workload:
 
 
 class RankError(RuntimeError):
-    """Ranks failed, with these exit codes; `first`: the one that was seen before others."""
+    """Ranks failed, with these exit codes; `first` is the one that was seen before others."""
 
     def __init__(self, first: int, exit_codes: dict[int, int]) -> None:
         super().__init__(f"rank {first} ended with exit code {exit_codes[first]}; see above")
@@ -70,15 +70,12 @@ def spawn_ranks(target: Callable[..., None], num_ranks: int, *arguments: Any) ->
         for process in ranks:
             process.start()
         try:
-            while True:
-                # asked once for each turn: between two looks the last one may end, and the wait would be for none
-                running = [process for process in ranks if process.exitcode is None]
-                first = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if first:
-                    raise RankError(first[0], _exit_codes(ranks))
-                if not running:
-                    return
-                connection.wait([process.sentinel for process in running])
+            # in this order: the last rank may end between two looks, and the wait would be for none
+            while (running := [p.sentinel for p in ranks if p.exitcode is None]) and not any(p.exitcode for p in ranks):
+                connection.wait(running)
+            failed = [rank for rank, process in enumerate(ranks) if process.exitcode]
+            if failed:
+                raise RankError(failed[0], _exit_codes(ranks))
         finally:
             for process in ranks:
                 process.kill()
@@ -103,14 +100,10 @@ def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
 
 
 class Agreement:
-    """What each rank says of a step that all take, by way of files.
+    """What each rank says of a step that all take, by way of files that all see in `folder`.
 
     A rank that failed says so while others wait for it in a collective of that step, where no other collective would
-    reach them.
-
-    Args:
-        folder: all ranks see it.
-        patience_s: how long a rank that failed waits for what the others say.
+    reach them. It waits `patience_s` for what the others say.
     """
 
     def __init__(self, folder: Path, patience_s: float = 60.0) -> None:
@@ -120,30 +113,28 @@ class Agreement:
         self._store = torch_dist.FileStore(str(folder / "agreement"), self._size)
         self._patience_s, self._steps = patience_s, 0
 
-    def problem(self, mine: str | None, what: str) -> str | None:
+    def problem(self, own: str | None, what: str) -> str | None:
         """Return the problem of the first rank that has one with step `what`, or None. A collective.
 
-        Raises:
-            RuntimeError: this rank has one and others do not come: they wait for it within the step.
+        Raises `RuntimeError` where this rank has one and others do not come: they wait for it within the step.
         """
         keys = [f"{self._steps}/{rank}" for rank in range(self._size)]
         self._steps += 1
-        self._store.set(keys[self._rank], mine or "")
+        self._store.set(keys[self._rank], own or "")
+        wait_s = self._patience_s if own else _ALL_DAY_S
         try:
-            self._store.wait(keys, datetime.timedelta(seconds=self._patience_s if mine else _ALL_DAY_S))
+            self._store.wait(keys, datetime.timedelta(seconds=wait_s))
         except RuntimeError:
-            raise RuntimeError(
-                f"{what}: others have not come in {self._patience_s if mine else _ALL_DAY_S:g} s"
-                + f", and may wait for rank {self._rank}, which failed: {mine}" * bool(mine)
-            ) from None
+            why = f", and may wait for rank {self._rank}, which failed: {own}" if own else ""
+            raise RuntimeError(f"{what}: others have not come in {wait_s:g} s{why}") from None
         return next((said for said in (self._store.get(key).decode() for key in keys) if said), None)
 
 
 def keep_memory() -> None:
     """Have glibc keep the memory that ranks free which are started after this.
 
-    It would give large blocks back to the system and fault them in again page by page: up to a sixth of a step on a
-    CPU, more or less of it depending on what the process did before. Allocators of accelerators keep memory anyway.
+    It would give large blocks back to the system and fault them in again page by page, for up to a sixth of a step on
+    a CPU. Allocators of accelerators keep memory anyway.
     """
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
@@ -189,8 +180,8 @@ def share_gloo_thread() -> None:
     """Have all gloo groups of this process share one thread that moves their messages, instead of one thread each.
 
     Such a thread wakes a hundred times a second whether there is a message or not. An engine has ten groups, so the
-    idle engines of a benchmark that runs in turns would take 5 to 8 % of the core from the one that works. Which group
-    a message belongs to still decides what it waits for. Where this torch cannot share, each group has its thread.
+    idle engines of a benchmark would take 5 to 8 % of the core from the one that works. Where this torch cannot share,
+    each group has its thread.
     """
     from torch.distributed import distributed_c10d
 
@@ -233,14 +224,8 @@ def gpt_config(work: Workload, gpt: dict[str, Any] | None = None) -> Any:
     """Return the model of a workload; `gpt`: fields of `GPTConfig` that say more than the workload does."""
     from terapipe_ds.models.gpt import GPTConfig
 
-    fields = {
-        "vocab_size": 256,
-        "hidden_size": work.hidden,
-        "num_layers": work.layers,
-        "num_heads": work.heads,
-        "max_sequence_length": work.sequence_length,
-    }
-    return GPTConfig(**{**fields, **(gpt or {})})
+    sizes = {"hidden_size": work.hidden, "num_layers": work.layers, "num_heads": work.heads}
+    return GPTConfig(**{"vocab_size": 256, "max_sequence_length": work.sequence_length, **sizes, **(gpt or {})})
 
 
 def build_engine(
@@ -253,10 +238,8 @@ def build_engine(
 ) -> Any:
     """Return DeepSpeed's own engine (`section` None) or ours with a `terapipe` section.
 
-    Args:
-        ds_config: in the place of the usual settings; batch sizes and the section are those of the arguments.
-        gpt: fields of `GPTConfig` besides the workload's.
-        dualpipe: DeepSpeed's DualPipeV, two parts per stage; `work.accumulation` must be at least twice the stages.
+    `ds_config` replaces the usual settings, except for batch sizes and the section; `gpt` has fields of `GPTConfig`
+    besides the workload's. `dualpipe` is DeepSpeed's DualPipeV, which needs two micro-batches per stage.
     """
     import deepspeed
     from deepspeed.pipe import PipelineModule
@@ -268,19 +251,12 @@ def build_engine(
     layers = gpt_layers(gpt_config(work, gpt))
     kind = DualPipeVModule if dualpipe else PipelineModule
     module = kind(layers, num_stages=work.stages, loss_fn=gpt_loss, partition_method="parameters")
-    settings = {**(USUAL_SETTINGS if ds_config is None else ds_config)}
-    for key in ("train_batch_size", "terapipe"):
-        settings.pop(key, None)
-    settings |= {
-        "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": work.accumulation,
-        "steps_per_print": 10**9,
-    }
-    if section is not None:
-        settings["terapipe"] = section
+    given = USUAL_SETTINGS if ds_config is None else ds_config
+    settings = {key: value for key, value in given.items() if key not in ("train_batch_size", "terapipe")}
+    sizes = {"train_micro_batch_size_per_gpu": work.micro_batch, "gradient_accumulation_steps": work.accumulation}
+    settings |= {**sizes, "steps_per_print": 10**9} | ({} if section is None else {"terapipe": section})
     initialize = deepspeed.initialize if section is None else terapipe_ds.initialize
-    engine, *_ = initialize(model=module, model_parameters=list(module.parameters()), config=settings)
-    return engine
+    return initialize(model=module, model_parameters=list(module.parameters()), config=settings)[0]
 
 
 def micro_batches(work: Workload, count: int, vocab_size: int = 256) -> list[tuple[Any, Any]]:

@@ -19,13 +19,14 @@ from terapipe_ds.bench.metrics import (
     SliceMeasurements,
     StepTrace,
     bound_s,
+    drift,
+    exposed_comm_s,
     ideal_bubble,
     median_index,
     ratio,
     replay_s,
     unsliced_s,
 )
-from terapipe_ds.bench.noise import drift, off_core_s
 from terapipe_ds.bench.ranks import (
     RankError,
     finish_rank,
@@ -39,23 +40,16 @@ from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
+from terapipe_ds.timeline import Timeline
 
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 """How far the losses after some steps may be apart, relatively: rounding grows with Adam's first steps."""
 
 
-RankMain = Callable[[int, str, Job, str], None]
-"""What runs in each rank, given its rank, where they meet, the job, and the folder for what it finds."""
+def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
+    """Measure; return what `--json` writes. Where a system fails, the others start again without it.
 
-
-def run_benchmark(job: Job, preset: str, main: RankMain | None = None) -> dict[str, Any]:
-    """Measure; returns what `--json` writes. Where a system fails, the others start again without it.
-
-    Args:
-        main: in the place of `rank_main`.
-
-    Raises:
-        BenchError: a rank failed in what concerns all systems.
+    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` where a rank failed in what concerns all.
     """
     before = machine()
     if job.device == "cpu":
@@ -74,20 +68,18 @@ def run_benchmark(job: Job, preset: str, main: RankMain | None = None) -> dict[s
 def _without_what_failed(job: Job, folder: Path, error: RankError) -> Job:
     """Return the job for those that are left.
 
-    Raises:
-        BenchError: the rank was at what concerns all, or at what had failed before.
+    Raises `BenchError` where the rank was at what concerns all, or at what had failed before.
     """
-    failure = find_failure(folder, error.exit_codes)
-    known = {(known.case, known.accumulation, known.cut) for known in job.failures}
-    if failure is None or (failure.case, failure.accumulation, failure.cut) in known:
+    failed = find_failure(folder, error.exit_codes)
+    if failed is None or any(dataclasses.replace(failed, reason=known.reason) == known for known in job.left_out):
         raise BenchError(f"{error}; what the rank said stands there") from None
-    what = f"costs of {failure.cut}" if failure.case is None else job.cases[failure.case].label
-    print(f"{what} failed: {failure.reason}; the others start again without", file=sys.stderr, flush=True)
-    return dataclasses.replace(job, failures=(*job.failures, failure))
+    what = f"costs of {failed.cut}" if failed.case is None else job.cases[failed.case].label
+    print(f"{what} failed: {failed.reason}; the others start again without", file=sys.stderr, flush=True)
+    return dataclasses.replace(job, left_out=(*job.left_out, failed))
 
 
 def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
-    """Run in each rank; leave `rank<r>.pickle` in `folder`."""
+    """Run in each rank, given where they meet; leave `rank<r>.pickle` in `folder`."""
     prepare_rank(rank, job.work.stages, rendezvous, job.device, job.share_device)
     from terapipe_ds.bench.attention import one_attention  # these import torch
     from terapipe_ds.bench.train_in_turns import measure_systems
@@ -97,19 +89,20 @@ def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
     position = Position(Path(folder), rank)
     with neighbours_staged(), one_attention(job.device, config.torch_dtype, config.head_dim) as attention:
         try:
-            found, drivers = measure_systems(job, Path(folder), position)
+            record, drivers = measure_systems(job, Path(folder), position)
         except Exception as error:
             position.failed(error)
             raise
-        found["attention"] = attention
-        write_atomically(Path(folder, f"rank{rank}.pickle"), lambda path: path.write_bytes(pickle.dumps(found)))
+        record["attention"] = attention
+        write_atomically(Path(folder, f"rank{rank}.pickle"), lambda path: path.write_bytes(pickle.dumps(record)))
         finish_rank(drivers)
 
 
 def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON from what every rank has found."""
-    measured = ranks[0]["measured"]
-    runs = [MeasuredCase(job, records, measured) for records in zip(*(rank["runs"] for rank in ranks), strict=True)]
+    """Return the JSON from the records of all ranks."""
+    runs = [
+        MeasuredRun(job, records, ranks[0]["measured"]) for records in zip(*(r["runs"] for r in ranks), strict=True)
+    ]
     rows = []
     for accumulation in job.accumulations:
         rows += _rows([run for run in runs if run.accumulation == accumulation])
@@ -123,7 +116,7 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
     return {"machine": machine_, "preset": preset, "workload": workload, **attention, "runs": rows}
 
 
-class MeasuredCase:
+class MeasuredRun:
     """One case at one accumulation, as all ranks saw it; `records` has one for each rank."""
 
     def __init__(self, job: Job, records: Sequence[dict[str, Any]], measured: SliceMeasurements) -> None:
@@ -139,16 +132,19 @@ class MeasuredCase:
 
         self.plan = SlicePlan(first["slices"])
         self.schedule: Schedule = first["schedule"]
-        self.traces = list(map(StepTrace.of, by_step("events")))
+        self.traces = list(map(StepTrace, by_step("events")))
         self.losses = [next(loss for loss in reversed(ranks) if loss is not None) for ranks in by_step("losses")]
         self.peak_bytes = [record["peak_bytes"] for record in records]
         self.static_bytes = [record["static_bytes"] for record in records]
-        self.wall_s = list(map(max, by_step("seconds")))
         # of work on a device, the CPU time of the process says nothing
         recorded = self.traces if job.device == "cpu" else []
-        self.replays = [
-            replay_s(trace, self.schedule, self.plan, measured.links, blocking=self.is_stock) for trace in recorded
-        ]
+        replays = [replay_s(t, self.schedule, self.plan, measured.links, blocking=self.is_stock) for t in recorded]
+        self.replayed_s = statistics.median(seconds for seconds, _ in replays) if replays else None
+        # with fewer cores than stages the wall clock means nothing
+        self.step_s_all = [s for s, _ in replays] if job.replayed else list(map(max, by_step("seconds")))
+        self.timelines = [t for _, t in replays] if job.replayed else [trace.timeline() for trace in self.traces]
+        clock = "cpu" if job.replayed else "wall"  # reduce and optimizer, of the slowest stage
+        self.closing_s = statistics.median(max(trace.closing_s(clock)) for trace in self.traces)
 
     @property
     def is_stock(self) -> bool:
@@ -160,21 +156,6 @@ class MeasuredCase:
         """Whether its F and B are those of whole micro-batches through a whole stage."""
         return self.plan.num_slices == 1 and self.schedule.chunks_per_stage == 1
 
-    @property
-    def step_s_all(self) -> list[float]:
-        """Wall time of every step, or its replay where the machine has fewer cores than stages."""
-        return [seconds for seconds, _ in self.replays] if self.job.replayed else self.wall_s
-
-    @property
-    def closing_s(self) -> float:
-        """Reduce and optimizer, of the slowest stage."""
-        clock = "cpu" if self.job.replayed else "wall"
-        return statistics.median(max(trace.closing_s(clock)) for trace in self.traces)
-
-    def busy_traces(self) -> list[StepTrace]:
-        """Return traces whose durations are seconds of computation: with too few cores, the replayed ones."""
-        return [_as_trace(timeline) for _, timeline in self.replays] if self.job.replayed else self.traces
-
     def identity(self) -> dict[str, Any]:
         """Return what it is, whatever came of it."""
         slices = list(self.plan.lengths) if self.error is None else []
@@ -182,24 +163,25 @@ class MeasuredCase:
         if name == AUTO and self.error is None:
             name = f"{AUTO} ({self.schedule.name})"
             label = label.replace(AUTO, name, 1)
-        return {
-            "system": self.case.system,
-            "schedule": name,
-            "label": label,
-            "slices": slices,
-            "accumulation": self.accumulation,
-            "stages": self.job.work.stages,
-            "planned": self.case.planned,
-            "replayed": self.job.replayed,
-        }
+        sizes = {"slices": slices, "accumulation": self.accumulation, "stages": self.job.work.stages}
+        kinds = {"planned": self.case.planned, "replayed": self.job.replayed}
+        return {"system": self.case.system, "schedule": name, "label": label, **sizes, **kinds}
+
+    def disagreement(self, reference: MeasuredRun | None) -> str | None:
+        """Return that the system did not learn what the reference did, or None."""
+        tolerance = _TOLERANCE[(self.job.gpt or {}).get("dtype", "float32")]
+        for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
+            if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
+                label = reference.case.label
+                return f"its loss in step {step} is {own:.6f}, that of {label} {other:.6f}: they must agree"
+        return None
 
     def predicted_s(self) -> float | None:
         """Predict a step from the costs measured before: simulated makespan, then measured reduce and optimizer."""
         costs = self.measured.costs.get(self.case.cut)
         if costs is None or self.case.system != "terapipe":
             return None
-        makespan_s: float = simulate(self.schedule, self.plan, costs).makespan_s
-        return makespan_s + self.closing_s
+        return float(simulate(self.schedule, self.plan, costs).makespan_s) + self.closing_s
 
     def predicted_peak_bytes(self) -> list[int] | None:
         """Return what the schedule, or the stock engine's order, needs by the memory model of our engine's slices."""
@@ -210,24 +192,16 @@ class MeasuredCase:
             return None
         return list(Replay.of(self.schedule).peak_bytes(self.plan, memory))
 
-    def off_core_s(self) -> float | None:
-        """Return those of the median step; None where wall and processor time of a process do not compare."""
-        if self.job.replayed or self.job.device != "cpu":
-            return None
-        return statistics.median(map(off_core_s, self.traces))
-
-    def figures(self, stock: MeasuredCase | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
+    def figures(self, stock: MeasuredRun | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
         """Return all figures of its row."""
-        steps, work, traces = self.step_s_all, self.job.work, self.busy_traces()
+        steps, work, bubble = self.step_s_all, self.job.work, ideal_bubble(self.schedule)
         step_s = statistics.median(steps)
-        bound = None
-        if unsliced is not None:
-            bound = bound_s(unsliced, self.accumulation, ideal_bubble(self.schedule), self.closing_s)
+        bound = None if unsliced is None else bound_s(unsliced, self.accumulation, bubble, self.closing_s)
         costs = self.measured.costs.get("whole stages")
-        drifted = None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length)
-        timeline = traces[median_index(steps)].timeline(self.case.label)
-        exposed = [trace.exposed_comm_s(self.schedule) for trace in traces]
-        replayed = statistics.median(seconds for seconds, _ in self.replays) if self.replays else None
+        of_median = self.timelines[median_index(steps)]
+        drawn = Timeline(of_median.num_stages, tuple(of_median.computations()), self.case.label)
+        # of replays and of devices, wall and processor time of a process do not compare
+        has_cores = self.job.device == "cpu" and not self.job.replayed
         return {
             "step_s": step_s,
             "step_s_all": steps,
@@ -235,54 +209,32 @@ class MeasuredCase:
             "tokens_per_s": self.accumulation * work.micro_batch * work.sequence_length / step_s,
             "bound_s": bound,
             "predicted_s": self.predicted_s(),
-            "replayed_s": replayed,
+            "replayed_s": self.replayed_s,
             "closing_s": self.closing_s,
             "ratio_to_stock": None if stock is None else ratio(stock.step_s_all, steps),
             "ratio_to_bound": None if bound is None else bound / step_s,
-            "drift": drifted,
-            "off_core_s": self.off_core_s(),
-            "bubble": statistics.median(trace.bubble() for trace in traces),
-            "ideal_bubble": ideal_bubble(self.schedule),
+            "drift": None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length),
+            "off_core_s": statistics.median(trace.off_core_s() for trace in self.traces) if has_cores else None,
+            "bubble": statistics.median(timeline.bubble_fraction for timeline in self.timelines),
+            "ideal_bubble": bubble,
             "peak_bytes": self.peak_bytes,
             "static_bytes": self.static_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes(),
-            "exposed_comm_s": statistics.median(max(of_stages) for of_stages in exposed),
+            "exposed_comm_s": statistics.median(max(exposed_comm_s(t, self.schedule)) for t in self.timelines),
             "loss": self.losses[-1],
-            "timeline": json.loads(timeline.to_json()),
+            "timeline": json.loads(drawn.to_json()),
         }
 
 
-def _as_trace(timeline: Any) -> StepTrace:
-    """Return a simulated timeline in the form of a recorded one."""
-    stages: list[list[Any]] = [[] for _ in range(timeline.num_stages)]
-    for e in timeline.events:
-        if e.kind in "FBW":
-            stages[e.stage_id].append((e.kind, e.micro_batch_id, e.slice_id, e.chunk_id, e.start_s, e.end_s, 0.0))
-    return StepTrace.of(stages)
-
-
-def _rows(runs: Sequence[MeasuredCase]) -> list[dict[str, Any]]:
+def _rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
     """Return the rows of one accumulation, which share a baseline and the seconds of an unsliced micro-batch."""
     going = [run for run in runs if run.error is None]
     stock = next((run for run in going if run.is_stock), None)
-    whole = [run.busy_traces() for run in going if run.is_unsliced]
+    whole = [run.timelines for run in going if run.is_unsliced]
     unsliced = unsliced_s(whole, runs[0].accumulation) if whole else None
     reference = (stock or going[0]) if going else None
     rows = []
     for run in runs:
-        problem = run.error or disagreement(run, reference)
-        found = {"error": problem} if problem else run.figures(stock, unsliced)
-        rows.append({**run.identity(), **found})
+        problem = run.error or run.disagreement(reference)
+        rows.append({**run.identity(), **({"error": problem} if problem else run.figures(stock, unsliced))})
     return rows
-
-
-def disagreement(run: MeasuredCase, reference: MeasuredCase | None) -> str | None:
-    """Return that a system did not learn what the others did, or None."""
-    if reference is None:
-        return None
-    tolerance = _TOLERANCE[(run.job.gpt or {}).get("dtype", "float32")]
-    for step, (mine, other) in enumerate(zip(run.losses, reference.losses, strict=True)):
-        if not math.isclose(mine, other, rel_tol=tolerance):  # NaN is close to nothing
-            label = reference.case.label
-            return f"its loss in step {step + 1} is {mine:.6f}, that of {label} {other:.6f}: they must agree"
-    return None

@@ -1,11 +1,12 @@
-"""The table of a benchmark for people."""
+"""Print the figures of a benchmark as a table for people, and say below it how noisy the machine was."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from terapipe_ds.bench.noise import sentences
+WORTH_SAYING = 0.02
+"""Shares and drifts up to this are in every run."""
 
 _HEAD = (
     f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"
@@ -22,7 +23,25 @@ def render(result: Mapping[str, Any]) -> str:
             "replayed: fewer cores than stages, so steps ran for their losses and memory; times are those of the "
             "schedule with each action's own CPU time and measured links"
         )
-    return "\n".join([*lines, *sentences(result)])
+    return "\n".join([*lines, *noise_sentences(result)])
+
+
+def noise_sentences(result: Mapping[str, Any]) -> list[str]:
+    """Return what tells a reader what a difference of a few per cent is worth; nothing where the machine was quiet."""
+    rows = [row for row in result["runs"] if "error" not in row and not row["replayed"]]
+    drifts = {row["accumulation"]: row["drift"] for row in rows if row.get("drift") is not None}
+    sentences = []
+    if any(abs(factor - 1) > WORTH_SAYING for factor in drifts.values()):
+        each = ", ".join(f"{factor:.3f} with m = {m}" for m, factor in drifts.items())
+        sentences.append(
+            "drift: an unsliced micro-batch took so many times as long in the turns as when the costs were measured "
+            f"that predictions come from: {each}"
+        )
+    shares = {row["label"]: row["off_core_s"] / row["step_s"] for row in rows if row.get("off_core_s") is not None}
+    worst = max(shares, key=shares.__getitem__, default=None)
+    if worst is not None and shares[worst] > WORTH_SAYING:
+        sentences.append(f"busy: other programs had a core for up to {shares[worst]:.1%} of a step ({worst})")
+    return sentences
 
 
 def _head(result: Mapping[str, Any]) -> str:
@@ -43,18 +62,14 @@ def _line(row: Mapping[str, Any]) -> str:
     if "error" in row:
         return f"{head} error: {row['error']}"
     low, high = row["spread_s"]
-    peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in _few(row["peak_bytes"]))
+    stages = row["peak_bytes"] if row["stages"] <= 4 else row["peak_bytes"][:: row["stages"] - 1]  # first and last
+    peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
     return (
         f"{head}{len(row['slices']):>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
         f"{row['tokens_per_s']:>10.0f}{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
         f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
     )
-
-
-def _few(peaks: list[int]) -> list[int]:
-    """Return all of up to four stages; of more, the first and the last."""
-    return peaks if len(peaks) <= 4 else [peaks[0], peaks[-1]]
 
 
 def _seconds(*times: float) -> str:

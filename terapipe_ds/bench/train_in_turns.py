@@ -1,16 +1,18 @@
 """Train every system on the same data from the same weights, in turns (A B C A B C ...); this runs in each rank.
 
 All systems live in the same processes, one per stage. So they share the cores, the allocator (which keeps what is
-freed, see `ranks.keep_memory`) and whatever else the machine does; processes of their own would each have an
-allocator with a past of its own, and the idle ones would still take memory and, at each turn, a wake-up.
+freed, see `ranks.keep_memory`) and whatever else the machine does. In processes of their own each would have an
+allocator with its own past, and the idle ones would still take memory and, at each turn, a wake-up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,20 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.bench.attempts import Position
-from terapipe_ds.bench.cases import Case, Job
+from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches
 from terapipe_ds.bench.drivers.deepspeed import StockDriver, TeraPipeDriver
 from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
 from terapipe_ds.bench.metrics import SliceMeasurements
-from terapipe_ds.bench.planned_cases import PlannedCases
-from terapipe_ds.bench.ranks import Agreement, gpt_config, micro_batches, progress_bar
+from terapipe_ds.bench.ranks import Agreement, build_engine, gpt_config, micro_batches, progress_bar
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import best_schedule, plan_slices
+from terapipe_ds.planner.memory import MemoryModel
+from terapipe_ds.runtime.agreement import from_rank_0
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_host
+from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.key import device_name
 from terapipe_ds.runtime.profiling.slice_timer import synchronize
 
@@ -47,7 +54,7 @@ def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[st
     turns = _Turns(job, folder, position)
     runs = [run for accumulation in job.accumulations for run in turns.measure(accumulation)]
     turns.bar.close()
-    position.at_none()
+    position.at()
     lengths = sorted({n for run in runs for n in run.get("slices", ())})
     measured = SliceMeasurements(turns.planned.costs, turns.planned.memory, measure_links(job, lengths))
     record: dict[str, Any] = {"runs": runs, "measured": measured}
@@ -64,7 +71,9 @@ class _Turns:
         self.drivers: dict[int, Driver] = {}  # by the index of their case
         self.errors: dict[int, str] = {}  # of the cases that some rank cannot build
         self._build_all(Agreement(folder))
-        self.bar = self._bar()
+        runs = [(i, m) for i in self.drivers for m in job.accumulations if job.cases[i].runs_at(m)]
+        steps = (1 + job.pairs) * sum(not job.problem(i, m) for i, m in runs)
+        self.bar = progress_bar(torch_dist.get_rank(), len(self.drivers) + steps, "bench")
         most = max([*job.accumulations, *(driver.fewest for driver in self.drivers.values())])
         self.data = micro_batches(job.work, most, int(gpt_config(job.work, job.gpt).vocab_size))
         for index, driver in self.drivers.items():  # what the first step makes, in whatever it allocates and compiles
@@ -80,7 +89,7 @@ class _Turns:
             problems = [self.job.problem(index, m) for m in self.job.accumulations if case.runs_at(m)]
             if problems and all(problems):
                 continue
-            self.position.at_case(index)
+            self.position.at(case=index)
             problem = None
             try:
                 self.drivers[index] = _DRIVERS[case.system](case, self.job)
@@ -92,49 +101,44 @@ class _Turns:
                 self.drivers.pop(index, None)
                 self.errors[index] = problem
 
-    def _bar(self) -> Any:
-        pairs = [(i, m) for i in self.drivers for m in self.job.accumulations if self.job.cases[i].runs_at(m)]
-        runs = sum(not self.job.problem(i, m) for i, m in pairs)
-        return progress_bar(torch_dist.get_rank(), len(self.drivers) + runs * (1 + self.job.pairs), "bench")
-
     def _begin(self, index: int, what: str, accumulation: int | None = None) -> None:
         self.bar.set_description(f"{self.job.cases[index].label}, {what}")
-        self.position.at_case(index, accumulation)
+        self.position.at(case=index, accumulation=accumulation)
 
     def measure(self, accumulation: int) -> list[dict[str, Any]]:
         """Return a record per case: first a step of each, in which its memory is counted, then timed ones in turns."""
-        runs = [self._open(i, accumulation) for i, case in enumerate(self.job.cases) if case.runs_at(accumulation)]
+        runs = [self._ready(i, accumulation) for i, case in enumerate(self.job.cases) if case.runs_at(accumulation)]
         going = [(run, self.drivers[run["case"]]) for run in runs if "error" not in run]
         batch = self.data[:accumulation]
         for turn in range(1 + self.job.pairs):
             for run, driver in going:
-                what = "memory" if turn == 0 else f"turn {turn}"
+                what = f"turn {turn}" if turn else "memory"
                 self._begin(run["case"], f"m={accumulation}, {what}", accumulation)
-                if turn == 0:
+                if turn:
+                    _timed_step(run, driver, batch)
+                else:
                     plan = SlicePlan(run["slices"])
-                    driver.prepare(accumulation, plan)
+                    driver.prepare(accumulation, plan, run["order"])
                     run["schedule"] = driver.schedule(accumulation, plan)
                     _memory_step(run, driver, batch)
-                else:
-                    _timed_step(run, driver, batch)
                 self.bar.update()
         return runs
 
-    def _open(self, index: int, accumulation: int) -> dict[str, Any]:
+    def _ready(self, index: int, accumulation: int) -> dict[str, Any]:
         """Return the record of a case, which is ready to run, or has an error."""
         case, run = self.job.cases[index], {"case": index, "accumulation": accumulation}
         problem = self.job.problem(index, accumulation) or self.errors.get(index)
         if problem is not None:
             return {**run, "error": problem}
-        self.position.at_case(index, accumulation)
+        self.position.at(case=index, accumulation=accumulation)
         try:
             plan = self._plan(case, accumulation)
         except (ValueError, ZeroDivisionError) as error:
             what = "no plan" if case.planned else f"{case.slices} slices of {self.job.work.sequence_length} tokens"
             return {**run, "error": f"{what}: {error}"}
-        self.drivers[index].use_schedule(self.planned.schedule(case, accumulation, plan))
+        name = self.planned.schedule(case, accumulation, plan)
         self.drivers[index].restart()
-        return {**run, "slices": plan.lengths, "seconds": [], "losses": [], "events": []}
+        return {**run, "slices": plan.lengths, "order": name, "seconds": [], "losses": [], "events": []}
 
     def _plan(self, case: Case, accumulation: int) -> SlicePlan:
         length = self.job.work.sequence_length
@@ -169,9 +173,9 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
     To record, an accelerator is waited for at every action, which is another step than the one that users have. There
     the timed step is not recorded, and one more is.
     """
-    recorder, apart = driver.recorder, _on_accelerator()
+    recorder, is_apart = driver.recorder, not get_accelerator().is_synchronized_device()
     recorder.clear()
-    recorder.on = not apart
+    recorder.on = not is_apart
     synchronize()
     torch_dist.barrier()
     begin_s = time.perf_counter()
@@ -179,7 +183,7 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
     synchronize()  # stages without a loss to read have only queued their last work
     run["seconds"].append(time.perf_counter() - begin_s)
     recorder.on = True
-    if apart:
+    if is_apart:
         recorder.clear()
         torch_dist.barrier()
         run["losses"].append(driver.step(batch))
@@ -191,16 +195,16 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
     if job.work.stages == 1:
         return {}
     config = gpt_config(job.work, job.gpt)
-    rank, found = torch_dist.get_rank(), {}
+    rank, seconds = torch_dist.get_rank(), {}
     device = torch.device(job.device_of(rank))
     staged = needs_staging(None, device)
     for tokens in lengths:
         message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype, device=device)
         torch_dist.barrier()
         trips = [_round_trip(rank, message, staged) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
-        found[tokens] = statistics.median(trips[1:]) / 2
+        seconds[tokens] = statistics.median(trips[1:]) / 2
     torch_dist.barrier()
-    return found
+    return seconds
 
 
 def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
@@ -210,16 +214,68 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
     for sends in (True, False) if rank == 0 else (False, True):
         if sends:
             torch_dist.send(to_host(message) if staged else message, 1 - rank)
-        elif staged:
-            buffer = host_buffer(tuple(message.shape), message.dtype, message.device)
-            torch_dist.recv(buffer, 1 - rank)
-            message.copy_(buffer)
         else:
-            torch_dist.recv(message, 1 - rank)
+            buffer = host_buffer(tuple(message.shape), message.dtype, message.device) if staged else message
+            torch_dist.recv(buffer, 1 - rank)
+            if staged:
+                message.copy_(buffer)
     synchronize()  # NCCL's calls return when they are queued
     return time.perf_counter() - begin_s
 
 
-def _on_accelerator() -> bool:
-    """Return whether work is queued on a device that runs beside this process."""
-    return not get_accelerator().is_synchronized_device()
+@dataclass
+class PlannedCases:
+    """What was measured before the first turn, by the cut of the layers, and the plans from it.
+
+    With fewer cores than stages the seconds of slices are processor time, as those of the replayed steps are.
+    """
+
+    job: Job
+    costs: dict[str, list[CostModel]] = field(default_factory=dict)
+    memory: dict[str, MemoryModel] = field(default_factory=dict)
+
+    @classmethod
+    def measure(cls, job: Job, cases: Sequence[Case], folder: Path, position: Position) -> PlannedCases:
+        """Let engines measure their slices as `"slices": "auto"` does. A collective.
+
+        One has whole stages, and one each other cut for which some of `cases`, those that can be built, need a plan.
+        """
+        planned, ours = cls(job), [case for case in cases if case.system == "terapipe"]
+        left_out = {failed.cut for failed in job.left_out}
+        for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
+            if cut in left_out:
+                continue
+            position.at(cut=cut)
+            one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
+            planned._measure(cut, one, folder / cut.replace(" ", "-"))
+        return planned
+
+    def _measure(self, cut: str, case: Case, folder: Path) -> None:
+        job = self.job
+        section = {"enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage}
+        section |= {"slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)}}
+        work = dataclasses.replace(job.work, accumulation=1)
+        engine = build_engine(section, work, ds_config=job.ds_config, gpt=job.gpt)
+        engine.slice_clock = time.process_time if job.replayed else None
+        engine.train_batch(iter(micro_batches(work, 1, int(gpt_config(work, job.gpt).vocab_size))))
+        engine.destroy()
+        torch_dist.barrier()  # rank 0 has written the profile
+        (path,) = folder.glob("profile-*.json")
+        profile = Profile.load(path)
+        memory = memory_of(profile)
+        if memory is None:
+            raise ValueError("no memory of slices was measured: leave out the profiler in --config that prevents it")
+        self.memory[cut], self.costs[cut] = memory, CostModel.from_profile(profile)
+
+    def plan(self, case: Case, accumulation: int) -> SlicePlan:
+        """Return the planner's plan, the same on all ranks, or raise `ValueError` on all of them. A collective."""
+        work, costs = self.job.work, self.costs[case.cut]
+        sizes = work.sequence_length, work.stages, accumulation, self.job.granularity, case.schedule, case.max_slices
+        options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": case.schedule_options}
+        return from_rank_0(lambda: plan_slices(costs, *sizes, **options).plan)
+
+    def schedule(self, case: Case, accumulation: int, plan: SlicePlan) -> str:
+        """Return the case's own schedule; for "auto" the best with `plan` of those that have one part per stage."""
+        if case.schedule != AUTO:
+            return case.schedule
+        return best_schedule(self.costs[case.cut], plan, self.job.work.stages, accumulation).schedule

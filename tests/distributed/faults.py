@@ -103,19 +103,20 @@ LABELS_OF = "runtime.batch.sliceable:SliceableTensors.part"
 
 @fault("attention", UNEVEN, "the prefix begins at token 1")
 def prefix_without_its_first_token() -> Iterator[None]:
-    def shorter_forward(forward: Any, self: Any, q: Any, keys: Any, values: Any, start: int, *rest: Any) -> Any:
-        cut = min(start, 1)
-        return forward(self, q, keys[:, :, cut:], values[:, :, cut:], start - cut, *rest)
+    def shorter(queries: Any, cut: int) -> Any:
+        keys, values = (x[:, :, cut:] for x in (queries.keys, queries.values))
+        return queries._replace(keys=keys, values=values, start=queries.start - cut)
 
-    def shorter_backward(backward: Any, self: Any, grad: Any, q: Any, keys: Any, values: Any, *rest: Any) -> Any:
-        out, lse, start, *others, add_grads = rest
-        cut = min(start, 1)
+    def shorter_forward(forward: Any, self: Any, queries: Any) -> Any:
+        return forward(self, shorter(queries, min(queries.start, 1)))
+
+    def shorter_backward(backward: Any, self: Any, grad: Any, queries: Any, attended: Any, add_grads: Any) -> Any:
+        cut = min(queries.start, 1)
 
         def add(offset: int, *parts: Any) -> None:
             add_grads(offset + cut, *parts)
 
-        keys, values = keys[:, :, cut:], values[:, :, cut:]
-        return backward(self, grad, q, keys, values, out, lse, start - cut, *others, add)
+        return backward(self, grad, shorter(queries, cut), attended, add)
 
     kernel = "attention.backends.blocks:BlockKernel"
     with replaced(shorter_forward, f"{kernel}.forward"), replaced(shorter_backward, f"{kernel}.backward"):
@@ -124,12 +125,11 @@ def prefix_without_its_first_token() -> Iterator[None]:
 
 @fault("attention", UNEVEN, "tokens of a slice see its later tokens")
 def diagonal_mask_missing() -> Iterator[None]:
-    def unmasked(run: Any, self: Any, q: Any, k: Any, v: Any, is_causal: bool, scale: float) -> Any:
-        return run(self, q, k, v, False, scale)
+    def unmasked(run: Any, self: Any, block: Any) -> Any:
+        return run(self, block._replace(is_causal=False))
 
-    def unmasked_backward(run_backward: Any, self: Any, *tensors_and: Any) -> Any:
-        *tensors, _, scale, state = tensors_and
-        return run_backward(self, *tensors, False, scale, state)
+    def unmasked_backward(run_backward: Any, self: Any, grad: Any, block: Any, attended: Any) -> Any:
+        return run_backward(self, grad, block._replace(is_causal=False), attended)
 
     kernel = "attention.backends.fused:CpuFlash"
     with replaced(unmasked, f"{kernel}.run"), replaced(unmasked_backward, f"{kernel}.run_backward"):

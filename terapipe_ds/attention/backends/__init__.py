@@ -1,4 +1,4 @@
-"""Which kernel computes sliced attention: chosen automatically or forced, and said once in the log.
+"""Choose the kernel that computes sliced attention, automatically or as forced, and log the choice once.
 
 In order of preference:
   flash_attn  the flash-attn package, where installed: CUDA, bf16 and fp16
@@ -27,7 +27,7 @@ _logged: set[tuple[str, str, torch.dtype, bool]] = set()
 
 
 def available_backends() -> tuple[str, ...]:
-    """Names of the backends that can run on this machine, in order of preference."""
+    """Return the names of the backends that can run on this machine, in order of preference."""
     return tuple(backend.name for backend in _BACKENDS if backend.is_available())
 
 
@@ -37,50 +37,37 @@ def set_backend(name: str | None) -> None:
     Raises ValueError for a name that does not exist or cannot run on this machine.
     """
     global _forced
-    if name is None:
-        _forced = None
-        return
-    found = {backend.name: backend for backend in _BACKENDS}.get(name)
-    if found is None:
-        known = ", ".join(backend.name for backend in _BACKENDS)
+    backends = {backend.name: backend for backend in _BACKENDS}
+    if name is not None and name not in backends:
+        known = ", ".join(backends)
         raise ValueError(f"unknown attention backend {name!r}; use one of {known}, or None for the automatic choice")
-    if not found.is_available():
+    if name is not None and not backends[name].is_available():
         available = ", ".join(available_backends())
         raise ValueError(f"attention backend {name!r} cannot run on this machine; available here: {available}")
-    _forced = found
+    _forced = None if name is None else backends[name]
 
 
 def backend_name(q: torch.Tensor) -> str:
-    """Which backend slices of such queries ([B, H, T, D] without dropout) are computed by."""
-    if _forced is not None:
-        return _forced.name
-    return next(b.name for b in _BACKENDS if b.refusal(q, 0.0) is None and b.is_available())
+    """Return the name of the backend that slices of such queries ([B, H, T, D] without dropout) are computed by."""
+    return (_forced or _automatic_choice(q, 0.0)).name
 
 
 def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:
-    """The forced backend, or the first that takes such queries; logged once per device, dtype and dropout.
+    """Return the forced backend, or the first that takes such queries; log it once per device, dtype and dropout.
 
     Raises ValueError where the forced backend does not take them.
     """
-    if _forced is None:
-        chosen = next(b for b in _BACKENDS if b.refusal(q, dropout_p) is None and b.is_available())
-    else:
-        chosen = _forced
-        reason = chosen.refusal(q, dropout_p)
-        if reason is not None:
-            raise ValueError(
-                f"attention backend {chosen.name!r} was forced, but {reason}; force another one, or let "
-                f"set_backend(None) choose"
-            )
+    chosen = _forced or _automatic_choice(q, dropout_p)
+    if _forced is not None and (reason := _forced.refusal(q, dropout_p)) is not None:
+        raise ValueError(
+            f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
+            f"set_backend(None) choose"
+        )
     key = (chosen.name, q.device.type, q.dtype, dropout_p > 0)
     if key not in _logged:
         _logged.add(key)
-        _log.info(
-            "sliced attention: %s backend %s for %s, %s%s",
-            "automatic" if _forced is None else "forced",
-            *key[:3],
-            ", dropout" if key[3] else "",
-        )
+        how, dropout = "automatic" if _forced is None else "forced", ", dropout" if dropout_p > 0 else ""
+        _log.info("sliced attention: %s backend %s for %s, %s%s", how, *key[:3], dropout)
         if _forced is None and isinstance(chosen, Reference):
             fused = [b for b in _BACKENDS if b is not chosen and b.is_available()]
             _log.warning(
@@ -88,3 +75,7 @@ def choose_backend(q: torch.Tensor, dropout_p: float) -> Backend:
                 "; ".join(f"{b.name}: {b.refusal(q, dropout_p)}" for b in fused) or "no fused kernel is available",
             )
     return chosen
+
+
+def _automatic_choice(q: torch.Tensor, dropout_p: float) -> Backend:
+    return next(b for b in _BACKENDS if b.refusal(q, dropout_p) is None and b.is_available())

@@ -1,4 +1,4 @@
-"""Sliced attention from a fused kernel that only knows "no mask" and "causal, square".
+"""Make sliced attention of a fused kernel that only knows "no mask" and "causal, square".
 
 The keys of a slice are its prefix, which needs no mask, and its own tokens, where the mask is plainly causal:
 
@@ -15,12 +15,14 @@ arXiv 2205.14135, appendix B: the other keys enter a row only through lse and de
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from terapipe_ds.attention.backends.base import (
     AddGrads,
-    State,
+    Attended,
+    Queries,
     Tensor,
     expand_heads,
     fold_groups,
@@ -31,84 +33,69 @@ from terapipe_ds.attention.backends.base import (
 TensorPair = tuple[Tensor, Tensor]
 
 
+class Block(NamedTuple):
+    """What one call of a kernel computes: all queries see all keys, or (`is_causal`) query i sees the keys [0, i]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_causal: bool
+    scale: float
+
+
 class BlockKernel:
     """A backend made of calls of a fused kernel; a subclass says how to call it."""
 
     causal_tokens: int | None = None  # the largest causal block; None: all of a slice's own tokens at once
     prefix_bytes: int | None = None  # of dK of the prefix at a time in a backward; None: the whole prefix at once
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
-        """The kernel's forward on one block: output, log-sum-exp, state. With as many key heads as query heads, or with
-        fewer where the kernel says so."""
+    def run(self, block: Block) -> Attended:
+        """Call the kernel's forward. There are as many key heads as query heads, or fewer where the kernel says so."""
         raise NotImplementedError
 
-    def run_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernel's backward on one block with the merged `out` and `lse`: dQ, dK, dV."""
+    def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dQ, dK, dV by the kernel's backward, given the merged output and log-sum-exp of the rows."""
         raise NotImplementedError
 
-    def forward(
-        self, q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, dropout_p: float
-    ) -> tuple[Tensor, Tensor, State]:
-        """See `Backend.forward`. The slice goes in pieces of `causal_tokens` rows, each with all keys before it."""
+    def forward(self, queries: Queries) -> Attended:
+        """Attend in pieces of `causal_tokens` rows, each with all keys before it."""
+        q, keys, values, start, scale, _ = queries
         batch, heads, tokens, dim = q.shape
         out = q.new_empty(batch, tokens, heads, dim).transpose(1, 2)
-        lse = q.new_empty(batch, tokens, heads, dtype=_lse_dtype(q)).transpose(1, 2)
-        state: State = ()
+        lse = q.new_empty(
+            batch, tokens, heads, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
+        ).transpose(1, 2)
+        state: tuple[Any, ...] = ()
         for row, row_stop in cut(tokens, self.causal_tokens):
             rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
             own_k, own_v = expand_heads(keys[:, :, own], heads), expand_heads(values[:, :, own], heads)
-            *diagonal, state = self.run(rows, own_k, own_v, True, scale)
+            *diagonal, state = self.run(Block(rows, own_k, own_v, True, scale))
             target = out[:, :, row:row_stop], lse[:, :, row:row_stop]
             if own.start == 0:
                 target[0].copy_(diagonal[0])
                 target[1].copy_(diagonal[1])
                 continue
             before_k, before_v = keys[:, :, : own.start], values[:, :, : own.start]
-            dense = self.run(fold_groups(rows, keys.shape[1]), before_k, before_v, False, scale)
+            dense = self.run(Block(fold_groups(rows, keys.shape[1]), before_k, before_v, False, scale))
             dense_out, dense_lse = (unfold_groups(x, heads, row_stop - row) for x in dense[:2])
             merge((diagonal[0], diagonal[1]), (dense_out, dense_lse), target)
-        return out, lse, state
+        return Attended(out, lse, state)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        scale: float,
-        dropout_p: float,
-        state: State,
-        add_grads: AddGrads,
-    ) -> Tensor:
-        """See `Backend.backward`."""
-        dtype = self.backward_dtype(q.dtype)
-        rows = grad.to(dtype), q.to(dtype), out.to(dtype)
-        call = _BlockBackward(self, rows, lse, keys, values, start, scale, state, add_grads)
-        for column, column_stop in cut(start, self._prefix_tokens(keys, dtype)):
-            call.dense(0, q.shape[2], column, column_stop)
-        call.diagonal(0, q.shape[2])
-        return call.dq.to(q.dtype)
+    def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
+        """Return dQ, block by block: first the prefix, then the slice's own tokens."""
+        call = _BlockBackward(self, grad, queries, attended, add_grads)
+        tokens = queries.q.shape[2]
+        for column, column_stop in cut(queries.start, self._prefix_tokens(queries.keys, call.dq.dtype)):
+            call.dense(0, tokens, column, column_stop)
+        call.diagonal(0, tokens)
+        return call.dq.to(queries.q.dtype)
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What the kernel's backward computes inputs of `dtype` in; the gradients of keys and values stay in it."""
+        """Return what the backward computes inputs of `dtype` in; the gradients of keys and values stay in it."""
         return dtype
 
     def _prefix_tokens(self, keys: Tensor, dtype: torch.dtype) -> int | None:
-        """How many tokens of the prefix a backward takes at a time, a multiple of 512."""
+        """Return how many tokens of the prefix a backward takes at a time, a multiple of 512."""
         if self.prefix_bytes is None:
             return None
         per_token = keys.shape[0] * keys.shape[1] * keys.shape[3] * dtype.itemsize
@@ -119,59 +106,50 @@ class _BlockBackward:
     """One backward, block by block. Rows count from the slice's start, columns from the sequence's."""
 
     def __init__(
-        self,
-        kernel: BlockKernel,
-        rows: tuple[Tensor, Tensor, Tensor],
-        lse: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        scale: float,
-        state: State,
-        add_grads: AddGrads,
+        self, kernel: BlockKernel, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads
     ) -> None:
-        self.kernel, self.rows, self.lse, self.keys, self.values = kernel, rows, lse, keys, values
-        self.start, self.scale, self.state, self.add_grads = start, scale, state, add_grads
-        batch, heads, tokens, dim = rows[1].shape
-        self.dq = rows[1].new_zeros(batch, tokens, heads, dim).transpose(1, 2)
+        self.kernel, self.queries, self.attended, self.add_grads = kernel, queries, attended, add_grads
+        dtype = kernel.backward_dtype(queries.q.dtype)
+        self.rows = grad.to(dtype), queries.q.to(dtype), attended.out.to(dtype)
+        batch, heads, tokens, dim = queries.q.shape
+        self.dq = self.rows[1].new_zeros(batch, tokens, heads, dim).transpose(1, 2)
 
     def dense(self, row: int, row_stop: int, column: int, column_stop: int, again: bool = False) -> None:
-        """A block in which every query sees every key."""
-        kv_heads = self.keys.shape[1]
+        """Run a block in which every query sees every key."""
         k, v = self._keys_values(column, column_stop)
-        grad, q, out = (fold_groups(x[:, :, row:row_stop], kv_heads) for x in self.rows)
-        lse = self.lse[:, :, row:row_stop].reshape(q.shape[:3])
-        dq, dk, dv = self.kernel.run_backward(grad, q, k, v, out, lse, False, self.scale, self.state)
+        grad, q, out = (fold_groups(x[:, :, row:row_stop], k.shape[1]) for x in self.rows)
+        lse = self.attended.lse[:, :, row:row_stop].reshape(q.shape[:3])
+        dq, dk, dv = self._run(grad, Block(q, k, v, False, self.queries.scale), out, lse)
         self.dq[:, :, row:row_stop].add_(unfold_groups(dq, self.dq.shape[1], row_stop - row))
         self.add_grads(column, dk, dv, again)
 
     def diagonal(self, row: int, row_stop: int) -> None:
-        """A causal block; while it is too large, two halves and the dense block below the first of them."""
-        largest, tokens = self.kernel.causal_tokens, row_stop - row
-        if largest is None or tokens <= largest:
-            self._causal(row, row_stop)
+        """Run a causal block; while it is too large, two halves and the dense block below the first of them."""
+        largest, tokens, start = self.kernel.causal_tokens, row_stop - row, self.queries.start
+        if largest is not None and tokens > largest:
+            middle = row + -(-tokens // (2 * largest)) * largest
+            self.diagonal(row, middle)
+            self.diagonal(middle, row_stop)
+            self.dense(middle, row_stop, start + row, start + middle, again=True)
             return
-        middle = row + -(-tokens // (2 * largest)) * largest
-        self.diagonal(row, middle)
-        self.diagonal(middle, row_stop)
-        self.dense(middle, row_stop, self.start + row, self.start + middle, again=True)
-
-    def _causal(self, row: int, row_stop: int) -> None:
-        heads, kv_heads = self.dq.shape[1], self.keys.shape[1]
-        k, v = (expand_heads(x, heads) for x in self._keys_values(self.start + row, self.start + row_stop))
+        heads, kv_heads = self.dq.shape[1], self.queries.keys.shape[1]
+        k, v = (expand_heads(x, heads) for x in self._keys_values(start + row, start + row_stop))
         grad, q, out = (x[:, :, row:row_stop] for x in self.rows)
-        lse = self.lse[:, :, row:row_stop]
-        dq, dk, dv = self.kernel.run_backward(grad, q, k, v, out, lse, True, self.scale, self.state)
+        lse = self.attended.lse[:, :, row:row_stop]
+        dq, dk, dv = self._run(grad, Block(q, k, v, True, self.queries.scale), out, lse)
         self.dq[:, :, row:row_stop].add_(dq)
-        self.add_grads(self.start + row, sum_groups(dk, kv_heads), sum_groups(dv, kv_heads))
+        self.add_grads(start + row, sum_groups(dk, kv_heads), sum_groups(dv, kv_heads))
+
+    def _run(self, grad: Tensor, block: Block, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.kernel.run_backward(grad, block, Attended(out, lse, self.attended.state))
 
     def _keys_values(self, column: int, column_stop: int) -> TensorPair:
         columns, dtype = slice(column, column_stop), self.dq.dtype
-        return self.keys[:, :, columns].to(dtype), self.values[:, :, columns].to(dtype)
+        return self.queries.keys[:, :, columns].to(dtype), self.queries.values[:, :, columns].to(dtype)
 
 
 def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:
-    """[0, stop) in pieces of `length`, the last one shorter; one piece for None, none where stop is 0."""
+    """Cut [0, stop) in pieces of `length`, the last one shorter; one piece for None, none where stop is 0."""
     step = length or max(stop, 1)
     for begin in range(0, stop, step):
         yield begin, min(begin + step, stop)
@@ -190,7 +168,3 @@ def merge(first: TensorPair, second: TensorPair, target: TensorPair) -> None:
         torch.lerp(out, second_out, weight, out=target[0])
     else:
         target[0].copy_(torch.lerp(out.to(weight.dtype), second_out.to(weight.dtype), weight))
-
-
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

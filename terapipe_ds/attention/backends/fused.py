@@ -1,4 +1,4 @@
-"""The fused kernels: torch's on CPU and CUDA, and the flash-attn package.
+"""Call the fused kernels: torch's on CPU and CUDA, and the flash-attn package.
 
 None of them takes attention dropout here: several calls make up one slice, and a kernel draws its random numbers anew
 in each.
@@ -13,13 +13,14 @@ import math
 import torch
 
 from terapipe_ds import compat
-from terapipe_ds.attention.backends.base import AddGrads, State, Tensor
-from terapipe_ds.attention.backends.blocks import BlockKernel
+from terapipe_ds.attention.backends.base import AddGrads, Attended, Queries, Tensor
+from terapipe_ds.attention.backends.blocks import Block, BlockKernel
 from terapipe_ds.attention.backends.reference import Reference
 
 _aten = torch.ops.aten
 _log = logging.getLogger("terapipe_ds")
 _NO_DROPOUT = "it cannot replay dropout"
+_NO_EXTRAS = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
 _MOST_ERROR = 0.02  # of bf16, whose steps are 0.4 %
 _CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
@@ -41,11 +42,9 @@ class CpuFlash(BlockKernel):
     prefix_bytes = 2 * 2**20
 
     def is_available(self) -> bool:
-        """Whether this torch has the kernel."""
         return hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu")
 
     def refusal(self, q: Tensor, dropout_p: float) -> str | None:
-        """Why it does not take such queries."""
         if q.device.type != "cpu":
             return f"it runs on cpu, not on {q.device.type}"
         if q.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -53,30 +52,17 @@ class CpuFlash(BlockKernel):
         return _NO_DROPOUT if dropout_p > 0 else None
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Half precision goes through fp32: the kernel's backward is slower in half precision, whose dK, dV it rounds
-        once per 64 queries."""
+        """Return fp32 for half precision, in which the kernel's backward is slower and rounds dK, dV per 64 queries."""
         return torch.float32 if dtype.itemsize < 4 else dtype
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
-        """The kernel's forward."""
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
-        return out, lse, ()
+    def run(self, block: Block) -> Attended:
+        q, k, v, is_causal, scale = block
+        return Attended(*_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale))
 
-    def run_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernel's backward."""
+    def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, is_causal, scale = block
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
+            grad, q, k, v, attended.out, attended.lse, 0.0, is_causal, scale=scale
         )
         return dq, dk, dv
 
@@ -92,92 +78,56 @@ class CudaFlash(BlockKernel):
     name = "cuda_flash"
 
     def is_available(self) -> bool:
-        """Whether there is an NVIDIA device of compute capability 8.0 or newer."""
         return _cuda_capability() >= (8, 0)
 
     def refusal(self, q: Tensor, dropout_p: float) -> str | None:
-        """Why it does not take such queries."""
         return _cuda_refusal(q, dropout_p)
 
-    def forward(
-        self, q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, dropout_p: float
-    ) -> tuple[Tensor, Tensor, State]:
-        """See `Backend.forward`."""
-        if self._takes_at_once(q, keys, start):
-            return self.run(q, keys, values, True, scale)
-        return super().forward(q, keys, values, start, scale, dropout_p)
+    def forward(self, queries: Queries) -> Attended:
+        """Attend in one call where that is right, else in blocks."""
+        return self.run(_whole_slice(queries)) if self._takes_at_once(queries) else super().forward(queries)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        scale: float,
-        dropout_p: float,
-        state: State,
-        add_grads: AddGrads,
-    ) -> Tensor:
-        """See `Backend.backward`."""
-        if not self._takes_at_once(q, keys, start):
-            return super().backward(grad, q, keys, values, out, lse, start, scale, dropout_p, state, add_grads)
-        dq, dk, dv = self.run_backward(grad, q, keys, values, out, lse, True, scale, state)
+    def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
+        """Return dQ, by as many calls as the forward has made."""
+        if not self._takes_at_once(queries):
+            return super().backward(grad, queries, attended, add_grads)
+        dq, dk, dv = self.run_backward(grad, _whole_slice(queries), attended)
         add_grads(0, dk, dv)
         return dq
 
-    def _takes_at_once(self, q: Tensor, keys: Tensor, start: int) -> bool:
-        """Whether one call does the slice. A square block with as many key heads is what any kernel takes."""
-        is_square = start == 0 and q.shape[1] == keys.shape[1]
+    def _takes_at_once(self, queries: Queries) -> bool:
+        """Return whether one call does the slice. A square block with as many key heads is what any kernel takes."""
+        q = queries.q
+        is_square = queries.start == 0 and q.shape[1] == queries.keys.shape[1]
         return is_square or _takes_slices(self, q.device, q.dtype, q.shape[-1])
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, State]:
-        """The kernel's forward. The state is what torch's backward asks for even without dropout."""
+    def run(self, block: Block) -> Attended:
+        """Call the kernel's forward. The state is what torch's backward asks for even without dropout."""
+        q, k, v, is_causal, scale = block
         out, lse, cum_q, cum_k, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, is_causal, False, scale=scale
         )
-        return out, lse, (cum_q, cum_k, seed, offset)
+        return Attended(out, lse, (cum_q, cum_k, seed, offset))
 
-    def run_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        scale: float,
-        state: State,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernel's backward."""
-        cum_q, cum_k, seed, offset = state
+    def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, is_causal, scale = block
+        out, lse, (cum_q, cum_k, seed, offset) = attended
+        tensors, sizes = (grad, q, k, v, out, lse.contiguous(), cum_q, cum_k), (q.shape[2], k.shape[2])
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            cum_q,
-            cum_k,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            is_causal,
-            seed,
-            offset,
-            scale=scale,
+            *tensors, *sizes, 0.0, is_causal, seed, offset, scale=scale
         )
         return dq, dk, dv
 
 
+def _whole_slice(queries: Queries) -> Block:
+    """Return the slice as one causal block, for a kernel that aligns its mask bottom-right."""
+    return Block(queries.q, queries.keys, queries.values, True, queries.scale)
+
+
 @functools.cache
 def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether one call on a slice gives what plain torch gives, values and gradients, in all shapes of `_CHECKED`."""
-    generator = torch.Generator().manual_seed(0)  # of its own: nobody else's random numbers change
+    """Return whether one call on a slice gives the values and gradients of plain torch in all shapes of `_CHECKED`."""
+    generator = torch.Generator().manual_seed(0)  # of its own: other random numbers stay as they are
     problem = None
     for batch, heads, kv_heads, tokens, start in _CHECKED:
         q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
@@ -193,29 +143,19 @@ def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, h
             problem = f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
             break
     if problem is not None:
-        _log.warning(
-            "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s",
-            kernel.name,
-            device,
-            dtype,
-            head_dim,
-            problem,
-        )
+        says = "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s"
+        _log.warning(says, kernel.name, device, dtype, head_dim, problem)
     return problem is None
 
 
 def _error_of_one_call(kernel: CudaFlash, inputs: list[Tensor], start: int) -> float:
-    """The largest relative error of output, log-sum-exp and gradients of one call, against plain torch in fp32."""
+    """Return the largest relative error of output, log-sum-exp and gradients of one call, to plain torch in fp32."""
     grad, q, k, v = inputs
-    scale = q.shape[-1] ** -0.5
-    out, lse, state = kernel.run(q, k, v, True, scale)
-    one_call = (out, lse, *kernel.run_backward(grad, q, k, v, out, lse, True, scale, state))
-    plain, gradients = Reference(), list[Tensor]()
-    out, lse, state = plain.forward(q, k, v, start, scale, 0.0)
-    dq = plain.backward(
-        grad, q, k, v, out, lse, start, scale, 0.0, state, lambda offset, dk, dv: gradients.extend((dk, dv))
-    )
-    pairs = zip(one_call, (out, lse, dq, *gradients), strict=True)
+    queries, plain, gradients = Queries(q, k, v, start, q.shape[-1] ** -0.5), Reference(), list[Tensor]()
+    sliced, expected = kernel.run(_whole_slice(queries)), plain.forward(queries)
+    dq = plain.backward(grad, queries, expected, lambda offset, dk, dv: gradients.extend((dk, dv)))
+    one_call = (sliced.out, sliced.lse, *kernel.run_backward(grad, _whole_slice(queries), sliced))
+    pairs = zip(one_call, (expected.out, expected.lse, dq, *gradients), strict=True)
     errors = torch.stack([(a.double() - b.double()).norm() / b.double().norm() for a, b in pairs])
     return float(errors.nan_to_num(nan=math.inf).max())
 
@@ -229,82 +169,41 @@ class FlashAttn:
     name = "flash_attn"
 
     def is_available(self) -> bool:
-        """Whether the package can be imported and there is a device for it."""
         return _cuda_capability() >= (8, 0) and _has_flash_attn()
 
     def refusal(self, q: Tensor, dropout_p: float) -> str | None:
-        """Why it does not take such queries."""
         return _cuda_refusal(q, dropout_p)
 
-    def forward(
-        self, q: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, dropout_p: float
-    ) -> tuple[Tensor, Tensor, State]:
-        """See `Backend.forward`. The package takes [B, tokens, heads, D]."""
+    def forward(self, queries: Queries) -> Attended:
+        """Attend in one call. The package takes [B, tokens, heads, D]."""
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
+        inputs = (x.transpose(1, 2) for x in queries[:3])
         out, lse, _, rng_state = _flash_attn_forward(
-            *(x.transpose(1, 2) for x in (q, keys, values)),
-            0.0,
-            scale,
-            causal=True,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            return_softmax=False,
+            *inputs, 0.0, queries.scale, causal=True, **_NO_EXTRAS, return_softmax=False
         )
-        return out.transpose(1, 2), lse, (rng_state,)
+        return Attended(out.transpose(1, 2), lse, (rng_state,))
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        start: int,
-        scale: float,
-        dropout_p: float,
-        state: State,
-        add_grads: AddGrads,
-    ) -> Tensor:
-        """See `Backend.backward`."""
+    def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
-        inputs = [x.transpose(1, 2) for x in (grad, q, keys, values, out)]
-        dq, dk, dv = (x.new_empty(x.shape) for x in inputs[1:4])
-        _flash_attn_backward(
-            *inputs,
-            lse,
-            dq,
-            dk,
-            dv,
-            0.0,
-            scale,
-            causal=True,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=False,
-            rng_state=state[0],
-        )
+        inputs = [x.transpose(1, 2) for x in (grad, *queries[:3], attended.out)]
+        dq, dk, dv = gradients = tuple(x.new_empty(x.shape) for x in inputs[1:4])
+        options = {"causal": True, **_NO_EXTRAS, "deterministic": False, "rng_state": attended.state[0]}
+        _flash_attn_backward(*inputs, attended.lse, *gradients, 0.0, queries.scale, **options)
         add_grads(0, dk.transpose(1, 2), dv.transpose(1, 2))
         return dq.transpose(1, 2)
 
 
 @functools.cache
 def _cuda_capability() -> tuple[int, int]:
-    """The compute capability of the current NVIDIA device, (0, 0) without one."""
+    """Return the compute capability of the current NVIDIA device, (0, 0) without one."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return 0, 0
     return torch.cuda.get_device_capability()
 
 
-@functools.cache
-def _has_flash_attn() -> bool:
-    return compat.has_flash_attn()
+_has_flash_attn = functools.cache(compat.has_flash_attn)
 
 
 def _cuda_refusal(q: Tensor, dropout_p: float) -> str | None:

@@ -1,4 +1,4 @@
-"""The face of every competitor: `Driver`."""
+"""Say what every competitor of a benchmark can do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule import Action, Schedule
+from terapipe_ds.schedule.placement import Placement
 
 # Where DeepSpeed's optimizers keep flat tensors of their own: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
 _COPIES = "fp32_groups_flat_partition fp32_groups_gradients_flat fp32_groups_flat single_partition_of_fp32_groups"
@@ -25,12 +26,9 @@ class Driver:
     optimizer: Any
     fewest = 1  # micro-batches of a step
 
-    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
-        """Let the next steps have this many micro-batches, cut like this."""
+    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
+        """Let the next steps have this many micro-batches, cut like this, in this order where there is a choice."""
         raise NotImplementedError
-
-    def use_schedule(self, name: str) -> None:
-        """Let the next steps run this schedule, where there is a choice."""
 
     def step(self, micro_batches: MicroBatches) -> float | None:
         """Make one optimizer step; return the mean loss of its micro-batches, on ranks that know it."""
@@ -49,8 +47,6 @@ class Driver:
 
     def destroy(self) -> None:
         """Give back what is held."""
-
-    # -- what all have in common
 
     def remember_start(self) -> None:
         """Keep the parameters as they are now, for `restart`."""
@@ -80,3 +76,18 @@ class Driver:
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         held = (*self.parameters(), *gradients, *self.states(), *self.copies())
         return sum(t.numel() * t.element_size() for t in held)
+
+
+def schedule_of(
+    name: str, orders: Sequence[Sequence[str]], placement: Placement, num_slices: Sequence[int]
+) -> Schedule:
+    """Return a schedule from the texts of its computations (`F0.0c1`), stage by stage."""
+    actions = tuple(
+        tuple(
+            Action(a.kind, a.micro_batch_id, a.slice_id, placement[stage_id, a.chunk_id], a.chunk_id)
+            for a in map(Action.parse, order)
+        )
+        for stage_id, order in enumerate(orders)
+    )
+    chunks = 1 + max(chunk_id for _, chunk_id in placement)
+    return Schedule(name, len(orders), len(num_slices), tuple(num_slices), chunks, False, actions, dict(placement))

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engines, and ours."""
+"""Drive DeepSpeed's pipeline engines, and ours."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
-from terapipe_ds.bench.drivers.base import Driver, MicroBatches
-from terapipe_ds.bench.drivers.orders import of_dualpipev
+from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import EngineRecorder, InstructionRecorder
 from terapipe_ds.bench.ranks import build_engine
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Schedule, build
+from terapipe_ds.schedule.placement import v_shape
 
 
 class _EngineDriver(Driver):
@@ -22,7 +22,7 @@ class _EngineDriver(Driver):
         self._engine = build_engine(section, self._work, ds_config=job.ds_config, gpt=job.gpt, dualpipe=dualpipe)
         self.optimizer = self._engine.optimizer
 
-    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
         self._engine.set_train_batch_size(self._work.micro_batch * accumulation)
 
     def step(self, micro_batches: MicroBatches) -> float | None:
@@ -61,24 +61,15 @@ class TeraPipeDriver(_EngineDriver):
     def __init__(self, case: Case, job: Job) -> None:
         self._case = case
         self._schedule = case.schedule if case.schedule != AUTO else CUTS[case.cut][-1]  # until one is chosen
-        section = {
-            **(job.ds_config or {}).get("terapipe", {}),
-            "enabled": True,
-            "schedule": self._schedule,
-            "schedule_options": case.schedule_options,
-            "chunks_per_stage": case.chunks_per_stage,
-            "slices": 1,
-            "granularity_tokens": 1,
-        }
-        super().__init__(job, section)
+        options = {"schedule_options": case.schedule_options, "chunks_per_stage": case.chunks_per_stage}
+        section = {**(job.ds_config or {}).get("terapipe", {}), "schedule": self._schedule, **options}
+        super().__init__(job, {**section, "enabled": True, "slices": 1, "granularity_tokens": 1})
         self.recorder = self._engine.tracer = EngineRecorder()
 
-    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
         super().prepare(accumulation, plan)
+        self._schedule = schedule or self._schedule
         self._engine.use_slice_plan(plan, self._schedule)
-
-    def use_schedule(self, name: str) -> None:
-        self._schedule = name
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
         options = {"chunks_per_stage": self._case.chunks_per_stage, **self._case.schedule_options}
@@ -86,3 +77,17 @@ class TeraPipeDriver(_EngineDriver):
 
     def forget(self) -> None:
         self._engine.slice_store.drop_free()
+
+
+def of_dualpipev(num_stages: int, num_micro_batches: int) -> Schedule:
+    """Return the order of DeepSpeed's DualPipeV (deepspeed/runtime/pipe/schedule.py), whose phases are chunks."""
+    from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
+
+    codes = {ForwardPass: "F", BackwardPass: "B"}
+    orders = []
+    for stage_id in range(num_stages):
+        steps = DualPipeVSchedule(num_micro_batches, num_stages, stage_id).steps()
+        commands = [(codes[type(c)], c.kwargs) for step in steps for c in step if type(c) in codes]
+        # a buffer is (phase, micro-batch), see num_pipe_buffers
+        orders.append([f"{code}{k['buffer_id'] % num_micro_batches}.0c{k['phase']}" for code, k in commands])
+    return schedule_of("dualpipev", orders, v_shape(num_stages), (1,) * num_micro_batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -14,8 +14,7 @@ from terapipe_ds.bench.metrics import Recorded
 from terapipe_ds.runtime.engine.trace import wait_for_computation
 from terapipe_ds.schedule.action import Action, Kind
 
-_CLOSING = {Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP}
-_RECORDED = {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT} | _CLOSING
+_RECORDED = {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT, Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP}
 
 
 class Recorder:
@@ -33,19 +32,18 @@ class Recorder:
     @contextmanager
     def span(self, kind: str, micro_batch_id: int = -1, slice_id: int = -1, chunk_id: int = 0) -> Iterator[None]:
         """Record what runs inside."""
-        if not self.on:
-            yield
-            return
         self.restart()
         yield
-        wait_for_computation()
-        cpu_s, end_s = time.process_time() - self._start_cpu_s, time.perf_counter()
-        self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
+        if self.on:
+            wait_for_computation()
+            cpu_s, end_s = time.process_time() - self._start_cpu_s, time.perf_counter()
+            self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
 
     def restart(self) -> None:
         """Let the open span begin now."""
-        wait_for_computation()
-        self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
+        if self.on:
+            wait_for_computation()
+            self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     @contextmanager
     def last_goes_on(self) -> Iterator[None]:
@@ -68,16 +66,13 @@ class EngineRecorder(Recorder):
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
         """Record one action of the schedule."""
-        if action.kind not in _RECORDED:
-            yield
-            return
-        with self.span(action.kind.value, action.micro_batch_id, action.slice_id, action.chunk_id):
+        is_recorded, unit = action.kind in _RECORDED, (action.micro_batch_id, action.slice_id, action.chunk_id)
+        with self.span(action.kind.value, *unit) if is_recorded else nullcontext():
             yield
 
     def input_is_here(self) -> None:
         """Let the computation begin: the wait for a message is over."""
-        if self.on:
-            self.restart()
+        self.restart()
 
     def write(self, step: int) -> None:
         """Do nothing: no file is written within a timed step."""
@@ -108,13 +103,12 @@ class InstructionRecorder(Recorder):
 
     def _recorded(self, kind: str, execute: Callable[..., Any]) -> Callable[..., Any]:
         def run(engine: Any, **kwargs: Any) -> Any:
-            if kind not in "FB":
-                with self.span(kind):
-                    return execute(engine, **kwargs)
-            phase = kwargs.get("phase", 0)
-            micro_batch_id = self._seen[kind, phase]
-            self._seen[kind, phase] += 1
-            with self.span(kind, micro_batch_id, 0, phase):
+            unit: tuple[int, ...] = ()
+            if kind in "FB":
+                phase = kwargs.get("phase", 0)
+                unit = self._seen[kind, phase], 0, phase
+                self._seen[kind, phase] += 1
+            with self.span(kind, *unit):
                 return execute(engine, **kwargs)
 
         return run

@@ -1,8 +1,8 @@
-"""`torch.distributed.pipelining` on the very layers that DeepSpeed's `PipelineModule` gets."""
+"""Train with `torch.distributed.pipelining` on the very layers that DeepSpeed's `PipelineModule` gets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,14 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
-from terapipe_ds.bench.drivers.base import Driver, MicroBatches
-from terapipe_ds.bench.drivers.orders import looped_placement, of_torch, v_placement
+from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
+from terapipe_ds.schedule.placement import Placement, loop, v_shape
 
 _CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
@@ -26,21 +26,19 @@ _CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1
 def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `torch.optim.AdamW` that do what a DeepSpeed config asks for.
 
-    Raises:
-        BenchError: it asks for what a plain optimizer in the precision of the weights does not do.
+    Raises `BenchError` where it asks for what a plain optimizer in the precision of the weights does not do.
     """
     optimizer = ds_config.get("optimizer") or {}
-    kind, given = str(optimizer.get("type", "none")).lower(), dict(optimizer.get("params") or {})
-    if kind not in ("adam", "adamw") or given.get("adam_w_mode") is False:
+    given, is_bf16, sums = dict(optimizer.get("params") or {}), _is_bf16(ds_config), sums_dtype(ds_config)
+    if str(optimizer.get("type")).lower() not in ("adam", "adamw") or given.get("adam_w_mode") is False:
         raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
     for key in ("fp16", "torch_autocast", "scheduler"):
         if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
             raise BenchError(f"torch runs here without what {key} in the config stands for")
-    if sums_dtype(ds_config) not in (torch.float32, torch.bfloat16 if _is_bf16(ds_config) else torch.float32):
+    if sums != torch.float32 and not (is_bf16 and sums == torch.bfloat16):
         raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
     # BF16_Optimizer under ZeRO 1 has its fp32 weights whole where there is one replica, as here
-    sums_apart = _is_bf16(ds_config) and sums_dtype(ds_config) == torch.float32
-    if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(sums_apart):
+    if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(is_bf16 and sums == torch.float32):
         raise BenchError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
         raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
@@ -57,42 +55,40 @@ def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
     from deepspeed.runtime.config import DtypeEnum
 
     given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
-    if given is None:
-        return torch.bfloat16 if _is_bf16(ds_config) else torch.float32
-    dtype: torch.dtype = DtypeEnum(given).value
+    dtype: torch.dtype = DtypeEnum(given or ("bf16" if _is_bf16(ds_config) else "fp32")).value
     return dtype
 
 
 class Masters:
-    """Weights in fp32 beside bf16 ones, which a plain optimizer steps, as DeepSpeed's BF16_Optimizer does.
+    """The weights that a plain optimizer steps: those of the model, or in bf16 (`is_apart`) fp32 ones beside them.
 
-    AdamW on the bf16 weights themselves would hold half the bytes and lose what is below their last bit.
+    That is what DeepSpeed's BF16_Optimizer has. AdamW on the bf16 weights themselves would hold half the bytes and lose
+    what is below their last bit. `sums_in_fp32` says to take the gradients after each backward.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sums: torch.dtype) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], is_apart: bool, sums: torch.dtype) -> None:
         self._parameters: list[Tensor] = list(parameters)
-        self.sums_in_fp32 = sums == torch.float32
-        self.weights: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._parameters]
+        self.is_apart, self.sums_in_fp32 = is_apart, is_apart and sums == torch.float32
+        self.weights = [nn.Parameter(p.detach().float()) if is_apart else p for p in self._parameters]
 
     def take_gradients(self) -> None:
-        """Add in fp32 what the backwards have given since, and drop torch's own gradients.
-
-        To be called after each backward where the sums are fp32, otherwise before the step.
-        """
+        """Add in fp32 what the backwards have given since, and drop torch's own gradients."""
         for parameter, weight in zip(self._parameters, self.weights, strict=True):
-            if parameter.grad is not None:
+            if self.is_apart and parameter.grad is not None:
                 new, parameter.grad = parameter.grad, None
                 weight.grad = new.float() if weight.grad is None else weight.grad.add_(new)
 
     @torch.no_grad()
     def give_weights(self) -> None:
         """Round to the model's weights, after a step of the optimizer."""
-        torch._foreach_copy_(self._parameters, self.weights)
+        if self.is_apart:
+            torch._foreach_copy_(self._parameters, self.weights)
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """Copy the model's weights, exactly."""
-        torch._foreach_copy_(self.weights, self._parameters)
+        if self.is_apart:
+            torch._foreach_copy_(self.weights, self._parameters)
 
 
 class TorchDriver(Driver):
@@ -109,7 +105,7 @@ class TorchDriver(Driver):
         self._device = torch.device(job.device_of(self._rank))
         self._config, stages = gpt_config(job.work, job.gpt), job.work.stages
         chunks = 2 if case.schedule in TWO_PARTS else 1
-        self._placement = v_placement(stages) if case.schedule == "zbv" else looped_placement(stages, chunks)
+        self._placement = v_shape(stages) if case.schedule == "zbv" else loop(stages, chunks)
         self._num_parts = chunks * stages
         self.fewest = 1 if case.schedule == "gpipe" else stages
         layers = gpt_layers(self._config)
@@ -122,20 +118,17 @@ class TorchDriver(Driver):
             }
         self.recorder = Recorder()
         ds_config = job.ds_config or USUAL_SETTINGS
-        self._masters = Masters(self.parameters(), sums_dtype(ds_config)) if _is_bf16(ds_config) else None
-        trained: Sequence[Tensor] = self.parameters() if self._masters is None else self._masters.weights
-        self.optimizer = torch.optim.AdamW(trained, **adam_options(ds_config))
-        self._accumulation = 0
+        self._masters = Masters(self.parameters(), _is_bf16(ds_config), sums_dtype(ds_config))
+        self.optimizer = torch.optim.AdamW(self._masters.weights, **adam_options(ds_config))
         self._pipeline: Any = None
 
-    def prepare(self, accumulation: int, plan: SlicePlan) -> None:
+    def prepare(self, accumulation: int, plan: SlicePlan, schedule: str | None = None) -> None:
         self._pipeline = None  # with its receive buffers, before there are new ones
         stages = [self._stage(chunk_id, part_id) for chunk_id, part_id in enumerate(self._modules)]
         given = stages if self._case.schedule in TWO_PARTS else stages[0]
         # dividing here rather than all gradients at the end of a step is torch's faster way
         loss_fn = partial(self._loss, accumulation)
         self._pipeline = self._kind(given, n_microbatches=accumulation, loss_fn=loss_fn, scale_grads=False)
-        self._accumulation = accumulation
 
     def _loss(self, accumulation: int, logits: Tensor, labels: Tensor) -> Tensor:
         with self.recorder.last_goes_on():
@@ -146,16 +139,12 @@ class TorchDriver(Driver):
 
         rows, length = self._work.micro_batch, self._work.sequence_length
         options = {"dtype": self._config.torch_dtype, "device": "meta", "requires_grad": True}
-        leaf, is_last = partial(torch.empty, rows, length, **options), part_id == self._num_parts - 1
-        tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-        stage = PipelineStage(
-            self._modules[part_id],
-            part_id,
-            self._num_parts,
-            self._device,
-            input_args=tokens if part_id == 0 else leaf(self._config.hidden_size),
-            output_args=leaf(self._config.vocab_size if is_last else self._config.hidden_size),
-        )
+        hidden = torch.empty(rows, length, self._config.hidden_size, **options)
+        inputs = torch.empty(rows, length, dtype=torch.int64, device="meta") if part_id == 0 else hidden
+        is_last = part_id == self._num_parts - 1
+        outputs = torch.empty(rows, length, self._config.vocab_size, **options) if is_last else hidden
+        place = self._modules[part_id], part_id, self._num_parts, self._device
+        stage = PipelineStage(*place, input_args=inputs, output_args=outputs)
         for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
             setattr(stage, name, self._recorded(kind, chunk_id, getattr(stage, name)))
         return stage
@@ -164,7 +153,7 @@ class TorchDriver(Driver):
         def recorded(micro_batch_id: int, *args: Any, **kwargs: Any) -> Any:
             with self.recorder.span(kind, micro_batch_id, 0, chunk_id):
                 result = run(micro_batch_id, *args, **kwargs)
-                if kind != "F" and self._masters is not None and self._masters.sums_in_fp32:
+                if kind != "F" and self._masters.sums_in_fp32:
                     self._masters.take_gradients()
                 return result
 
@@ -177,13 +166,11 @@ class TorchDriver(Driver):
         keywords: dict[str, Any] = {"target": labels, "losses": losses} if has_last else {}
         self._pipeline.step(*((inputs,) if 0 in self._modules else ()), return_outputs=False, **keywords)
         with self.recorder.span("ST"):
-            if self._masters is not None:
-                self._masters.take_gradients()
+            self._masters.take_gradients()
             self.optimizer.step()
-            if self._masters is not None:
-                self._masters.give_weights()
+            self._masters.give_weights()
         # sums in fp32 stay, as DeepSpeed's do; else the next backward brings new ones
-        self.optimizer.zero_grad(set_to_none=self._masters is None or not self._masters.sums_in_fp32)
+        self.optimizer.zero_grad(set_to_none=not self._masters.sums_in_fp32)
         return float(sum(loss.detach() for loss in losses)) if has_last else None
 
     def schedule(self, accumulation: int, plan: SlicePlan) -> Schedule:
@@ -193,12 +180,22 @@ class TorchDriver(Driver):
 
     def restart(self) -> None:
         super().restart()
-        if self._masters is not None:
-            self._masters.take_weights()
+        self._masters.take_weights()
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self._modules.values() for parameter in module.parameters()]
 
     def copies(self) -> list[Tensor]:
-        weights = [] if self._masters is None else self._masters.weights
+        weights = self._masters.weights if self._masters.is_apart else []
         return [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
+
+
+def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: Placement, count: int) -> Schedule:
+    """Return a schedule of torch.distributed.pipelining from its `pipeline_order`: rank -> actions, None for idle."""
+    codes = {"F": "F", "B": "B", "I": "B", "W": "W"}
+    chunk_of = {(stage_id, part_id): chunk_id for (stage_id, chunk_id), part_id in placement.items()}
+    orders = []
+    for rank in sorted(pipeline_order):
+        pairs = [(codes.get(a.computation_type.value), a) for a in pipeline_order[rank] if a is not None]
+        orders.append([f"{code}{a.microbatch_index}.0c{chunk_of[rank, a.stage_index]}" for code, a in pairs if code])
+    return schedule_of(name, orders, placement, (1,) * count)

@@ -1,4 +1,4 @@
-"""The HTML report of a benchmark.
+"""Make the HTML report of a benchmark.
 
 `data` reads the result file, `text` has the sentences and numbers, `plots` the figures, `page` fills `page.html`.
 """

@@ -1,4 +1,4 @@
-"""The result file of `terapipe bench --json`, read strictly: runs, grouped so that like is compared with like."""
+"""Read the result file of `terapipe bench --json` strictly, and group its runs so that like is compared with like."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _PerStage = tuple[_Amount | None, ...]
 
 
-class _Row(BaseModel):
-    """What every row of the benchmark has, whatever came of it. Other keys are left alone."""
+class _AnyRun(BaseModel):
+    """What every run of the benchmark has, whatever came of it. Other keys are left alone."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,14 +48,14 @@ class _Row(BaseModel):
     replayed: bool = False
 
 
-class Failed(_Row):
+class Failed(_AnyRun):
     """A run that could not be made. It may not have got as far as its slices."""
 
     error: str
     slices: tuple[int, ...] = ()
 
 
-class Run(_Row):
+class Run(_AnyRun):
     """A run with its figures; docs/bench.md says what they mean. A figure that is not known is None."""
 
     slices: tuple[_Count, ...]
@@ -107,9 +107,9 @@ class Run(_Row):
         return _most_above(self.predicted_peak_bytes, self.static_bytes)
 
     @property
-    def prediction_error(self) -> float | None:
+    def prediction_error(self) -> float:
         """How far `predicted_s` is from `step_s`, as a share of `step_s`; above 0: predicted too slow."""
-        return None if self.predicted_s is None else self.predicted_s / self.step_s - 1
+        return (self.predicted_s or self.step_s) / self.step_s - 1
 
 
 def _most_above(peaks: Sequence[float | None] | None, floors: Sequence[float | None] | None) -> float | None:
@@ -118,7 +118,7 @@ def _most_above(peaks: Sequence[float | None] | None, floors: Sequence[float | N
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The runs with the same stages and accumulation, from fast to slow, and those that failed."""
 
     title: str
@@ -132,9 +132,8 @@ class Group:
 
     def stock(self, replayed: bool | None = None) -> Run | None:
         """Return DeepSpeed's own 1F1B, measured or replayed as asked (None: preferably measured)."""
-        found = [run for run in self.runs if (run.system, run.schedule.lower()) == ("deepspeed", "1f1b")]
-        found = [run for run in found if replayed in (None, run.replayed)]
-        return min(found, key=lambda run: run.replayed, default=None)
+        stock = [run for run in self.runs if (run.system, run.schedule.lower()) == ("deepspeed", "1f1b")]
+        return min((r for r in stock if replayed in (None, r.replayed)), key=lambda run: run.replayed, default=None)
 
     def ratio(self, run: Run) -> float | None:
         """Return how many times as fast as the stock engine a run is, or None without a stock run of its kind.
@@ -144,13 +143,26 @@ class Group:
         stock = self.stock(run.replayed)
         return None if stock is None else run.ratio_to_stock or stock.step_s / run.step_s
 
+    def activations(self) -> list[tuple[Run, float, float | None]]:
+        """Return what each run keeps for its backward as a share of the stock engine's, measured and predicted."""
+        stock = self.stock()
+        if stock is None or not stock.activation_bytes or sum(bool(run.activation_bytes) for run in self.runs) < 2:
+            return []
+        floor, shares = stock.predicted_activation_bytes, []
+        for run in self.runs:
+            if run.activation_bytes:
+                predicted = run.predicted_activation_bytes
+                share = run.activation_bytes / stock.activation_bytes
+                shares.append((run, share, predicted / floor if predicted and floor else None))
+        return shares
 
-def _kind_of(row: object) -> str:
-    error = row.get("error") if isinstance(row, dict) else getattr(row, "error", None)
+
+def _kind_of(run: object) -> str:
+    error = run.get("error") if isinstance(run, dict) else getattr(run, "error", None)
     return "<run>" if error is None else "<failed>"
 
 
-_AnyRun = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
+_RunOrFailed = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
 
 
 class Result(BaseModel):
@@ -160,7 +172,7 @@ class Result(BaseModel):
 
     machine: dict[str, Any]
     preset: str
-    runs: Annotated[tuple[_AnyRun, ...], Field(min_length=1)]
+    runs: Annotated[tuple[_RunOrFailed, ...], Field(min_length=1)]
 
     @property
     def measured(self) -> tuple[Run, ...]:
@@ -168,25 +180,23 @@ class Result(BaseModel):
         return tuple(run for run in self.runs if isinstance(run, Run))
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[RunGroup, ...]:
         """The groups by stages and accumulation, ascending; titles name the stages if they differ."""
         keys = sorted({(run.stages, run.accumulation) for run in self.runs})
         several = len({stages for stages, _ in keys}) > 1
         groups = []
         for stages, m in keys:
-            rows = [row for row in self.runs if (row.stages, row.accumulation) == (stages, m)]
-            runs = sorted((row for row in rows if isinstance(row, Run)), key=lambda run: (run.step_s, run.label))
-            failed = tuple(row for row in rows if isinstance(row, Failed))
-            title = f"accumulation {m}" + f", {stages} stages" * several
-            groups.append(Group(title, tuple(runs), failed))
+            alike = [run for run in self.runs if (run.stages, run.accumulation) == (stages, m)]
+            runs = sorted((run for run in alike if isinstance(run, Run)), key=lambda run: (run.step_s, run.label))
+            failed = tuple(run for run in alike if isinstance(run, Failed))
+            groups.append(RunGroup(f"accumulation {m}" + f", {stages} stages" * several, tuple(runs), failed))
         return tuple(groups)
 
 
 def read_result(data: object) -> Result:
     """Check the dict that `terapipe bench --json` writes.
 
-    Raises:
-        ReportError: a key is missing, or a value does not fit; the message names the run and the key.
+    Raises `ReportError` where a key is missing, or a value does not fit; the message names the run and the key.
     """
     try:
         return parse_as(Result, json.dumps(data))

@@ -1,4 +1,4 @@
-"""The report of `terapipe bench`: one HTML file that needs nothing else, neither network nor scripts.
+"""Write the report of `terapipe bench`: one HTML file that needs nothing else, neither network nor scripts.
 
 From the top: what came out, the tables, the plots, how it was measured, and all data. `page.html` is the template.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import terapipe_ds.bench.report.plots as plots
 import terapipe_ds.bench.report.text as text
-from terapipe_ds.bench.report.data import GIVE, SYSTEMS, Group, ReportError, Result, Run, read_result
+from terapipe_ds.bench.report.data import GIVE, SYSTEMS, ReportError, Result, Run, RunGroup, read_result
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.timeline.picture import build_figure
@@ -33,13 +33,9 @@ _MOST_BOXES = 1500  # of a timeline as SVG, about 400 bytes each; one with more 
 
 
 def write_report(result: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write the report of a benchmark as one HTML file; readers see all of it or nothing.
+    """Write the report of a result, the dict of `terapipe bench --json`, as one file; readers see all of it or nothing.
 
-    `result`: the dict that `terapipe bench --json` writes.
-
-    Raises:
-        ReportError: `result` lacks something, or matplotlib or jinja2 is missing; nothing is written then.
-        OSError: the file cannot be written.
+    Raises `ReportError` where the result lacks something, or matplotlib or jinja2 is missing; nothing is written then.
     """
     write_text(path, render_page(result))
 
@@ -77,53 +73,35 @@ def render_page(data: object) -> str:
         text=text,
         figures=figures,
         timelines=timelines,
-        activations=[(group, shares) for group in result.groups if (shares := activations(group))],
+        activations=[(group, shares) for group in result.groups if (shares := group.activations())],
         facts=list(_flat({"preset": result.preset, **(result.model_extra or {}), **result.machine})),
         packed=base64.b64encode(gzip.compress(json.dumps(data).encode(), mtime=0)).decode(),
         slim=json.dumps(slim, indent=1),
     )
 
 
-def activations(group: Group) -> list[tuple[Run, float, float | None]]:
-    """Return what each run keeps for its backward as a share of the stock engine's, measured and predicted."""
-    stock = group.stock()
-    runs = [run for run in group.runs if run.activation_bytes]
-    if stock is None or not stock.activation_bytes or len(runs) < 2:
-        return []
-    floor = stock.predicted_activation_bytes
-    shares = []
-    for run in runs:
-        expected = run.predicted_activation_bytes
-        share = (run.activation_bytes or 0.0) / stock.activation_bytes
-        shares.append((run, share, expected / floor if expected and floor else None))
-    return shares
-
-
-def timeline_pair(group: Group) -> list[Run]:
+def timeline_pair(group: RunGroup) -> list[Run]:
     """Return the runs whose timelines are drawn: one like stock (if there is one), then the fastest."""
     traced = [run for run in group.runs if run.timeline and run.timeline.computations()]
-    if not traced:
-        return []
-    best = min(traced, key=lambda run: (run.replayed, run.step_s))
+    best = min(traced, key=lambda run: (run.replayed, run.step_s), default=None)
 
     def likeness(run: Run) -> tuple[bool, bool, bool]:
         is_1f1b, is_whole = run.schedule.lower() == "1f1b", len(run.slices) == 1
         return is_1f1b and run.system == "deepspeed", is_1f1b and is_whole, is_whole
 
     others = [run for run in traced if run is not best and any(likeness(run))]
-    stock = max(others, key=likeness, default=None)
-    return [best] if stock is None else [stock, best]
+    return [run for run in (max(others, key=likeness, default=None), best) if run is not None]
 
 
 def _figures(result: Result) -> dict[str, str]:
     """Return the pictures that the result has figures for, by their names in the template."""
-    drawn = {
-        "steps": (plots.step_times(result), "Step times of all runs"),
-        "slices": (plots.slice_counts(result), "Step time against the number of slices"),
-        "errors": (plots.prediction_errors(result), "Errors of the predictions, run by run"),
-        "memory": (plots.memory(result), "Peak memory per stage"),
-    }
-    return {key: plots.inline_svg(figure, key, words) for key, (figure, words) in drawn.items() if figure is not None}
+    drawn = (
+        ("steps", plots.step_times, "Step times of all runs"),
+        ("slices", plots.slice_counts, "Step time against the number of slices"),
+        ("errors", plots.prediction_errors, "Errors of the predictions, run by run"),
+        ("memory", plots.memory, "Peak memory per stage"),
+    )
+    return {key: plots.inline_svg(figure, key, words) for key, draw, words in drawn if (figure := draw(result))}
 
 
 def _timelines(result: Result) -> Iterator[tuple[str, str]]:
@@ -133,11 +111,12 @@ def _timelines(result: Result) -> Iterator[tuple[str, str]]:
     for index, (group, runs) in enumerate(pairs):
         titled = [(run.label, run.timeline) for run in runs if run.timeline is not None]
         title = f"{group.title.capitalize()}: {' and '.join(label for label, _ in titled)}"
-        figure, boxes = build_figure(titled), sum(len(timeline.events) for _, timeline in titled)
-        if boxes > _MOST_BOXES:
-            yield title, plots.inline_png(figure, f"Timelines, {title}")
-        else:
-            yield title, plots.inline_svg(figure, f"timeline{index}", f"Timelines, {title}")
+        figure, words = build_figure(titled), f"Timelines, {title}"
+        has_many = sum(len(timeline.events) for _, timeline in titled) > _MOST_BOXES
+        yield (
+            title,
+            plots.inline_png(figure, words) if has_many else plots.inline_svg(figure, f"timeline{index}", words),
+        )
 
 
 def _flat(facts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""The plots of the report, as matplotlib figures: one colour and marker per system, the legend below the data.
+"""Draw the plots of the report with matplotlib: one colour and marker per system, the legend below the data.
 
-Figures are drawn in the colours of the light theme. `inline_svg` turns these into variables of the page's style sheet,
-so that a figure follows the theme of the page.
+Figures have the colours of the light theme; `inline_svg` turns these into variables of the page's style sheet, so that
+a figure follows the theme of the page.
 """
 
 # ruff: noqa: RUF001 - signs for times, minus and dashes are meant
@@ -10,11 +10,11 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from terapipe_ds.bench.report.data import Group, Result, Run
+from terapipe_ds.bench.report.data import Result, Run, RunGroup
 from terapipe_ds.bench.report.text import bytes_unit, digits, percent, time_unit
 from terapipe_ds.timeline.picture import INK, LINE, MUTED, WAIT
 
@@ -33,7 +33,7 @@ _MOST_LETTERS = 46  # of a row's label; longer ones are cut
 _SMALL: dict[str, Any] = {"fontsize": 8.5, "color": MUTED}
 _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
 
-Rows = list[tuple[Group, list[Run]]]
+Rows = list[tuple[RunGroup, list[Run]]]
 """A panel per group, and in it a row per run, the first on top."""
 
 
@@ -48,9 +48,8 @@ def inline_svg(figure: Figure, key: str, description: str) -> str:
     with matplotlib.rc_context({"svg.hashsalt": key}):
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
-    svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' id="[^"]*_\d{1,4}"|<!--.*?-->', "", svg[svg.index(">") + 1 :])
+    svg = re.sub(r".*?<svg[^>]*>", "", text.getvalue(), count=1, flags=re.DOTALL)
+    svg = re.sub(r' id="[^"]*_\d{1,4}"|<!--.*?-->', "", svg)
     for name, colour in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{name})")
     svg = svg.replace("stroke: #ffffff", "stroke: var(--paper)")
@@ -72,7 +71,7 @@ def inline_png(figure: Figure, description: str) -> str:
 
 def step_times(result: Result) -> Figure | None:
     """Draw a bar per run: every step a dot (the first on top), median, bound, and stock as a line."""
-    rows: Rows = [(group, list(group.runs)) for group in result.groups if group.runs]
+    rows = _rows(result, lambda run: True)
     if not rows:
         return None
     units = [time_unit([max(run.step_s_all) for run in runs]) for _, runs in rows]
@@ -80,7 +79,7 @@ def step_times(result: Result) -> Figure | None:
     for ax, (group, runs), (_, scale) in zip(panels, rows, units, strict=True):
         for row, run in enumerate(runs):
             _draw_steps(ax, row, run, scale)
-        ratios = [group.ratio(run) for run in runs]
+        ratios = map(group.ratio, runs)
         _beside(ax, "× stock", ["–" if ratio is None else f"{ratio:.2f}×" for ratio in ratios], bold_row=0)
         ax.plot([], [], "|", color=MUTED, markersize=9, markeredgewidth=2.4, label="median")
         if any(run.bound_s is not None for run in runs):
@@ -94,17 +93,14 @@ def step_times(result: Result) -> Figure | None:
 
 
 def _draw_steps(ax: Axes, row: int, run: Run, scale: float) -> None:
-    colour, median = COLOURS[run.system], run.step_s * scale
+    colour, marker, median, count = COLOURS[run.system], MARKERS[run.system], run.step_s * scale, len(run.step_s_all)
     ax.barh(row, median, 0.66, color=colour, alpha=0.22, linewidth=0)
     if run.replayed:
-        style: dict[str, Any] = {"facecolor": "none", "edgecolor": colour, "hatch": "/////", "linewidth": 0}
-        ax.barh(row, median, 0.66, label="replayed", **style)
+        ax.barh(row, median, 0.66, facecolor="none", edgecolor=colour, hatch="/////", linewidth=0, label="replayed")
     ax.vlines(median, row - 0.33, row + 0.33, color=colour, linewidth=2.4)
-    count = len(run.step_s_all)
     heights = [row + 0.24 * (2 * (i + 0.5) / count - 1) for i in range(count)]
-    steps = [step_s * scale for step_s in run.step_s_all]
-    ax.plot(steps, heights, MARKERS[run.system], color=colour, markersize=2.9, **_NO_EDGE)
-    ax.plot([], [], MARKERS[run.system], color=colour, markersize=6.5, label=run.system, **_NO_EDGE)
+    ax.plot([step_s * scale for step_s in run.step_s_all], heights, marker, color=colour, markersize=2.9, **_NO_EDGE)
+    ax.plot([], [], marker, color=colour, markersize=6.5, label=run.system, **_NO_EDGE)
     if run.bound_s is not None:
         ax.vlines(run.bound_s * scale, row - 0.42, row + 0.42, color=INK, linewidth=1.3)
 
@@ -113,8 +109,8 @@ def slice_counts(result: Result) -> Figure | None:
     """Draw step time against the number of slices, a panel per group that has several; None if no group has."""
     from matplotlib.figure import Figure
 
-    shown: Rows = [(group, [run for run in group.runs if run.system == "terapipe"]) for group in result.groups]
-    shown = [(group, runs) for group, runs in shown if len({len(run.slices) for run in runs}) > 1]
+    ours = _rows(result, lambda run: run.system == "terapipe")
+    shown = [(group, runs) for group, runs in ours if len({len(run.slices) for run in runs}) > 1]
     if not shown:
         return None
     names = sorted({run.schedule for _, runs in shown for run in runs})
@@ -131,7 +127,7 @@ def slice_counts(result: Result) -> Figure | None:
     return _with_legend(figure, columns=5 if columns > 1 else 3)
 
 
-def _draw_slices(ax: Axes, group: Group, runs: list[Run], names: list[str]) -> None:
+def _draw_slices(ax: Axes, group: RunGroup, runs: list[Run], names: list[str]) -> None:
     colour = COLOURS["terapipe"]
     unit, scale = time_unit([run.step_s for run in group.runs])
     for index, name in enumerate(names):
@@ -143,12 +139,12 @@ def _draw_slices(ax: Axes, group: Group, runs: list[Run], names: list[str]) -> N
             ax.plot(*zip(*points, strict=True), line, marker=marker, label=f"terapipe {name}", **style)
     bounds = [(len(run.slices), run.bound_s * scale) for run in runs if run.bound_s is not None]
     planned = [(len(run.slices), run.step_s * scale) for run in runs if run.planned]
-    for points, marker, label, style in (
-        (planned, "*", "planned slices", {"color": colour, "markersize": 11, **_NO_EDGE}),
-        (bounds, "_", "bound", {"color": INK, "markersize": 9, "markeredgewidth": 1.3, "linestyle": "none"}),
+    for points, label, style in (
+        (planned, "planned slices", {"marker": "*", "color": colour, "markersize": 11, **_NO_EDGE}),
+        (bounds, "bound", {"marker": "_", "color": INK, "markersize": 9, "markeredgewidth": 1.3, "linestyle": "none"}),
     ):
         if points:
-            ax.plot(*zip(*points, strict=True), marker=marker, label=label, **style)
+            ax.plot(*zip(*points, strict=True), label=label, **style)
     for other, dashes, label in ((group.stock(), 1, "stock median"), (group.fastest("torch"), 5, "best of torch")):
         if other is not None:
             style = {"linewidth": 1.1, "linestyle": (0, (dashes, 2)), "zorder": 0, "label": label}
@@ -162,12 +158,11 @@ def _draw_slices(ax: Axes, group: Group, runs: list[Run], names: list[str]) -> N
 
 def prediction_errors(result: Result) -> Figure | None:
     """Draw how far each prediction is from the median, and (as a line) from the single steps."""
-    rows: Rows = [(group, [run for run in group.runs if run.predicted_s is not None]) for group in result.groups]
-    rows = [(group, runs) for group, runs in rows if runs]
+    rows = _rows(result, lambda run: run.predicted_s is not None)
     if not rows:
         return None
     figure, panels = _stack(rows, ["prediction error"] * len(rows))
-    limit = max(0.08, 1.15 * max(abs(run.prediction_error or 0.0) for _, runs in rows for run in runs))
+    limit = max(0.08, 1.15 * max(abs(run.prediction_error) for _, runs in rows for run in runs))
     for ax, (_, runs) in zip(panels, rows, strict=True):
         ax.axvspan(-100 * WITHIN, 100 * WITHIN, color=BAND, linewidth=0, zorder=0, label="within 5 %")
         ax.axvline(0, color=MUTED, linewidth=0.8, zorder=1)
@@ -176,7 +171,7 @@ def prediction_errors(result: Result) -> Figure | None:
             ax.hlines(row, min(singles), max(singles), color=COLOURS[run.system], linewidth=1.2, alpha=0.6)
             face = "none" if run.replayed else COLOURS[run.system]
             style: dict[str, Any] = {"color": COLOURS[run.system], "markerfacecolor": face, "linestyle": "none"}
-            ax.plot(100 * (run.prediction_error or 0.0), row, marker=MARKERS[run.system], label=run.system, **style)
+            ax.plot(100 * run.prediction_error, row, marker=MARKERS[run.system], label=run.system, **style)
         _beside(ax, "", [percent(run.prediction_error, "+.1f") for run in runs])
         ax.set_xlim(-100 * limit, 100 * limit)
     panels[-1].set_xlabel("predicted / measured − 1, percent", **_SMALL)
@@ -185,8 +180,7 @@ def prediction_errors(result: Result) -> Figure | None:
 
 def memory(result: Result) -> Figure | None:
     """Draw the peak of every stage, a thin bar each from stage 0 down, with the predicted peak as a tick."""
-    rows: Rows = [(group, [run for run in group.runs if run.largest_peak_bytes]) for group in result.groups]
-    rows = [(group, runs) for group, runs in rows if runs]
+    rows = _rows(result, lambda run: bool(run.largest_peak_bytes))
     if not rows:
         return None
     unit, scale = bytes_unit([run.largest_peak_bytes for run in result.measured])
@@ -212,6 +206,12 @@ def _draw_peaks(ax: Axes, row: int, run: Run, scale: float) -> None:
             ax.vlines(expected * scale, middle - 0.48 * thick, middle + 0.48 * thick, color=INK, linewidth=1.5)
             ax.plot([], [], "|", color=INK, markersize=9, markeredgewidth=1.5, label="predicted")
     ax.axhline(row + 0.5, color=LINE, linewidth=0.5, alpha=0.6, zorder=0)
+
+
+def _rows(result: Result, is_shown: Callable[[Run], bool]) -> Rows:
+    """Return the groups that have such runs."""
+    rows = [(group, [run for run in group.runs if is_shown(run)]) for group in result.groups]
+    return [(group, runs) for group, runs in rows if runs]
 
 
 def _stack(rows: Rows, titles: Sequence[str], row_height: float = 0.29) -> tuple[Figure, list[Axes]]:
@@ -258,16 +258,7 @@ def _with_legend(figure: Figure, columns: int = 9) -> Figure:
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             items.setdefault(label, handle)
-    figure.legend(
-        list(items.values()),
-        list(items),
-        loc="outside lower left",
-        ncols=min(columns, len(items)),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=INK,
-        handlelength=1.8,
-        columnspacing=1.4,
-        handletextpad=0.5,
-    )
+    spacing = {"handlelength": 1.8, "columnspacing": 1.4, "handletextpad": 0.5}
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, **spacing}
+    figure.legend(items.values(), items, loc="outside lower left", ncols=min(columns, len(items)), **style)
     return figure

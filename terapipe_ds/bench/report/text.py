@@ -1,4 +1,4 @@
-"""The words of the report: its headline, its notes, and numbers with their units."""
+"""Say in words what the report shows: its headline, its notes, and numbers with their units."""
 
 # ruff: noqa: RUF001, RUF002 - signs for times, minus and dashes are meant
 from __future__ import annotations
@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from terapipe_ds.bench.noise import sentences
-from terapipe_ds.bench.report.data import Failed, Group, Result, Run
+from terapipe_ds.bench.report.data import Failed, Result, Run, RunGroup
+from terapipe_ds.bench.table import noise_sentences
 
 EQUAL_WITHIN = 0.005
 """Ratios to the stock engine that round to 1.00 and 0.99 count as equally fast."""
@@ -63,13 +63,13 @@ def slices_text(run: Run | Failed, most: int = 3) -> str:
 
 
 def headline(result: Result) -> str:
-    """Return one sentence: how fast the best terapipe run is against the stock engine, at each accumulation."""
-    parts = [_clause(group) for group in result.groups]
-    joined = parts[0] if len(parts) == 1 else "; ".join(parts[:-1]) + "; and " + parts[-1]
+    """Say in one sentence how fast the best terapipe run is against the stock engine, at each accumulation."""
+    *parts, last = map(_clause, result.groups)
+    joined = "; ".join([*parts, f"and {last}" if parts else last])
     return f"Per training step against DeepSpeed’s stock 1F1B, terapipe is {joined}."
 
 
-def _clause(group: Group) -> str:
+def _clause(group: RunGroup) -> str:
     at, best = f"at {group.title}", group.fastest("terapipe")
     if best is None:
         return f"not measured {at} (none of its runs succeeded)"
@@ -83,7 +83,7 @@ def _clause(group: Group) -> str:
     return f"{words} {at} ({seconds(best.step_s)} instead of {seconds(stock.step_s)}{note})"
 
 
-def torch_sentence(group: Group) -> str | None:
+def torch_sentence(group: RunGroup) -> str | None:
     """Compare the best terapipe run with the best of `torch.distributed.pipelining`; None if one is missing."""
     ours, theirs = group.fastest("terapipe"), group.fastest("torch")
     if ours is None or theirs is None or ours.replayed != theirs.replayed:
@@ -93,31 +93,25 @@ def torch_sentence(group: Group) -> str | None:
 
 def notes(result: Result) -> list[str]:
     """Return what a reader must know before believing the table: replays, failures, losses that differ, noise."""
-    found = []
+    said = []
     if any(run.replayed for run in result.runs):
-        found.append(
+        said.append(
             "Rows marked “replayed” were not timed by the wall clock: there are fewer cores than stages. The real "
             "engine ran, each action’s CPU time was taken, and the simulator replayed the schedule with these and "
             "measured link times."
         )
     failed = len(result.runs) - len(result.measured)
     if failed:
-        found.append(f"{failed} of {len(result.runs)} runs could not be made; the tables say why.")
+        said.append(f"{failed} of {len(result.runs)} runs could not be made; the tables say why.")
     for group in result.groups:
-        found.extend(_loss_note(group))
+        losses = [run.loss for run in group.runs if run.loss is not None] or [0.0]
+        low, high, are_finite = min(losses), max(losses), all(map(math.isfinite, losses))
+        if not (are_finite and high - low <= LOSS_WITHIN * max(abs(high), abs(low))):
+            shown = f"from {low:.6g} to {high:.6g}" if are_finite else "not all finite"
+            said.append(
+                f"The losses at {group.title} do not agree ({shown}): the systems did not train the same, so do not "
+                "compare their times."
+            )
     keys = ("label", "accumulation", "replayed", "step_s", "drift", "off_core_s")
-    quiet = [{key: getattr(run, key) for key in keys} for run in result.measured]
-    return found + [f"{said[0].upper()}{said[1:]}." for said in sentences({"runs": quiet})]
-
-
-def _loss_note(group: Group) -> list[str]:
-    losses = [run.loss for run in group.runs if run.loss is not None]
-    low, high = (min(losses), max(losses)) if losses else (0.0, 0.0)
-    finite = all(map(math.isfinite, losses))
-    if finite and high - low <= LOSS_WITHIN * max(abs(high), abs(low)):
-        return []
-    shown = f"from {low:.6g} to {high:.6g}" if finite else "not all finite"
-    return [
-        f"The losses at {group.title} do not agree ({shown}): the systems did not train the same, so do not compare "
-        "their times."
-    ]
+    measured = [{key: getattr(run, key) for key in keys} for run in result.measured]
+    return said + [f"{note[0].upper()}{note[1:]}." for note in noise_sentences({"runs": measured})]

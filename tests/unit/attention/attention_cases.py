@@ -6,8 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,17 +18,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 torch.set_num_threads(1)
 
 
-@dataclass
-class Result:
+class Result(NamedTuple):
     """Output and gradients over the whole sequence, [B, H, L, D] and [B, H_kv, L, D]."""
 
     out: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        yield from vars(self).items()
 
 
 def random_inputs(
@@ -61,17 +56,10 @@ def run_plain(inputs: Sequence[Tensor], scale: float | None = None) -> Result:
     return Result(out.detach(), *torch.autograd.grad(out, leaves, grad))
 
 
-def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
-
-
 def slices_of(lengths: Sequence[int], store: SliceStore, **fields: Any) -> list[ActiveSlice]:
     """The active slices of one micro-batch, in order."""
-    total = sum(lengths)
-    return [
-        ActiveSlice(start, stop, total, slice_id=i, store=store, **fields)
-        for i, (start, stop) in enumerate(spans(lengths))
-    ]
+    spans = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    return [ActiveSlice(*span, sum(lengths), slice_id=i, store=store, **fields) for i, span in enumerate(spans)]
 
 
 class MicroBatch:
@@ -84,7 +72,6 @@ class MicroBatch:
         store: SliceStore,
         attend: Attend | None = None,
         needs_grad: Sequence[bool] = (True, True, True),
-        release: bool = True,
         **fields: Any,
     ) -> None:
         self.slices = slices_of(lengths, store, **fields)
@@ -95,7 +82,7 @@ class MicroBatch:
         ]
         self.grads = [inputs[3][:, :, s.start : s.stop] for s in self.slices]
         self.outs: list[Tensor | None] = [None] * len(lengths)
-        self.store, self.release = store, release
+        self.store = store
 
     def forward(self, i: int) -> Tensor:
         with push_slice(self.slices[i]):
@@ -116,17 +103,14 @@ class MicroBatch:
     def backward_all(self) -> None:
         for i in reversed(range(len(self.slices))):
             self.backward(i)
-        if self.release:
-            self.store.release(self.slices[0].part_id, self.slices[0].micro_batch_id)
+        self.store.release(self.slices[0].part_id, self.slices[0].micro_batch_id)
 
     def result(self) -> Result:
         outs = torch.cat([out.detach() for out in self.outs if out is not None], dim=2)
-        grads = [torch.cat([_grad(x) for x in xs], dim=2) for xs in zip(*self.leaves, strict=True)]
-        return Result(outs, *grads)
-
-
-def _grad(x: Tensor) -> Tensor:
-    return torch.zeros_like(x) if x.grad is None else x.grad
+        grads = [
+            [torch.zeros_like(x) if x.grad is None else x.grad for x in xs] for xs in zip(*self.leaves, strict=True)
+        ]
+        return Result(outs, *(torch.cat(of_slices, dim=2) for of_slices in grads))
 
 
 def run_sliced(
@@ -143,10 +127,7 @@ def run_sliced(
 
 def largest_error(result: Result, expected: Result) -> float:
     """The largest relative error of the four tensors, ||a - b|| / ||b||."""
-    return max(
-        float((a.double() - b).norm() / b.norm())
-        for (_, a), (_, b) in zip(result.named(), expected.named(), strict=True)
-    )
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(result, expected, strict=True))
 
 
 @contextlib.contextmanager

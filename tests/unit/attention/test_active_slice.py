@@ -10,20 +10,12 @@ import pytest
 from terapipe_ds.attention import ActiveSlice, active_slice, push_slice
 
 
-def test_pushed_slices_nest_and_come_off_again() -> None:
+def test_pushed_slices_nest_and_come_off_again_after_an_exception_too() -> None:
     outer, inner = ActiveSlice(0, 4, 8), ActiveSlice(4, 8, 8, mode="recompute")
     with push_slice(outer) as given:
         assert given is outer and active_slice() is outer
-        with push_slice(inner):
+        with pytest.raises(KeyError), push_slice(inner):
             assert active_slice() is inner
-        assert active_slice() is outer
-    assert active_slice() is None
-
-
-def test_an_exception_leaves_the_stack_as_it_was() -> None:
-    outer = ActiveSlice(0, 4, 8)
-    with push_slice(outer):
-        with pytest.raises(KeyError), push_slice(ActiveSlice(4, 8, 8)):
             raise KeyError
         assert active_slice() is outer
     assert active_slice() is None
@@ -52,8 +44,7 @@ def test_other_threads_see_it() -> None:
 def test_properties_and_replace() -> None:
     active = ActiveSlice(2, 5, 8, micro_batch_id=3, slice_id=1, part_id=2, extras={"document_ids": 7})
     assert (active.num_tokens, active.is_whole, active.mode) == (3, False, "train")
-    assert ActiveSlice(0, 8, 8).is_whole
-    assert not ActiveSlice(0, 7, 8).is_whole
+    assert ActiveSlice(0, 8, 8).is_whole and not ActiveSlice(0, 7, 8).is_whole
     again = active.replace(mode="recompute")
     assert (again.mode, again.start, again.extras, again.micro_batch_id) == ("recompute", 2, {"document_ids": 7}, 3)
     assert active.mode == "train"

@@ -15,7 +15,7 @@ from attention_cases import Tensor, forced, largest_error, random_inputs, run_pl
 from terapipe_ds.attention import SliceStore, available_backends, backends, set_backend, sliced_attention
 from terapipe_ds.attention.backends import choose_backend, fused
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, FlashAttn
-from terapipe_ds.attention.backends.reference import Reference, dropout_factors
+from terapipe_ds.attention.backends.reference import dropout_factors
 
 
 def test_the_automatic_choice() -> None:
@@ -42,30 +42,23 @@ def test_a_forced_backend_refuses_dropout() -> None:
         run_sliced(inputs, (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, dropout_p=0.1))
 
 
-def test_refusals() -> None:
-    q = torch.empty(1, 1, 2, 8)
-    assert "not on meta" in CpuFlash().refusal(q.to("meta"), 0.0)
-    assert "int32" in CpuFlash().refusal(q.int(), 0.0)
-    assert "not on cpu" in CudaFlash().refusal(q, 0.0) and "not on cpu" in FlashAttn().refusal(q, 0.0)
-
-
 @pytest.mark.parametrize("backend", [CudaFlash(), FlashAttn()])
-@pytest.mark.parametrize(
-    ("dtype", "dim", "dropout_p", "reason"),
-    [
-        (torch.float32, 64, 0.0, "bfloat16 and float16, not torch.float32"),
-        (torch.bfloat16, 60, 0.0, "multiples of 8 up to 256, not 60"),
-        (torch.bfloat16, 264, 0.0, "multiples of 8 up to 256, not 264"),
-        (torch.bfloat16, 64, 0.1, "cannot replay dropout"),
-        (torch.float16, 256, 0.0, None),
-    ],
-)
+@pytest.mark.parametrize(("device", "dtype", "dim", "dropout_p", "reason"), [
+    ("cpu", torch.bfloat16, 64, 0.0, "not on cpu"), ("cuda", torch.float32, 64, 0.0, "bfloat16 and float16, not torch"),
+    ("cuda", torch.bfloat16, 60, 0.0, "multiples of 8 up to 256, not"), ("cuda", torch.bfloat16, 264, 0.0, "not 264"),
+    ("cuda", torch.bfloat16, 64, 0.1, "cannot replay dropout"), ("cuda", torch.float16, 256, 0.0, None),
+])  # fmt: skip
 def test_what_the_cuda_kernels_refuse(
-    backend: Any, dtype: torch.dtype, dim: int, dropout_p: float, reason: str | None
+    backend: Any, device: str, dtype: torch.dtype, dim: int, dropout_p: float, reason: str | None
 ) -> None:
-    q = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 2, dim))
-    found = backend.refusal(q, dropout_p)
-    assert found is None if reason is None else reason in found
+    q = types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 2, dim))
+    refusal = backend.refusal(q, dropout_p)
+    assert refusal is None if reason is None else reason in refusal
+
+
+def test_what_the_cpu_kernel_refuses() -> None:
+    q = torch.empty(1, 1, 2, 8)
+    assert "not on meta" in CpuFlash().refusal(q.to("meta"), 0.0) and "int32" in CpuFlash().refusal(q.int(), 0.0)
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,65 +115,15 @@ def test_gradients_under_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- kernels that need a device, through stand-ins ------------------------------------------------------------------
 
 
-def _bottom_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """flash-attn's forward, [B, tokens, heads, D]: the causal mask is aligned with the last query and the last key."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return Reference().forward(q, k, v, k.shape[2] - q.shape[2], scale, 0.0)[:2]
-
-
-def _fake_flash_attn(calls: list[str]) -> types.ModuleType:
-    """Stand in for the two functions of the package as of 2.7, keyword for keyword."""
-    module = types.ModuleType("flash_attn.flash_attn_interface")
-
-    given = {"causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> tuple[Tensor, ...]:
-        assert options == {**given, "return_softmax": False} and dropout_p == 0.0
-        calls.append("forward")
-        out, lse = _bottom_right(q, k, v, scale)
-        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
-
-    def backward(*arguments: Any, rng_state: Tensor, **options: Any) -> Tensor:
-        assert options == {**given, "deterministic": False} and rng_state is not None
-        calls.append("backward")
-        dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale = arguments
-        assert dropout_p == 0.0
-        heads_first = [x.transpose(1, 2) for x in (dout, q, k, v, out)]
-
-        def write(offset: int, d_keys: Tensor, d_values: Tensor) -> None:
-            dk.copy_(d_keys.transpose(1, 2))
-            dv.copy_(d_values.transpose(1, 2))
-
-        start = k.shape[1] - q.shape[1]
-        dq.copy_(Reference().backward(*heads_first, lse, start, scale, 0.0, (0,), write).transpose(1, 2))
-        return lse
-
-    module._flash_attn_forward = forward  # type: ignore[attr-defined]
-    module._flash_attn_backward = backward  # type: ignore[attr-defined]
-    return module
-
-
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
-def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    package = types.ModuleType("flash_attn")
-    package.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(calls))
-    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, dropout_p: None)
-    monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
-    inputs = random_inputs((2, *heads, 20, 8))
-    with forced("flash_attn"):
-        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
-    assert calls == ["forward"] * 3 + ["backward"] * 3
-
-
 def test_flash_attn_is_looked_for_only_where_there_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, installed, expected in (((0, 0), True, False), ((8, 0), True, True), ((9, 0), False, False)):
         monkeypatch.setattr(fused, "_cuda_capability", lambda value=capability: value)
         monkeypatch.setattr(fused, "_has_flash_attn", lambda value=installed: value)
         assert FlashAttn().is_available() is expected
         assert CudaFlash().is_available() is (capability >= (8, 0))
+
+
+SLICES = [(9, 9, True), (10, 19, True), (1, 20, True)]
 
 
 class FlashOps:
@@ -242,6 +185,44 @@ class FlashOps:
         return d_scores @ k, dk * (1.1 if is_wrong else 1.0), dv
 
 
+def _fake_flash_attn(ops: FlashOps) -> types.ModuleType:
+    """Stand in for the two functions of the package as of 2.7. Tensors are [B, tokens, heads, D]."""
+    module: Any = types.ModuleType("flash_attn.flash_attn_interface")
+    given = {"causal": True, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float, **options: Any) -> tuple[Tensor, ...]:
+        assert options == {**given, "return_softmax": False} and dropout_p == 0.0
+        inputs = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = ops._scaled_dot_product_flash_attention(*inputs, dropout_p, True, False, scale=scale)
+        return out.transpose(1, 2), lse, torch.empty(0), torch.zeros(2)
+
+    def backward(*arguments: Any, rng_state: Tensor, **options: Any) -> None:
+        assert options == {**given, "deterministic": False} and rng_state is not None
+        lse, *targets, dropout_p, scale = arguments[5:]
+        inputs = [x.transpose(1, 2) for x in arguments[:5]]
+        rest = ("cum_q", "cum_k", inputs[1].shape[2], inputs[2].shape[2], dropout_p, True, "seed", "offset")
+        gradients = ops._scaled_dot_product_flash_attention_backward(*inputs, lse, *rest, scale=scale)
+        for target, gradient in zip(targets, gradients, strict=True):
+            target.copy_(gradient.transpose(1, 2))
+
+    module._flash_attn_forward, module._flash_attn_backward = forward, backward
+    return module
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
+def test_flash_attn_takes_one_call_per_slice(heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ops, package = FlashOps(), types.ModuleType("flash_attn")
+    package.__path__ = []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", _fake_flash_attn(ops))
+    monkeypatch.setattr(FlashAttn, "refusal", lambda self, q, dropout_p: None)
+    monkeypatch.setattr(FlashAttn, "is_available", lambda self: True)
+    inputs = random_inputs((2, *heads, 20, 8))
+    with forced("flash_attn"):
+        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
+    assert ops.calls == [*SLICES, *reversed(SLICES)]
+
+
 def _run_on_flash_ops(ops: FlashOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
     fused._takes_slices.cache_clear()
     monkeypatch.setattr(fused, "_aten", ops)
@@ -262,9 +243,8 @@ def test_cuda_flash_takes_one_call_per_slice(
     ops = FlashOps()
     with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
         assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
-    slices = [(9, 9, True), (10, 19, True), (1, 20, True)]
     calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
-    assert calls == [*slices, *reversed(slices)]
+    assert calls == [*SLICES, *reversed(SLICES)]
     assert len(ops.calls) == len(calls) + 2 * len(fused._CHECKED)  # which was made once
     assert not caplog.records
 
@@ -287,13 +267,10 @@ def test_cuda_flash_falls_back_to_two_calls(
     assert (10, 19, True) not in ops.calls and (2 * 10, 9, False) in ops.calls
 
 
-def test_the_check_takes_every_way_through_the_kernel_with_every_head_dim() -> None:
-    for head_dim in (8, 64, 96, 128, 192, 256):
-        shapes = [
-            (torch.empty(b, h, n, head_dim), torch.empty(b, kv, n + p, head_dim)) for b, h, kv, n, p in fused._CHECKED
-        ]
-        ways = {FlashOps._way(q, k) for q, k in shapes}
-        assert ways >= {"first", "split", "full", "query"}
+@pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
+def test_the_check_takes_every_way_through_the_kernel(dim: int) -> None:
+    shapes = [(torch.empty(b, h, n, dim), torch.empty(b, kv, n + p, dim)) for b, h, kv, n, p in fused._CHECKED]
+    assert {FlashOps._way(q, k) for q, k in shapes} >= {"first", "split", "full", "query"}
 
 
 @pytest.mark.gpu
@@ -313,4 +290,4 @@ def test_on_a_gpu(heads: tuple[int, int], dtype: torch.dtype, backend: str | Non
 
 
 def _on_cpu(result: Any) -> Any:
-    return type(result)(**{name: x.cpu() for name, x in result.named()})
+    return type(result)(*(x.cpu() for x in result))

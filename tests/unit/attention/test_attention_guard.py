@@ -33,12 +33,9 @@ def test_self_attention_on_a_slice() -> None:
     )
     for causal in (True, False):
         with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError, match=message):
-            F.scaled_dot_product_attention(X, X, X, is_causal=causal)
-    grouped = X[:, :1]
-    calls = {"query": X, "key": X, "value": X}, {"query": X, "key": grouped, "value": grouped, "enable_gqa": True}
-    for by_name in calls:
-        with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
-            F.scaled_dot_product_attention(**by_name)
+            F.scaled_dot_product_attention(query=X, key=X, value=X, is_causal=causal)
+    with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
+        F.scaled_dot_product_attention(X, X[:, :1], X[:, :1], enable_gqa=True)
 
 
 @pytest.mark.parametrize(
@@ -53,66 +50,68 @@ def test_self_attention_over_any_number_of_tokens(guard: Callable[[], Any], shap
         F.scaled_dot_product_attention(x, x, x)
 
 
+def attend() -> torch.Tensor:
+    return F.scaled_dot_product_attention(X, X, X)
+
+
 def test_what_passes() -> None:
-    expected = F.scaled_dot_product_attention(X, X, X)
-    memory = torch.ones(2, 3, 7, 8)
+    expected, memory, module = attend(), torch.ones(2, 3, 7, 8), torch.nn.MultiheadAttention(8, 2)
     with guard_plain_attention():
-        assert torch.equal(F.scaled_dot_product_attention(X, X, X), expected)
+        assert torch.equal(attend(), expected)
         with push_slice(ActiveSlice(0, 4, 4)):
-            assert torch.equal(F.scaled_dot_product_attention(X, X, X), expected)
-        with push_slice(PART):
-            assert F.scaled_dot_product_attention(X, memory, memory).shape == X.shape  # cross-attention
-            cross = torch.nn.MultiheadAttention(8, 2)
-            assert cross(torch.ones(4, 3, 8), torch.ones(7, 3, 8), torch.ones(7, 3, 8))[0].shape == (4, 3, 8)
+            assert torch.equal(attend(), expected)
+        with push_slice(PART):  # cross-attention
+            assert F.scaled_dot_product_attention(X, memory, memory).shape == X.shape
+            assert module(torch.ones(4, 3, 8), *[torch.ones(7, 3, 8)] * 2)[0].shape == (4, 3, 8)
 
 
 @pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
-class TestWhatIsAllowed:
-    def test_inside_and_outside(self, guard: Callable[[], Any]) -> None:
-        expected = F.scaled_dot_product_attention(X, X, X)
-        module, x = torch.nn.MultiheadAttention(8, 2), torch.ones(4, 3, 8)
-        with guard(), push_slice(PART):
+def test_what_is_allowed_inside_and_outside(guard: Callable[[], Any]) -> None:
+    expected, module, x = attend(), torch.nn.MultiheadAttention(8, 2), torch.ones(4, 3, 8)
+    with guard(), push_slice(PART):
+        with allow_attention_within_slice():
+            assert torch.equal(attend(), expected)
+            assert module(x, x, x)[0].shape == x.shape
             with allow_attention_within_slice():
-                assert torch.equal(F.scaled_dot_product_attention(X, X, X), expected)
-                assert module(x, x, x)[0].shape == x.shape
-                with allow_attention_within_slice():
-                    F.scaled_dot_product_attention(X, X, X)
-                F.scaled_dot_product_attention(X, X, X)
-            with pytest.raises(PlainAttentionError):
-                F.scaled_dot_product_attention(X, X, X)
-            with pytest.raises(KeyError), allow_attention_within_slice():
-                raise KeyError
-            with pytest.raises(PlainAttentionError):
-                F.scaled_dot_product_attention(X, X, X)
-
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    def test_in_a_forward_that_is_recomputed(self, guard: Callable[[], Any], use_reentrant: bool) -> None:
-        """Twice: in the forward, and in the one inside the backward, which is refused without it."""
-        modes: list[str] = []
-
-        def attend(x: torch.Tensor, allowed: Callable[[str], bool]) -> torch.Tensor:
-            active = active_slice()
-            assert active is not None
-            modes.append(active.mode)
-            with allow_attention_within_slice() if allowed(active.mode) else nullcontext():
-                return F.scaled_dot_product_attention(x, x, x)
-
-        def train(allowed: Callable[[str], bool]) -> torch.Tensor:
-            x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-            with guard_plain_attention(), guard():
-                with push_slice(PART):
-                    out = checkpoint(attend, x, allowed, use_reentrant=use_reentrant)
-                with push_slice(PART.replace(mode="recompute")):
-                    out.square().sum().backward()
-            assert x.grad is not None
-            return x.grad
-
-        x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        F.scaled_dot_product_attention(x, x, x).square().sum().backward()
-        assert x.grad is not None and torch.allclose(train(lambda mode: True), x.grad)
-        assert modes == ["train", "recompute"]
+                attend()
+            attend()
         with pytest.raises(PlainAttentionError):
-            train(lambda mode: mode == "train")
+            attend()
+        with pytest.raises(KeyError), allow_attention_within_slice():
+            raise KeyError
+        with pytest.raises(PlainAttentionError):
+            attend()
+
+
+@pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_is_allowed_in_a_forward_that_is_recomputed(guard: Callable[[], Any], use_reentrant: bool) -> None:
+    """Twice: in the forward, and in the one inside the backward, which is refused without it."""
+    modes: list[str] = []
+
+    def run(x: torch.Tensor, allowed: tuple[str, ...]) -> torch.Tensor:
+        active = active_slice()
+        assert active is not None
+        modes.append(active.mode)
+        with allow_attention_within_slice() if active.mode in allowed else nullcontext():
+            return F.scaled_dot_product_attention(x, x, x)
+
+    def train(*allowed: str) -> torch.Tensor | None:
+        leaf = start.clone().requires_grad_()
+        with guard_plain_attention(), guard():
+            with push_slice(PART):
+                out = checkpoint(run, leaf, allowed, use_reentrant=use_reentrant)
+            with push_slice(PART.replace(mode="recompute")):
+                out.square().sum().backward()
+        return leaf.grad
+
+    start = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    x = start.clone().requires_grad_()
+    F.scaled_dot_product_attention(x, x, x).square().sum().backward()
+    torch.testing.assert_close(train("train", "recompute"), x.grad)
+    assert modes == ["train", "recompute"]
+    with pytest.raises(PlainAttentionError):
+        train("train")
 
 
 @pytest.mark.parametrize("training", [True, False])

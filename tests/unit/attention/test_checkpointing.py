@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import MicroBatch, Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from attention_cases import Result, Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import SliceStore, sliced_attention
@@ -16,25 +17,18 @@ from terapipe_ds.attention import SliceStore, sliced_attention
 PLAN = (9, 10, 1)
 
 
-def _deepspeed(name: str) -> Callable[..., Any]:
-    pytest.importorskip("deepspeed")
-    from deepspeed.runtime.activation_checkpointing import checkpointing
-
-    return getattr(checkpointing, name)
-
-
-KINDS: dict[str, Callable[[], Callable[..., Any]]] = {
-    "reentrant": lambda: functools.partial(checkpoint, use_reentrant=True),
-    "non-reentrant": lambda: functools.partial(checkpoint, use_reentrant=False),
-    "non-reentrant, no early stop": lambda: _without_early_stop,
-    "deepspeed": lambda: _deepspeed("checkpoint"),
-    "deepspeed non-reentrant": lambda: _deepspeed("non_reentrant_checkpoint"),
-}
-
-
 def _without_early_stop(function: Callable[..., Any], *inputs: Any) -> Any:
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         return checkpoint(function, *inputs, use_reentrant=False)
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "non-reentrant, no early stop": _without_early_stop,
+    "deepspeed": checkpointing.checkpoint,
+    "deepspeed non-reentrant": checkpointing.non_reentrant_checkpoint,
+}
 
 
 class Attend:
@@ -48,19 +42,12 @@ class Attend:
         return sliced_attention(q * 1.0, k * 1.0, v * 1.0, "layer", dropout_p=self.dropout_p) * 1.0
 
 
-def run(kind: str | None, inputs: list[Tensor], attend: Attend, store: SliceStore) -> MicroBatch:
-    wrap = KINDS[kind]() if kind else None
-    micro_batch = MicroBatch(
-        inputs, PLAN, store, attend=attend if wrap is None else lambda *qkv: _single(wrap(attend, *qkv))
-    )
-    micro_batch.forward_all()
-    micro_batch.backward_all()
-    store.assert_drained()
-    return micro_batch
+def run(kind: str | None, inputs: list[Tensor], attend: Attend, store: SliceStore) -> Result:
+    def wrapped(*qkv: Tensor) -> Tensor:
+        outputs = KINDS[kind](attend, *qkv) if kind else attend(*qkv)
+        return outputs if torch.is_tensor(outputs) else outputs[0]
 
-
-def _single(outputs: Tensor | tuple[Tensor]) -> Tensor:
-    return outputs if torch.is_tensor(outputs) else outputs[0]
+    return run_sliced(inputs, PLAN, store, attend=wrapped)
 
 
 @pytest.mark.parametrize("backend", ["cpu_flash", "reference"])
@@ -68,7 +55,7 @@ def _single(outputs: Tensor | tuple[Tensor]) -> Tensor:
 def test_same_result_and_same_memory(kind: str, backend: str) -> None:
     inputs, attend, store = random_inputs((2, 4, 2, 20, 8)), Attend(), SliceStore()
     with forced(backend):
-        result = run(kind, inputs, attend, store).result()
+        result = run(kind, inputs, attend, store)
     assert attend.runs == 2 * len(PLAN)
     assert largest_error(result, run_plain(inputs)) <= 1e-12
     assert store.peak_bytes() == 2 * (2 * 2 * 20 * 2 * 8) * 8
@@ -81,7 +68,7 @@ def test_a_recomputed_forward_replays_its_dropout(kind: str) -> None:
     results = []
     for each in (None, kind):
         torch.manual_seed(5)
-        results.append(run(each, inputs, Attend(dropout_p=0.4), SliceStore()).result())
+        results.append(run(each, inputs, Attend(dropout_p=0.4), SliceStore()))
     assert largest_error(results[1], results[0]) <= 1e-14
     assert largest_error(results[0], run_plain(inputs)) > 0.1
 

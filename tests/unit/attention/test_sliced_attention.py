@@ -19,17 +19,10 @@ from attention_cases import (
     run_sliced,
 )
 
-from terapipe_ds.attention import (
-    ActiveSlice,
-    SliceStore,
-    SliceStoreError,
-    available_backends,
-    push_slice,
-    sliced_attention,
-)
+from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
 from terapipe_ds.attention.backends.fused import CpuFlash
 
-ON_CPU = [None, *(name for name in available_backends() if name in ("cpu_flash", "reference"))]
+ON_CPU = [None, "cpu_flash", "reference"]
 PLANS = {"equal": (5, 5, 5, 5), "uneven": (9, 2, 6, 3), "single token last": (12, 7, 1), "tokens": (1,) * 20}
 
 
@@ -99,11 +92,10 @@ def test_plain_without_an_active_slice_and_with_a_whole_one() -> None:
     expected = plain_attention(q, k, v)
     store = SliceStore()
     torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
-    with push_slice(ActiveSlice(0, 20, 20, store=store)):
-        torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
-        torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
-    with push_slice(ActiveSlice(0, 20, 20)):
-        torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
+    for whole in (ActiveSlice(0, 20, 20, store=store), ActiveSlice(0, 20, 20)):
+        with push_slice(whole):
+            torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
+            torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
     assert store.reserved_bytes() == 0
 
 
@@ -123,8 +115,8 @@ def test_gradients_of_some_inputs_only(needs: tuple[int, ...], backend: str | No
     store = SliceStore()
     with forced(backend):
         result = run_sliced(inputs, (9, 10, 1), store, needs_grad=[bool(n) for n in needs])
-    for needed, (name, got), (_, want) in zip((1, *needs), result.named(), expected.named(), strict=True):
-        assert torch.allclose(got, want, atol=1e-12) if needed else not got.any(), name
+    for needed, got, want in zip((1, *needs), result, expected, strict=True):
+        assert torch.allclose(got, want, atol=1e-12) if needed else not got.any()
     kv_bytes = 2 * 2 * 20 * 2 * 8 * 8
     assert store.peak_bytes() == (2 if any(needs[1:]) else 1) * kv_bytes
 
@@ -140,9 +132,8 @@ def test_evaluation_needs_no_node_and_gives_the_same(grad_mode: Callable[[], Any
     store.release(0, 0)
     store.assert_drained()
     torch.testing.assert_close(torch.cat(outs, 2), run_plain(inputs).out)
-    assert (
-        largest_error(run_sliced(inputs, (9, 10, 1), store), run_plain(inputs)) <= 1e-12
-    )  # trains in the same buffers
+    in_the_same_buffers = run_sliced(inputs, (9, 10, 1), store)
+    assert largest_error(in_the_same_buffers, run_plain(inputs)) <= 1e-12
 
 
 def test_autocast_computes_as_the_plain_function_does() -> None:
@@ -193,8 +184,5 @@ def test_other_bad_input() -> None:
             sliced_attention(x, x.double(), x.double(), 0)
         with pytest.raises(ValueError, match=r"dropout_p must be in \[0, 1\), got 1.0"):
             sliced_attention(x, x, x, 0, dropout_p=1.0)
-    with (
-        push_slice(ActiveSlice(0, 5, 10)),
-        pytest.raises(SliceStoreError, match=r"needs a slice store.*SliceStore\(\)"),
-    ):
+    with push_slice(ActiveSlice(0, 5, 10)), pytest.raises(SliceStoreError, match=r"needs a slice store.*SliceStore\("):
         sliced_attention(x, x, x, 0)

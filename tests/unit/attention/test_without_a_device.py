@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.backends import fused
+from terapipe_ds.attention.backends.blocks import Block
 from terapipe_ds.models import rotary
 from terapipe_ds.models.gpt import DecoderLayer, FinalNorm, GPTConfig, LMHead, TokenEmbedding, gpt_loss
 from terapipe_ds.plan import SlicePlan
@@ -69,9 +70,9 @@ def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) 
     calls: list[tuple[int, int]] = []
     run = fused.CudaFlash.run
 
-    def watched(self: Any, q: torch.Tensor, k: torch.Tensor, *args: Any) -> Any:
-        calls.append((q.shape[2], k.shape[2]))
-        return run(self, q, k, *args)
+    def watched(self: Any, block: Block) -> Any:
+        calls.append((block.q.shape[2], block.k.shape[2]))
+        return run(self, block)
 
     with _pretended(device, one_call), mock.patch.object(fused.CudaFlash, "run", watched):
         with torch.device(device):

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
-from terapipe_ds.bench.metrics import SliceMeasurements
-from terapipe_ds.bench.planned_cases import PlannedCases
+from terapipe_ds.bench.metrics import Recorded, SliceMeasurements
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 from terapipe_ds.bench.report.data import Run, read_result
 from terapipe_ds.bench.run import result_of
 from terapipe_ds.bench.table import render
+from terapipe_ds.bench.train_in_turns import PlannedCases
 from terapipe_ds.cli import main
 from terapipe_ds.commands import bench as command
 from terapipe_ds.plan import SlicePlan
@@ -34,8 +34,8 @@ def record(case: int, stage_id: int, name: str, slices: list[int], scale: float,
     events = []
     for i, action in enumerate(schedule.orders[stage_id]):
         seconds = scale * (2 if action.kind.value == "B" else 1)
-        events.append([action.kind.value, 0, action.slice_id, 0, 10.0 * i, 10.0 * i + seconds, seconds])
-    events.append(["ST", -1, -1, 0, 500.0, 500.5, 0.5])
+        events.append(Recorded(action.kind.value, 0, action.slice_id, 0, 10.0 * i, 10.0 * i + seconds, seconds))
+    events.append(Recorded("ST", -1, -1, 0, 500.0, 500.5, 0.5))
     return {
         "case": case, "accumulation": 1, "slices": slices, "seconds": [8.0 * scale, 6.0 * scale + stage_id],
         "losses": [None if loss is None else loss + 0.1, loss, loss], "events": [events, events],
@@ -60,22 +60,26 @@ CASES = (Case("deepspeed", "1f1b"), Case("terapipe", "seq1f1b", 2), Case("torch"
 MACHINE = {"cpu": "made up", "cores": 2, "date": "2000-01-01"}
 
 
+def result(cases: tuple[Case, ...] = CASES, preset: str = "cpu-2stage", **options: Any) -> dict[str, Any]:
+    given = {"loss": options.pop("loss", 5.0)}
+    of_device = {"device": "a device", "attention": "cuda_flash"} if "device" in options else {}
+    records = [{**found, **of_device} for found in ranks(**given)]
+    return result_of(Job(WORK, cases, (1,), 2, **options), preset, MACHINE, records)
+
+
 def test_the_json_has_the_agreed_form() -> None:
-    result = json.loads(json.dumps(result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())))
-    assert set(result) >= {"machine", "preset", "runs"} and result["machine"] == MACHINE
-    stock, sliced, failed = result["runs"]
-    assert [run.label for run in read_result(result).runs if isinstance(run, Run)] == [
-        "deepspeed 1f1b",
-        "terapipe seq1f1b, 2 slices",
-    ]
-    for row in (stock, sliced):
-        assert Timeline.from_json(json.dumps(row["timeline"])).num_stages == 2
+    written = json.loads(json.dumps(result()))
+    assert set(written) >= {"machine", "preset", "runs"} and written["machine"] == MACHINE
+    labels = [run.label for run in read_result(written).runs if isinstance(run, Run)]
+    assert labels == ["deepspeed 1f1b", "terapipe seq1f1b, 2 slices"]
+    *going, failed = written["runs"]
+    assert [Timeline.from_json(json.dumps(row["timeline"])).num_stages for row in going] == [2, 2]
     assert failed["error"] == "no such thing" and "step_s" not in failed
     assert (failed["system"], failed["schedule"], failed["accumulation"]) == ("torch", "zbv", 1)
 
 
 def test_rows_by_hand() -> None:
-    stock, sliced, _ = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks())["runs"]
+    stock, sliced, _ = result()["runs"]
     assert stock["step_s_all"] == [16.0, 13.0]  # the slowest rank of each step: 12 + 1
     assert sliced["step_s_all"] == [8.0, 7.0] and sliced["step_s"] == 7.5
     assert sliced["ratio_to_stock"] == pytest.approx((16 / 8 + 13 / 7) / 2)
@@ -91,34 +95,33 @@ def test_rows_by_hand() -> None:
 
 
 def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
-    result = result_of(Job(WORK, CASES, (1,), 2, replayed=True), "cpu-8stage", MACHINE, ranks())
-    stock = result["runs"][0]
+    replayed = result(replayed=True)
+    stock = replayed["runs"][0]
     assert stock["replayed"] is True and stock["step_s"] == pytest.approx(13.0) == stock["replayed_s"]
     assert stock["bubble"] == pytest.approx(1 - 12 / (2 * 12.5))  # of the replayed timeline
-    text = render(result)
+    text = render(replayed)
     assert "deepspeed 1f1b (replayed)" in text and "fewer cores than stages" in text
 
 
 def test_on_a_device_nothing_is_replayed() -> None:
     """What the process's CPU time was says nothing of the work that it queued."""
-    given = [{**found, "device": "a pretended device"} for found in ranks()]
-    result = result_of(Job(WORK, CASES, (1,), 2, device="cuda"), "cpu-2stage", MACHINE, given)
-    stock = result["runs"][0]
+    on_device = result(device="cuda", share_device=True)
+    stock = on_device["runs"][0]
     assert stock["replayed_s"] is None and stock["off_core_s"] is None
     assert stock["step_s_all"] == [16.0, 13.0] and stock["bubble"] > 0
-    assert render(result).splitlines()[0].endswith("; a pretended device, made up, 2 cores, 2000-01-01")
+    assert on_device["attention"] == "cuda_flash" and on_device["workload"]["share_device"] is True
+    assert "; a device, shared by all stages, attention cuda_flash, made up, 2 cores, 2000" in render(on_device)
 
 
 def test_a_system_that_learned_something_else_is_an_error() -> None:
-    sliced = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks(loss=5.001))["runs"][1]
+    sliced = result(loss=5.001)["runs"][1]
     assert "its loss in step 1 is 5.101000, that of deepspeed 1f1b 5.100000" in sliced["error"]
     assert "step_s" not in sliced
-    nan = result_of(Job(WORK, CASES, (1,), 2), "x", MACHINE, ranks(loss=float("nan")))["runs"][1]
-    assert "nan" in nan["error"]
+    assert "nan" in result(loss=float("nan"))["runs"][1]["error"]
 
 
 def test_the_table_has_a_line_per_run() -> None:
-    lines = render(result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())).splitlines()
+    lines = render(result()).splitlines()
     assert lines[0].startswith("cpu-2stage: 2 stages, 2 layers, hidden 4, 2 x 8 tokens, 2 turns; made up, 2 cores")
     assert [word in line for word, line in zip(("deepspeed", "seq1f1b, 2", "no such thing"), lines[2:], strict=True)]
     assert "7.500 s" in lines[3] and "1.929" in lines[3] and "7.000-8.000 s" in lines[3]
@@ -133,14 +136,9 @@ def cases_of(**options: Any) -> list[str]:
 
 
 def test_the_usual_competitors() -> None:
+    sliced = ["terapipe seq1f1b, 8 slices", "terapipe seq1f1b, planned, <= 8", "terapipe seq1f1b, planned"]
     labels = cases_of()
-    assert labels[:5] == [
-        "deepspeed 1f1b",
-        "terapipe 1f1b, 1 slice",
-        "terapipe seq1f1b, 8 slices",
-        "terapipe seq1f1b, planned, <= 8",
-        "terapipe seq1f1b, planned",
-    ]
+    assert labels[:5] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", *sliced]
     assert any(label.startswith("torch") for label in labels)
     assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 4
 
@@ -150,27 +148,24 @@ def test_the_help_lists_every_schedule() -> None:
     assert all(f"{system}: {', '.join(names)}" in lists for system, names in SCHEDULES.items())
 
 
-def test_options_narrow_and_widen() -> None:
-    assert cases_of(systems=["deepspeed"]) == ["deepspeed 1f1b"]
-    assert cases_of(schedules=["terapipe"], slices=[4, PLAN]) == [
-        "deepspeed 1f1b",
-        "terapipe terapipe, 4 slices",
-        "terapipe terapipe, planned",
-    ]
-    assert cases_of(schedules=["zbv", "dualpipev"]) == [
-        "deepspeed 1f1b",
-        "deepspeed dualpipev",
-        "terapipe zbv, 8 slices",
-        "terapipe zbv, planned",
-        "torch zbv",
-    ]
+@pytest.mark.parametrize(("options", "labels"), [
+    ({"systems": ["deepspeed"]}, ["deepspeed 1f1b"]),
+    ({"schedules": ["terapipe"], "slices": [4, PLAN]},
+     ["deepspeed 1f1b", "terapipe terapipe, 4 slices", "terapipe terapipe, planned"]),
+    ({"schedules": ["zbv", "dualpipev"]},
+     ["deepspeed 1f1b", "deepspeed dualpipev", "terapipe zbv, 8 slices", "terapipe zbv, planned", "torch zbv"]),
+    # something unsliced, for the bound
+    ({"schedules": ["terapipe"], "slices": [4], "systems": ["terapipe"]},
+     ["terapipe 1f1b, 1 slice", "terapipe terapipe, 4 slices"]),
+    ({"schedules": ["zbv"], "systems": ["torch"]}, ["torch gpipe", "torch zbv"]),
+])  # fmt: skip
+def test_options_narrow(options: dict[str, Any], labels: list[str]) -> None:
+    assert cases_of(**options) == labels
+
+
+def test_options_widen_and_are_refused() -> None:
     widened = cases_of(slices=[4, 16])
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
-    assert cases_of(schedules=["terapipe"], slices=[4], systems=["terapipe"]) == [
-        "terapipe 1f1b, 1 slice",
-        "terapipe terapipe, 4 slices",  # something unsliced, for the bound
-    ]
-    assert cases_of(schedules=["zbv"], systems=["torch"]) == ["torch gpipe", "torch zbv"]
     with pytest.raises(BenchError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])
     with pytest.raises(BenchError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
@@ -184,6 +179,9 @@ def test_what_cannot_run_says_why() -> None:
     assert "accumulation >= 2" in (Case("torch", "1f1b").problem(WORK, 1) or "")
     assert Case("terapipe", "seq1f1b", 8).problem(WORK, 1) is None
     assert "9 slices are more than the 8 tokens" in (Case("terapipe", "seq1f1b", 9).problem(WORK, 1) or "")
+    learned = Workload(stages=4, accumulation=1, sequence_length=8, micro_batch=1, hidden=8, layers=4, heads=1)
+    assert "in 8 parts, it has 7" in (Case("terapipe", "zbv", 1).problem(learned, 1) or "")
+    assert Case("terapipe", "zbv", 1).problem(learned, 1, {"positions": "learned"}) is None, "they are a layer"
     assert "in 6 parts, it has 5" in (Case("terapipe", "interleaved", 1, given_chunks=3).problem(WORK, 1) or "")
 
 
@@ -197,14 +195,12 @@ def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     job = command.job_of(arguments())
     assert (job.work.stages, job.work.sequence_length, job.accumulations, job.pairs) == (2, 2048, (1, 4), 5)
-    assert not job.replayed
     eight = command.job_of(arguments("cpu-8stage", "--accumulation", "2", "--steps", "1"))
-    assert eight.replayed and eight.work.stages == 8 and (eight.accumulations, eight.pairs) == ((2,), 1)
+    assert (eight.work.stages, eight.accumulations, eight.pairs) == (8, (2,), 1)
+    assert eight.replayed and not job.replayed
     assert command.job_of(arguments("--full")).accumulations == (1, 4, 8)
     other = command.job_of(arguments("--accumulation", "8"))
     assert any(case.system == "torch" and case.runs_at(8) for case in other.cases)
-    given = command.job_of(arguments("--sequence-length", "100", "--schedules", "seq1f1b", "--slices", "60,40"))
-    assert [case.slices for case in given.cases if case.system == "terapipe"] == [(60, 40)]
 
 
 def test_plans_with_a_limit() -> None:
@@ -215,40 +211,16 @@ def test_plans_with_a_limit() -> None:
     assert [case.slices for case in given.cases if case.system == "terapipe"] == [(60, 40), "plan:8"]
 
 
-def test_the_limit_of_a_plan_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: None)
-    costs: list[Any] = [UnitCosts(2048)] * 2
-    planned = PlannedCases(command.job_of(arguments()), costs={"whole stages": costs})
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> PlannedCases:
+    """Costs of two stages in which slices cost nothing but their tokens, for one rank alone."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 1)
+    return PlannedCases(command.job_of(arguments()), costs={"whole stages": [UnitCosts(2048)] * 2})  # type: ignore[list-item]
+
+
+def test_the_limit_of_a_plan_holds(planned: PlannedCases) -> None:
     counts = [planned.plan(Case("terapipe", "seq1f1b", slices), 1).num_slices for slices in (PLAN, "plan:8", "plan:5")]
-    assert counts[0] > 8 and counts[1:] == [8, 5]  # slices cost nothing but their tokens: the more, the better
-
-
-def test_a_plan_that_cannot_be_is_told_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 alone plans; the others are in the broadcast by then."""
-    told: list[Any] = []
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, src: told.append(list(objects)))
-    job = command.job_of(arguments("--stages", "3"))
-    planned = PlannedCases(job, costs={"whole stages": [UnitCosts(2048)] * 3})  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="even"):
-        planned.plan(Case("terapipe", "chimera-seq", PLAN), 4)
-    assert told[0][0] is None and "even" in told[0][1]
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-
-    def hear(objects: list[Any], src: int) -> None:
-        objects[:] = told[0]
-
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", hear)
-    with pytest.raises(ValueError, match="even"):
-        planned.plan(Case("terapipe", "chimera-seq", PLAN), 4)
-
-
-def test_learned_positions_are_a_layer() -> None:
-    case = Case("terapipe", "zbv", 1)
-    work = Workload(stages=4, accumulation=1, sequence_length=8, micro_batch=1, hidden=8, layers=4, heads=1)
-    assert "in 8 parts, it has 7" in (case.problem(work, 1) or "")
-    assert case.problem(work, 1, {"positions": "learned"}) is None
+    assert counts[0] > 8 and counts[1:] == [8, 5]  # the more, the better
 
 
 def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
@@ -289,20 +261,17 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
         configured(tmp_path, schedule="auto", chunks_per_stage=2)
 
 
-def test_auto_is_the_best_schedule_for_the_slices_at_hand() -> None:
-    planned = PlannedCases(command.job_of(arguments()), costs={"whole stages": [UnitCosts(2048)] * 2})  # type: ignore[list-item]
+def test_auto_is_the_best_schedule_for_the_slices_at_hand(planned: PlannedCases) -> None:
     plan = SlicePlan.equal(2048, 8)
     chosen = planned.schedule(Case("terapipe", "auto", 8), 2, plan)
     names = ("gpipe", "1f1b", "terapipe", "seq1f1b", "zb-h1", "seq1f1b-zb")
     makespans = {name: simulate(build(name, 2, 2, 8), plan, UnitCosts(2048)).makespan_s for name in names}
-    assert makespans[chosen] == pytest.approx(min(makespans.values()))
-    assert makespans[chosen] < 0.99 * max(makespans.values())
+    assert makespans[chosen] == pytest.approx(min(makespans.values())) and makespans[chosen] < max(makespans.values())
     assert planned.schedule(Case("terapipe", "1f1b", 8), 2, plan) == "1f1b"
 
 
 def test_a_row_names_the_schedule_that_auto_has_chosen() -> None:
-    cases = (CASES[0], Case("terapipe", "auto", 2), CASES[2])
-    row = result_of(Job(WORK, cases, (1,), 2), "x", MACHINE, ranks())["runs"][1]
+    row = result((CASES[0], Case("terapipe", "auto", 2), CASES[2]))["runs"][1]
     assert (row["schedule"], row["label"]) == ("auto (seq1f1b)", "terapipe auto (seq1f1b), 2 slices")
 
 
@@ -316,10 +285,6 @@ def test_the_result_has_the_command_without_folders(monkeypatch: pytest.MonkeyPa
     assert command.command_line(["bench", "--html=/a/b.html", "--json", "c/d.json"]) == (
         "terapipe bench --html=b.html --json c/d.json"
     )
-
-
-def result() -> dict[str, Any]:
-    return result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, ranks())
 
 
 def test_no_success_without_a_run_of_ours() -> None:
@@ -357,7 +322,7 @@ def test_bf16_has_a_counterpart_in_torch() -> None:
     assert adam_options(settings) and adam_options(BF16_SETTINGS) and sums_dtype(settings) == torch.bfloat16
     assert sums_dtype({**settings, "data_types": {"grad_accum_dtype": "fp32"}}) == torch.float32
     weight = torch.nn.Parameter(torch.tensor([256.0, 1.0], dtype=torch.bfloat16))
-    masters = Masters([weight], torch.float32)
+    masters = Masters([weight], True, torch.float32)
     sgd = torch.optim.SGD(masters.weights, lr=1.0)
     for expected in (256.5, 257.0, 257.5, 258.0):
         for gradient in (0.25, -0.75):
@@ -449,14 +414,6 @@ def test_stages_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "sends from the device itself" in (job.problem(1, 8) or "")
     assert job.problem(2, 1) is None and job.problem(3, 1) is None
     assert "9999 slices are more than" in (job.problem(4, 1) or "")
-
-
-def test_the_result_names_the_attention_and_the_shared_device() -> None:
-    job = dataclasses.replace(command.job_of(arguments("--device", "cuda", "--share-device")), cases=())
-    rank = {"runs": [], "measured": SliceMeasurements({}, {}, {}), "attention": "cuda_flash", "device": "a device"}
-    result = result_of(job, "cpu-2stage", {"cpu": "x", "cores": 2, "date": "2026-01-01"}, [rank, rank])
-    assert result["attention"] == "cuda_flash" and result["workload"]["share_device"] is True
-    assert "a device, shared by all stages, attention cuda_flash, x, 2 cores" in render(result)
 
 
 def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str]) -> None:

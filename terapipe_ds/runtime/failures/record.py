@@ -1,4 +1,4 @@
-"""What one rank does and did last. The main thread writes it down, and the watching thread reads it."""
+"""Record what one rank does and did last. The main thread writes, and the watching thread reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLLECTIVES = "distributed_c10d.py"  # the file of torch in which a thread wait
 
 
 class RankRecord:
-    """A ring buffer of the last actions of one rank."""
+    """Keep the last actions of one rank in a ring buffer."""
 
     def __init__(self, rank: int, stage_id: int) -> None:
         self.rank = rank
@@ -39,7 +39,7 @@ class RankRecord:
         self._recent.append(doing)
 
     def now_waits(self, wait: Wait) -> str:
-        """Note that the action in hand has to wait. Return its name."""
+        """Note that the action in hand has to wait; return its name."""
         action = self.doing.action or "no action"
         if self._recent[-1] is self.doing and self.doing.wait is None:
             self._recent.pop()  # an action that begins by waiting is one entry
@@ -47,7 +47,7 @@ class RankRecord:
         return action
 
     def brief(self, ended: str = "") -> RankState:
-        """Return what costs nothing to find out: where the main thread is in the code is not known."""
+        """Return what costs nothing to find out; where in the code the main thread is costs more."""
         doing = self.doing
         ranks = doing.wait.ranks if doing.wait else ()
         return RankState(
@@ -73,7 +73,7 @@ class RankRecord:
         return state
 
     def _past_actions(self) -> tuple[PastAction, ...]:
-        """Return the ring buffer: each action lasted until the next one began."""
+        """Return the ring buffer, in which each action lasted until the next one began."""
         ring, wall_s = tuple(self._recent), time.time() - time.monotonic()
         ends = [doing.since_s for doing in ring[1:]]
         return tuple(

@@ -1,7 +1,7 @@
-"""``"schedule": "auto"`` with a profile that is there before the layers move: the layout of the best schedule of all.
+"""Choose where the layers go for `"schedule": "auto"` with a profile: the layout of the best schedule of all.
 
-Without one, costs are known only after the engine stands, and layers stay where they are. Rank 0 reads the profile and
-ranks the schedules; all ranks take its answer, an error too.
+Without a profile, costs are known only after the engine is built, and layers stay where they are. Rank 0 reads the
+profile and ranks the schedules; all ranks take its answer, an error too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 class _Answer(NamedTuple):
-    """What one rank knows; of rank 0 also the schedule whose layout is best, and why."""
+    """Hold what one rank knows; of rank 0 also the schedule whose layout is best, and why."""
 
     can_move: bool
     schedule: str | None = None
@@ -44,20 +44,20 @@ class _Answer(NamedTuple):
 def first_layout(
     config: TeraPipeConfig, raw: Mapping[str, Any], module: Any, parameters: Any = None, optimizer: Any = None
 ) -> tuple[Layout, Any]:
-    """Where the layers of ``module`` are to stand, and ``parameters``, read once where they are an iterator.
+    """Return the layout of `module`, and `parameters`, which are read once where they are an iterator.
 
-    That of the config's schedule; with "auto" and a profile from a file that of the schedule with the least predicted
-    time, if it is better by more than can be measured. A collective over all ranks then.
+    It is the layout of the config's schedule. With "auto" and a profile from a file it is that of the schedule with the
+    least predicted time, if the gain can be measured; this is a collective over all ranks.
 
     Args:
         raw: DeepSpeed's config.
-        parameters, optimizer: as of ``deepspeed.initialize``; where they were made of layers that then could not move,
-            layers stay.
+        parameters, optimizer: as of `deepspeed.initialize`; layers stay where these were made of layers that then could
+            not move.
 
     Raises:
         TeraPipeConfigError: the schedule has no layout on so many stages.
         ProfileError: on every rank: rank 0 cannot read the profile.
-        Exception: on every rank: what else one of them raised meanwhile, of the program's own code say.
+        Exception: on every rank: what else one of them raised meanwhile, in the program's own code for example.
     """
     stages = module.num_stages
     if config.schedule != "auto" or config.planner.profile == "measure" or config.chunks_per_stage > 1:
@@ -110,28 +110,30 @@ def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, A
 
 
 def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
-    """Whether what is known already of the layers is what was measured: all their kinds, and the sizes of those of this
-    rank. The fingerprint is compared once the engine stands (`planning.require_profile`): DeepSpeed casts first."""
+    """Return whether the profile may be of these layers: their kinds agree, and the sizes of those on this rank.
+
+    The fingerprint is compared once the engine is built (`require_profile`), because DeepSpeed casts first.
+    """
     assert parts.shares is not None
     layers = [layer.parameters for part in parts.shares for layer in part]
     if len(layers) != len(module._layer_specs):
         return False
-    mine = [parameters_of_layer(function)[0] for function in module.forward_funcs]
-    same_sizes = mine == layers[module._local_start : module._local_stop]
+    sizes = [parameters_of_layer(function)[0] for function in module.forward_funcs]
+    same_sizes = sizes == layers[module._local_start : module._local_stop]
     return same_sizes and profile.key.model == kinds_of_layers(module, slice_length_multiple(module))
 
 
 def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:
-    """Without those that the engine would refuse, and those that take more than is known."""
+    """Return whether the engine would train it, and all that it takes is known."""
     return can_have(result.schedule, raw=raw) and result.extra_s is not None
 
 
 def micro_batches_of(raw: Mapping[str, Any], module: Any) -> int:
-    """``gradient_accumulation_steps``, said or, as DeepSpeed does, from the other two sizes of a batch."""
+    """Return `gradient_accumulation_steps`, as it is set or from the other two sizes of a batch, as DeepSpeed does."""
     names = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
-    said, batch, rows = (value if type(value := raw.get(name)) is int and value > 0 else None for name in names)
-    if said is not None:
-        return said
+    steps, batch, rows = (value if type(value := raw.get(name)) is int and value > 0 else None for name in names)
+    if steps is not None:
+        return steps
     if batch is None or rows is None:
         return 1
     return max(1, batch // (rows * max(1, int(module._grid.data_parallel_size))))

@@ -1,4 +1,4 @@
-"""``"schedule": "auto"``: all schedules ranked, and the best of those that run where the layers stand."""
+"""Rank all schedules for `"schedule": "auto"`, and choose the best of those that need no layer to move."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.log import first_line
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import placement_for
 
 logger = logging.getLogger("terapipe_ds")
 
-WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody can measure
+WORTH_MOVING = 0.01  # of the time; a smaller difference cannot be measured
 
 
-def best_where_layers_stand(
-    engine: Any, cuts: Cuts, length: int, limit_bytes: float | None
+def best_without_moving(
+    stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[str]]:
-    """The plan and schedule to run, and lines for the log: the ranking of all schedules, and what to write in the
-    config where one that wants the layers elsewhere is faster by more than 1 %.
+    """Return the plan and schedule to run, and lines for the log.
+
+    The lines are the ranking of all schedules, and what to write in the config where a schedule with another layout is
+    faster by more than 1 %.
 
     Args:
-        cuts: of ``engine.module``.
+        cuts: of the stage's module.
 
     Raises:
-        MemoryLimitError: no schedule fits that runs where the layers stand; says which one fits elsewhere.
+        MemoryLimitError: no schedule fits that leaves the layers where they are; says which one fits elsewhere.
     """
-    layout = engine._layout
-    ranking = cuts.ranking(engine.terapipe_config, length, engine.micro_batches, limit_bytes)
-    possible = [one for one in ranking.results if can_have(one.schedule, getattr(engine, "optimizer", None))]
+    layout = stage.layout
+    ranking = cuts.ranking(stage.config, length, stage.engine.micro_batches, limit_bytes)
+    possible = [one for one in ranking.results if can_have(one.schedule, getattr(stage.engine, "optimizer", None))]
     try:
-        result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
+        result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
     except MemoryLimitError as error:
         raise _with_other_layout(error, possible, layout) from None
     notes = [NOT_TIMED] if cuts.parts.shares is None else []
@@ -56,8 +59,8 @@ def best_where_layers_stand(
 
 
 def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], layout: Layout) -> MemoryLimitError:
-    """The error with the best schedule that fits where the layers do not stand, if there is one."""
-    elsewhere = [one for one in possible if not _stands(one, layout)]
+    """Return the error with the best schedule that fits on another layout, if there is one."""
+    elsewhere = [one for one in possible if not _leaves(one, layout)]
     if not elsewhere:
         return error
     best = choose(elsewhere)
@@ -65,7 +68,8 @@ def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], 
     return MemoryLimitError(text, error.need_bytes, error.stage_id)
 
 
-def _stands(result: PlanResult, layout: Layout) -> bool:
+def _leaves(result: PlanResult, layout: Layout) -> bool:
+    """Return whether the layers may stay where they are."""
     return placement_for(result.schedule, layout.num_stages, result.chunks_per_stage) == layout.placement
 
 
@@ -74,7 +78,7 @@ def _to_write(result: PlanResult) -> str:
 
 
 def _plain(ranking: Ranking) -> PlanResult:
-    """The best of those with one part per stage."""
+    """Return the best of those with one part per stage."""
     results = [result for result in ranking.results if result.chunks_per_stage == 1]
     refused = [refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1]
     if not results:
@@ -82,16 +86,16 @@ def _plain(ranking: Ranking) -> PlanResult:
     return choose(results)
 
 
-def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
-    """The best of those on a layout of several parts per stage, searched with the whole budget."""
-    layout, config = engine._layout, engine.terapipe_config
+def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
+    """Return the best of those on a layout of several parts per stage, searched with the whole budget."""
+    layout, config = stage.layout, stage.config
     options: dict[str, Any] = {
         "memory": cuts.measured_memory,
         "memory_limit_bytes": limit_bytes,
         "chunks_per_stage": layout.chunks_per_stage,
         "placement": layout.placement,
     }
-    costs, shape = cuts.costs(layout.num_parts), (engine.num_stages, engine.micro_batches)
+    costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices == "auto":
         result = plan_slices(costs, length, *shape, config.granularity_for(length), "auto", **options)
     else:
@@ -100,25 +104,25 @@ def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -
     return dataclasses.replace(result, extra_s=extra_s)
 
 
-def _advice(possible: Sequence[PlanResult], standing: PlanResult, layout: Layout) -> list[str]:
-    """What to write in the config to train faster, where that is worth it."""
-    best = choose(list(possible)) if possible else standing
-    gain = 1 - best.total_s / standing.total_s if standing.total_s > 0 else 0.0
-    if _stands(best, layout) or gain <= WORTH_MOVING:
+def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout) -> list[str]:
+    """Return what to write in the config to train faster than by `result`, where that is worth it."""
+    best = choose(list(possible)) if possible else result
+    gain = 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
+    if _leaves(best, layout) or gain <= WORTH_MOVING:
         return []
     besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
     return [
-        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}{besides}, but wants "
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {result.schedule!r}{besides}, but wants "
         f"the layers at other places: {_to_write(best)} to try it"
     ]
 
 
 class Cuts:
-    """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``.
+    """Give measured costs and memory by the number of parts, cut as DeepSpeed would cut `module`.
 
     Args:
-        layout: where the layers of ``module`` stand.
-        parts: as measured, by the cut that ``module`` has, or by any where the shares of layers are known.
+        layout: that of `module`.
+        parts: as measured, by the cut that `module` has, or by any where the shares of layers are known.
         memory: the same of memory, or None.
     """
 
@@ -130,10 +134,10 @@ class Cuts:
     def ranking(
         self, config: TeraPipeConfig, length: int, num_micro_batches: int, limit_bytes: float | None = None
     ) -> Ranking:
-        """All schedules for sequences of ``length`` tokens, with the slices that ``config`` gives, or the planner's.
+        """Return all schedules for sequences of `length` tokens, with the slices of `config`, or the planner's.
 
         Raises:
-            TeraPipeConfigError: the slices that ``config`` gives are not those of ``length`` tokens.
+            TeraPipeConfigError: the slices of `config` are not those of `length` tokens.
         """
         shape = self._layout.num_stages, num_micro_batches
         options: dict[str, Any] = {
@@ -146,21 +150,21 @@ class Cuts:
         return rank_given(self.costs, config.plan_for(length), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:
-        """None where the layers cannot be cut in so many parts."""
+        """Return the costs of so many parts; None where the layers cannot be cut so."""
         if num_parts == self._layout.num_parts and self.parts.shares is None:
             return list(self.parts.costs)
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.cut(num_parts, bounds)
 
     def memory(self, num_parts: int) -> Any:
-        """The same of memory."""
+        """Return the memory of so many parts; None where it or the cut is not known."""
         if num_parts == self._layout.num_parts:
             return self.measured_memory
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
 
     def both_ways_s(self, num_parts: int) -> float | None:
-        """What a pipeline of these parts that goes both ways takes besides its makespan; None where it is not known."""
+        """Return what a pipeline that goes both ways takes besides its makespan; None where that is not known."""
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
 
@@ -176,13 +180,12 @@ class Cuts:
 
 
 def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[int] | None:
-    """Where DeepSpeed's partition method would cut ``module`` in so many parts; None where some would be empty, or
-    where the method fails (a program may have its own), which is logged.
+    """Return where DeepSpeed's partition method would cut `module`, without building or printing anything.
 
-    The module stays as it is: nothing is built, drawn, or printed.
+    None: some parts would be empty, or the method fails (a program may have its own), which is logged.
 
     Args:
-        parameters: of each layer, those that are trained; DeepSpeed builds every layer once more to count them.
+        parameters: the trained ones of each layer; DeepSpeed builds every layer once more to count them.
     """
     if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
         return None

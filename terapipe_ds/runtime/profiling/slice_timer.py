@@ -1,4 +1,4 @@
-"""One slice of a part, run and timed as training runs it.
+"""Run one slice of a part as training runs it, and time it.
 
 The prefix of a timed slice never ran: its keys and values are made up, because only their number costs time.
 """
@@ -30,7 +30,7 @@ _HALF = 0.5  # any weight that is not 1: the weights of slices are not
 
 @dataclass
 class LiveSlice:
-    """A slice between its F and its B."""
+    """Hold a slice between its F and its B."""
 
     active: ActiveSlice
     outputs: Any
@@ -39,7 +39,7 @@ class LiveSlice:
 
 @dataclass(frozen=True)
 class SliceBytes:
-    """What a slice keeps from its F to its B, and what it needs besides at the peak of either."""
+    """Say what a slice keeps from its F to its B, and what it needs besides at the peak of either."""
 
     kept: int
     working: int
@@ -47,33 +47,21 @@ class SliceBytes:
 
 @dataclass
 class SliceTimer:
-    """Times slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`.
+    """Time slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`."""
 
-    Args:
-        module: runs the part: inputs, a tensor or a tuple, to outputs.
-        inputs: of one micro-batch, on the first part; None elsewhere, where `receive` says what comes.
-        labels: of one micro-batch, on the last part; None elsewhere.
-        loss_fn: of the last part; None if the model computes the loss itself.
-        autocast: returns the context in which the engine runs the layers.
-        weights: the weight gradients of the layers, if W is measured.
-        clock: replaces the wall clock; processor time of this process where several of them share a core.
-        own_s: what the engine itself takes of an F and a B (see `own_time`). A processor does that in addition; a
-            device runs meanwhile, unless it waits for the calls.
-    """
-
-    module: nn.Module
+    module: nn.Module  # runs the part: inputs, a tensor or a tuple, to outputs
     sequence_length: int
     device: torch.device
     store: SliceStore
     part_id: int = 0
-    inputs: SliceableTensors | None = None
-    labels: SliceableTensors | None = None
+    inputs: SliceableTensors | None = None  # of one micro-batch, on the first part; elsewhere `receive` says what comes
+    labels: SliceableTensors | None = None  # of one micro-batch, on the last part
     is_last: bool = False
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss_fn: Callable[[Any, Any], Any] | None = None  # None if the model computes the loss itself
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs the layers
     weights: WeightGradients = field(default_factory=WeightGradients)
-    clock: Callable[[], float] | None = None
-    own_s: tuple[float, float] = (0.0, 0.0)
+    clock: Callable[[], float] | None = None  # in place of the wall clock: processor time where stages share a core
+    own_s: tuple[float, float] = (0.0, 0.0)  # of the engine itself, in an F and a B; a device computes meanwhile
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
@@ -109,8 +97,8 @@ class SliceTimer:
     def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
         """Return the seconds of F and B of every layer of a slice of `tokens` tokens without a prefix.
 
-        Each layer runs on its own: its inputs have no graph behind them. The loss counts with the last layer. With
-        activation checkpointing a layer's B has its F in it, but not that of the loss.
+        Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation checkpointing a
+        layer's B has its F in it, but not that of the loss.
         """
         active = self._active(tokens, 0)
         functions: Any = self.module.forward_funcs
@@ -126,7 +114,7 @@ class SliceTimer:
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def _seconds(self, begin_s: float, own_s: float) -> float:
-        """Return the seconds since `begin_s`, when the F or B was called that has returned, with the engine's own."""
+        """Return the seconds since `begin_s`, with the engine's own."""
         if self.clock is not None:
             return self.clock() - begin_s + own_s
         called_s = time.perf_counter() - begin_s
@@ -181,7 +169,7 @@ class SliceTimer:
         live.outputs = live.loss = None
 
     def output_spec(self, tokens: int) -> MessageSpec:
-        """Return what this part sends for a slice of `tokens` tokens. Runs it once, which warms it up as well."""
+        """Return what this part sends for a slice of `tokens` tokens. Runs the slice once, which warms it up as well."""
         live = self.issue_forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))

@@ -17,7 +17,7 @@ class VerifyError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A layer, or the loss, that differs; or one that `raised` an error of that class."""
+    """Name a layer, or the loss, that differs; or one that `raised` an error of that class."""
 
     layer_id: int
     layer: str
@@ -35,21 +35,14 @@ class Finding:
 
 @dataclass
 class Findings:
-    """What one rank found, or all ranks, as text.
+    """Collect what one rank found, or all ranks, and put it into words."""
 
-    Args:
-        without_dropout: how many layers draw random numbers and were compared in evaluation mode.
-        loss_waits: the loss could not be compared on this batch, but may be on another.
-        cut: what was looked at; None where every sequence runs in one slice.
-        with_layers: whether layers are compared.
-    """
-
-    with_layers: bool = True
-    cut: Cut | None = None
+    with_layers: bool = True  # layers are compared, not the loss alone
+    cut: Cut | None = None  # None where every sequence runs in one slice
     num_layers: int = 0
     num_losses: int = 0
-    without_dropout: int = 0
-    loss_waits: bool = False
+    without_dropout: int = 0  # layers that draw random numbers, compared in evaluation mode
+    loss_waits: bool = False  # the loss could not be compared on this batch, but may be on another
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -76,17 +69,14 @@ class Findings:
             return "verify: nothing to compare, every sequence runs in one slice"
         if not self.findings:
             compared = [f"{self.num_layers} layers"] * self.with_layers + ["the loss"] * bool(self.num_losses)
-            gives = "agree" if self.with_layers else "agrees"
-            what = f"{' and '.join(compared)} {gives} on {cut} with the whole, " if compared else ""
+            verb = "agree" if self.with_layers else "agrees"
+            what = f"{' and '.join(compared)} {verb} on {cut} with the whole, " if compared else ""
             random = f"{self.without_dropout} layers that draw random numbers were compared in evaluation mode"
-            told = [f"verify: {what}{took_s:.2g} s", *[random] * bool(self.without_dropout)]
-            told += ["layers were not compared"] * (not self.with_layers and not only_loss)
-            return "; ".join([*told, *self.notes])
+            facts = [f"verify: {what}{took_s:.2g} s", *[random] * bool(self.without_dropout)]
+            facts += ["layers were not compared"] * (not self.with_layers and not only_loss)
+            return "; ".join([*facts, *self.notes])
         counted = f" (tokens count from {cut.start} on)" if cut.start else ""
-        lines = [
-            f"verify: {cut} do not give what the whole sequence gives{counted}:",
-            *map(str, self.findings[:_SHOWN]),
-        ]
-        if len(self.findings) > _SHOWN:
-            lines.append(f"and {len(self.findings) - _SHOWN} more layers")
-        return "\n  ".join([*lines, *self.notes])
+        head = f"verify: {cut} do not give what the whole sequence gives{counted}:"
+        hidden = len(self.findings) - _SHOWN
+        more = [f"and {hidden} more layers"] * (hidden > 0)
+        return "\n  ".join([head, *map(str, self.findings[:_SHOWN]), *more, *self.notes])

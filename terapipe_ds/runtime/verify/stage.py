@@ -15,7 +15,7 @@ from terapipe_ds.attention import guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-from terapipe_ds.runtime.failures.trials import Failure
+from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.verify.compare import Difference
 from terapipe_ds.runtime.verify.layer import Activations, LayerCheck, NamedLayer
@@ -30,19 +30,13 @@ _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
 
 @dataclass
 class StageCheck:
-    """Check the layers of one part, and the loss. Use it inside `untouched(module)`.
-
-    Args:
-        module: the stage.
-        autocast: the context in which the engine runs layers.
-        note: told which layer it is.
-    """
+    """Check the layers of one part of the stage `module`, and the loss. Use it inside `untouched(module)`."""
 
     module: nn.Module
     slicing: Slicing
     found: Findings
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    note: Callable[[str], None] = lambda text: None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
+    note: Callable[[str], None] = lambda text: None  # told which layer is checked
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return what the last one gives, None where one cannot run."""
@@ -50,7 +44,8 @@ class StageCheck:
             return self._run_layers(layers, inputs)
         outputs: Activations | None = inputs
         for layer in layers:
-            outputs = None if outputs is None else self._check_layer(layer, outputs)
+            if outputs is not None:
+                outputs = self._check_layer(layer, outputs)
         return outputs
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
@@ -62,17 +57,16 @@ class StageCheck:
             with guard_plain_attention(), GuardCapturedNames():
                 return check.run()
 
-        difference, failed = self._try(run, f"verifying {layer}")
-        if failed is not None and failed.kind == _NO_MEMORY:
-            self.found.notes.append(f"{layer}: not checked: {failed.text}")
+        difference, failure = self._try(run, f"verifying {layer}")
+        if failure is not None and failure.kind == _NO_MEMORY:
+            self.found.notes.append(f"{layer}: not checked: {failure.text}")
             return self._run(layer, inputs, f"running {layer} once more")[0]
-        if failed is not None:
-            self.found.findings.append(Finding(layer.layer_id, str(layer), failed.text, failed.kind))
+        if failure is not None:
+            self._find(layer.layer_id, str(layer), failure.text, failure.kind)
             return None
         assert check.outputs is not None
         if difference is not None:
-            problem = _shown_by(difference, self.slicing.plan)
-            self.found.findings.append(Finding(layer.layer_id, str(layer), problem))
+            self._find(layer.layer_id, str(layer), _shown_by(difference, self.slicing.plan))
         if check.is_random:
             self.found.notes.append(
                 f"{layer}: not checked: it draws random numbers in evaluation mode as well, other ones for slices than "
@@ -92,9 +86,9 @@ class StageCheck:
                 values = running.function(values)
             return values
 
-        outputs, difference, failed = self._run(NamedLayer(-1, joined), inputs, "running layers for a look at the loss")
-        if failed is not None:
-            self.found.notes.append(f"the loss was not compared: {running} {failed.text}")
+        outputs, difference, failure = self._run(NamedLayer(-1, joined), inputs, "running layers to compare the loss")
+        if failure is not None:
+            self.found.notes.append(f"the loss was not compared: {running} {failure.text}")
         elif difference is not None and difference.tokens is None:
             self.found.notes.append(f"the loss was not compared: an {difference.what} does not add up over slices")
             return None
@@ -102,22 +96,25 @@ class StageCheck:
 
     def _run(
         self, layer: NamedLayer, inputs: Activations, what: str
-    ) -> tuple[Activations | None, Difference | None, Failure | None]:
+    ) -> tuple[Activations | None, Difference | None, TrialFailure | None]:
         """Run a layer without graphs, to find out what it gives and how slices are cut from that."""
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast, with_gradients=False)
         with torch.no_grad():
-            difference, failed = self._try(check.run, what)
-        return check.outputs if failed is None else None, difference, failed
+            difference, failure = self._try(check.run, what)
+        return check.outputs if failure is None else None, difference, failure
+
+    def _find(self, layer_id: int, layer: str, problem: str, raised: str = "") -> None:
+        self.found.findings.append(Finding(layer_id, layer, problem, raised))
 
     def check_loss(self, check: LossCheck, layer_id: int) -> bool:
         """Return whether the loss was compared and agrees."""
-        problem, failed = self._try(check.run, "verifying the loss")
-        if failed is not None and (failed.kind == _NO_MEMORY or not self.found.with_layers):
-            self.found.notes.append(f"the loss was not compared: {failed.text}")
-        elif failed is not None:
-            self.found.findings.append(Finding(layer_id, "loss_fn", failed.text, failed.kind))
+        problem, failure = self._try(check.run, "verifying the loss")
+        if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
+            self.found.notes.append(f"the loss was not compared: {failure.text}")
+        elif failure is not None:
+            self._find(layer_id, "loss_fn", failure.text, failure.kind)
         elif problem is not None:
-            self.found.findings.append(Finding(layer_id, "loss_fn", problem))
+            self._find(layer_id, "loss_fn", problem)
         elif not check.is_finite:
             self.found.notes.append("the loss is not finite on whole sequences, so that it was not compared")
             self.found.loss_waits = True
@@ -126,7 +123,7 @@ class StageCheck:
             return True
         return False
 
-    def _try(self, run: Callable[[], _T], what: str) -> tuple[_T | None, Failure | None]:
+    def _try(self, run: Callable[[], _T], what: str) -> tuple[_T | None, TrialFailure | None]:
         """Return what `run` gives; or what it raises, here or on a tensor-parallel peer, with a text for the report."""
         result = caught = None
         where = ""
@@ -137,20 +134,21 @@ class StageCheck:
             where = f" (in {frame.name}, {frame.filename}:{frame.lineno})"
         finally:
             self.slicing.store.reset()
-        failed = self.slicing.ranks.trials.failure(caught, what)
-        if failed is None:
+        failure = self.slicing.ranks.trials.failure(caught, what)
+        if failure is None:
             return result, None
-        text = f"raised {failed}{where}" if failed.rank is None else f"raised on {failed}"
-        if failed.kind == _NO_MEMORY:
+        text = f"raised {failure}{where}" if failure.rank is None else f"raised on {failure}"
+        if failure.kind == _NO_MEMORY:
             text = "there is not enough memory beside what training needs"
-        elif "backward through the graph a second time" in failed.text:
+        elif "backward through the graph a second time" in failure.text:
             text += ": it keeps tensors with their graph from one slice to the next: use sliced_attention"
-        return None, failed._replace(text=text)
+        return None, failure._replace(text=text)
 
 
 def _shown_by(difference: Difference, plan: SlicePlan) -> str:
     """Return a difference with what it shows by itself."""
     first, tokens = difference.first_token, difference.tokens
+    last_of_slice = (stop - 1 for _, stop in map(plan.span, range(plan.num_slices)))
     if not difference.what.startswith("output"):
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
@@ -160,7 +158,7 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
         meaning = "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices"
     elif first < plan.lengths[0]:
         meaning = f"early outputs change with later tokens, with how many there are, or from call to call: {_REMEDY}"
-    elif not bool(tokens[next(stop for _, stop in map(plan.span, range(plan.num_slices)) if stop > first) - 1]):
+    elif not bool(tokens[next(last for last in last_of_slice if last >= first)]):
         meaning = (
             f"the first tokens of a slice differ: they need the tokens before it (a convolution or shift): {_REMEDY}"
         )

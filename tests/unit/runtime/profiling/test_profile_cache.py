@@ -25,7 +25,7 @@ from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.profiling.all_parts import PartCosts
 from terapipe_ds.runtime.profiling.cache import combine, memory_of
 from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
-from terapipe_ds.runtime.profiling.link_times import LinkTimes
+from terapipe_ds.runtime.profiling.all_parts import LinkTimes
 from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")

@@ -7,9 +7,13 @@ collective is not at fault; one that computes, that has left or that gives no si
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +25,9 @@ OUTSIDE = "outside a batch"
 CLOSED = "done with its engine"
 SHOWN_ACTIONS = 8  # of each rank, in a report
 SHOWN_RANKS = 64
+KEPT_ACTIONS = 32
+_SHOWN_CALLS = 6
+_COLLECTIVES = "distributed_c10d.py"  # the file of torch in which a thread waits that is in a collective
 _POSTED = ("RA", "RG")  # receives that are only asked for: no time passes in them
 _FLIGHT_RECORDER = (
     "The device runs behind the host: what it waits for may be earlier than what the host does. NCCL's own record of "
@@ -100,6 +107,77 @@ class RankState:
 
 
 AS_JSON = TypeAdapter(RankState)
+
+
+class RankRecord:
+    """Keep the last actions of one rank in a ring buffer."""
+
+    def __init__(self, rank: int, stage_id: int) -> None:
+        self.rank = rank
+        self.stage_id = stage_id
+        self.doing = Doing("")
+        self._recent: deque[Doing] = deque([self.doing], maxlen=KEPT_ACTIONS)
+        self._batches = 0
+        self._main_thread = threading.get_ident()
+
+    def enter(self, doing: Doing) -> None:
+        """Begin a batch or a long call, in the calling thread, which is the watched one from now on."""
+        self._main_thread = threading.get_ident()
+        self._batches += doing.opening
+        self.now(doing)
+
+    def now(self, doing: Doing) -> None:
+        """Note what the main thread does from now on."""
+        self.doing = doing
+        self._recent.append(doing)
+
+    def now_waits(self, wait: Wait) -> str:
+        """Note that the action in hand has to wait; return its name."""
+        action = self.doing.action or "no action"
+        if self._recent[-1] is self.doing and self.doing.wait is None:
+            self._recent.pop()  # an action that begins by waiting is one entry
+        self.now(Doing(action, wait))
+        return action
+
+    def brief(self, ended: str = "") -> RankState:
+        """Return what costs nothing to find out; where in the code the main thread is costs more."""
+        doing = self.doing
+        ranks = doing.wait.ranks if doing.wait else ()
+        return RankState(
+            self.rank,
+            self.stage_id,
+            str(doing) if doing.action else "",
+            ranks,
+            doing.wait is None,
+            self._batches,
+            time.monotonic() - doing.since_s,
+            ended=ended,
+        )
+
+    def full(self) -> RankState:
+        """Return all that a report needs, with the stack of the main thread and its last actions."""
+        frame = sys._current_frames().get(self._main_thread)
+        calls = [] if frame is None else traceback.format_stack(frame)
+        # Where a call that was begun earlier is waited for, the last line of Python says so.
+        waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
+        state = replace(self.brief(), stack="".join(calls[-_SHOWN_CALLS:]), recent=self._past_actions())
+        if waits and state.is_busy:
+            state = replace(state, is_busy=False, doing=f"{state.doing or OUTSIDE}, in a collective")
+        return state
+
+    def _past_actions(self) -> tuple[PastAction, ...]:
+        """Return the ring buffer, in which each action lasted until the next one began."""
+        ring, wall_s = tuple(self._recent), time.time() - time.monotonic()
+        ends = [doing.since_s for doing in ring[1:]]
+        return tuple(
+            PastAction(
+                doing.action or OUTSIDE,
+                doing.wait.text if doing.wait else "",
+                wall_s + doing.since_s,
+                None if end is None else end - doing.since_s,
+            )
+            for doing, end in zip(ring, [*ends, None], strict=True)
+        )
 
 
 def at_fault(states: Mapping[int, RankState]) -> list[int]:

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.agreement import default_store, from_rank_0
-from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import AS_JSON, OUTSIDE, Doing, RankState
+from terapipe_ds.runtime.failures.report import AS_JSON, OUTSIDE, Doing, RankRecord, RankState
 
 _ABORT = "abort"
 _LOOK_S = 0.05

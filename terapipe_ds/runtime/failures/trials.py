@@ -90,9 +90,8 @@ class Trials:
                 f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are at "
                 + "; ".join(others)
             ) from error
-        return own or next(
-            (TrialFailure(*failed[:2], r) for r, (failed, _) in told.items() if failed is not None), None
-        )
+        failures = (TrialFailure(failed[0], failed[1], r) for r, (failed, _) in told.items() if failed is not None)
+        return own or next(failures, None)
 
     def _waiting_text(self, own: TrialFailure, missing: Sequence[int], what: str, remedy: str) -> str:
         peers = f"peers, ranks {list(missing)}, have" if len(missing) > 1 else f"peer, rank {missing[0]}, has"

@@ -29,8 +29,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, arm_timer, disarm_timer
-from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import CLOSED, OUTSIDE, Doing, Wait, stall_report
+from terapipe_ds.runtime.failures.report import CLOSED, OUTSIDE, Doing, RankRecord, Wait, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
@@ -179,7 +178,7 @@ class Watchdog:
     def _lost_ranks(self, wait_s: float, or_ended: bool = False) -> str:
         """Return sentences that name the ranks that give no sign of life or are done; "" without any.
 
-        With `or_ended` and none of these, name those that SIGTERM has ended: launchers send it to all when one has died.
+        With `or_ended` and none of these, name those that SIGTERM has ended: launchers send it to all if one has died.
         """
         if self._world_size == 1:
             return ""

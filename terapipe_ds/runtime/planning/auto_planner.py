@@ -149,7 +149,7 @@ class AutoPlanner:
         return [costs for rank in gather(own, self._groups.world) for costs in rank]
 
     def _not_in_key(self, length: int) -> dict[str, Any]:
-        """Return what a cached profile depends on besides its key: the points measured, the loss, what memory counts."""
+        """Return what a cached profile depends on besides its key: its points, the loss, what the memory counts."""
         engine, loss_fn = self._engine, self._engine.module.loss_fn
         return {
             "granularity_tokens": self._config.granularity_for(length),
@@ -178,7 +178,8 @@ class AutoPlanner:
         costs = cuts.costs(layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        is_chosen, more = config.schedule == "auto", []
+        is_chosen = config.schedule == "auto"
+        more: list[str] = []
         if is_chosen:
             result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
         else:

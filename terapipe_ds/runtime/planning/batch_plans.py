@@ -191,6 +191,6 @@ class Plans:
             if problem is not None:
                 raise self._of_shapes(TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}"))
         else:
-            schedule = build_forwards(name, self._layout.placement, num_slices)
+            schedule = build_forwards(name, dict(self._layout.placement), num_slices)
         validate(schedule)
         return schedule

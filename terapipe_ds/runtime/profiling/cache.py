@@ -27,8 +27,8 @@ _Sample = TypeVar("_Sample", CostSample, LinkSample)
 def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None = None) -> Profile:
     """Return one profile: of tensor-parallel peers the slowest, of replicas the median.
 
-    Peers meet inside the layers of a slice, so it takes what the slowest takes. Replicas meet once per step, so the median
-    leaves out one that a busy machine disturbs.
+    Peers meet inside the layers of a slice, so it takes what the slowest takes. Replicas meet once per step, so the
+    median leaves out one that a busy machine disturbs.
 
     Args:
         num_stages: held the parts.

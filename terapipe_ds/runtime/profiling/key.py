@@ -61,8 +61,8 @@ def profile_key(
     Args:
         module: of any part, for the dtype.
         autocast: the dtype of `torch.autocast` if the layers run under it.
-        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, which their arguments need not
-            say: they move other bytes and repeat other work.
+        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, so they move other bytes and
+            repeat other work, which their arguments need not say.
     """
     parameter = next(module.parameters(), torch.empty(0))
     made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)

@@ -88,8 +88,8 @@ def layer_shares(
 ) -> tuple[LayerShare, ...] | None:
     """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
 
-    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares are
-    a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store.
+    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares
+    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store.
 
     Args:
         trials: of the tensor-parallel peers, which all have no shares where one of them fails; a collective then.

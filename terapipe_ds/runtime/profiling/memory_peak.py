@@ -19,8 +19,8 @@ from torch.autograd import ProfilerConfig, ProfilerState
 class MemoryPeak:
     """Record `grown_bytes`, the largest total inside the block, and `left_bytes`, the total at its end.
 
-    Both count from the start of the block; an older tensor that goes inside the block counts as negative. Backwards run in
-    the thread of the block, as they do without an accelerator.
+    Both count from the start of the block; an older tensor that goes inside it counts as negative. Backwards run in the
+    thread of the block, as they do without an accelerator.
 
     Raises:
         RuntimeError: a profiler runs already, or torch has no such recorder; see `is_available`.

@@ -97,8 +97,8 @@ class SliceTimer:
     def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
         """Return the seconds of F and B of every layer of a slice of `tokens` tokens without a prefix.
 
-        Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation checkpointing a
-        layer's B has its F in it, but not that of the loss.
+        Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
+        checkpointing a layer's B has its F in it, but not that of the loss.
         """
         active = self._active(tokens, 0)
         functions: Any = self.module.forward_funcs
@@ -169,7 +169,7 @@ class SliceTimer:
         live.outputs = live.loss = None
 
     def output_spec(self, tokens: int) -> MessageSpec:
-        """Return what this part sends for a slice of `tokens` tokens. Runs the slice once, which warms it up as well."""
+        """Return what this part sends for a slice of `tokens` tokens; runs the slice once, which also warms it up."""
         live = self.issue_forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))

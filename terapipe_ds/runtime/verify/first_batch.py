@@ -34,8 +34,7 @@ from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
-from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
-from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
+from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")

@@ -8,8 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import Doing, Wait
+from terapipe_ds.runtime.failures.report import Doing, RankRecord, Wait
 
 
 def actions(record: RankRecord) -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ import itertools
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +19,13 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.planning import auto_planner
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
-from terapipe_ds.runtime.profiling.all_parts import PartCosts
+from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartCosts, StageToPlan
 from terapipe_ds.runtime.profiling.cache import combine, memory_of
 from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
-from terapipe_ds.runtime.profiling.all_parts import LinkTimes
 from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
@@ -106,10 +106,10 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
     ranks = [dataclasses.replace(rank(i, 0, (1.0, 1.0)), times=PartTimes(samples)) for i in (0, 1)]
     combine(key, ranks).save(path)
     config = TeraPipeConfig(enabled=True, planner={"profile": str(path)}, **section).with_multiple(multiple)
-    alone: Any = SimpleNamespace(world=None)
-    planner = AutoPlanner(SimpleNamespace(terapipe_config=config), alone, pytest.fail)
+    stage = StageToPlan(None, config, Layout.plain(2), PipelineGroups((0,)), token_multiple=multiple)
+    planner = AutoPlanner(stage, Wires({}), pytest.fail)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(auto_planner, "key_of", lambda engine, groups, length, rows: key)
+    monkeypatch.setattr(auto_planner, "key_of", lambda stage, length, rows: key)
     with caplog.at_level("WARNING", logger="terapipe_ds"):
         given = planner._profile_for(768, [], [MicroBatchShape(2, 768)])
     assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns

@@ -20,8 +20,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.layer import Activations, NamedLayer
 from terapipe_ds.runtime.verify.loss import LossCheck, weights_of
-from terapipe_ds.runtime.verify.report import Finding, Findings
-from terapipe_ds.runtime.verify.stage import StageCheck
+from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
 from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
 from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH

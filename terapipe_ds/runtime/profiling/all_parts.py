@@ -178,9 +178,7 @@ def _measure_part(
     engine, config, smallest = stage.engine, stage.config, min(specs)
     activate(engine.module, place.chunk_id)
     timer.own_s = engine.own_seconds(
-        place.is_last,
-        lambda: timer.issue_backward(timer.issue_forward(smallest, 0)),
-        smallest / timer.sequence_length,
+        place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
     times = time_part(
         timer,

@@ -122,7 +122,6 @@ def _named(paths: CheckpointPaths, with_optimizer: bool) -> ChosenCheckpoint:
 
 
 def _newest(folder: Path) -> ChosenCheckpoint | None:
-    """Choose the whole checkpoint with most steps among those that `latest` was to name."""
     whole = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with contextlib.suppress(CheckpointError):

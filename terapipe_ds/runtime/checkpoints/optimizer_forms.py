@@ -153,7 +153,6 @@ class Shard:
         return {**made, **(self._listed(state) if self.form.lists_pieces else {})}
 
     def _filled(self, state: State, index: int, vector: _Vector, received: Received) -> dict[str, Any]:
-        """Return the states of a vector, made of the pieces that overlap it."""
         whole = self._content(state, index, 0) if self.form.is_flat else Content({}, {})
         tensors = {key: torch.zeros(vector.size, dtype=tensor.dtype) for key, tensor in whole.vectors.items()}
         others = dict(whole.others)

@@ -160,7 +160,6 @@ class OptimizerStates:
         return None
 
     def _problem_of(self, orders: Orders) -> str | None:
-        """Say why states in these orders cannot be brought into those of this engine."""
         if orders == self.orders:
             return None
         theirs, ours = ({n for groups in each for names in groups for n in names} for each in (orders, self.orders))

@@ -236,7 +236,6 @@ class Watchdog:
             disarm_timer()
 
     def _judge(self, doing: Doing) -> None:
-        """End this process where the job has failed, or where this rank has waited too long."""
         if not doing.action and not self._asynchronous:
             return
         if (failure := self._failure_of_others()) is not None:

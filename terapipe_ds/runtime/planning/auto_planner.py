@@ -131,7 +131,6 @@ class AutoPlanner:
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> list[PartCosts]:
-        """Return what every rank has measured of its parts."""
         from tqdm import tqdm
 
         is_first_rank = self._engine.global_rank == 0
@@ -164,7 +163,6 @@ class AutoPlanner:
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _plan(self, length: int, profile: Profile) -> tuple[Choice, str]:
-        """Return the choice, and the block for the log; on rank 0."""
         engine, layout, config = self._engine, self._stage.layout, self._config
         limit_gb, memory = config.planner.memory_limit_gb, memory_of(profile)
         if limit_gb is not None and memory is None:
@@ -289,7 +287,6 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
 
 
 def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Profile:
-    """Return what all ranks measured, kept in the cache."""
     for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)

@@ -174,7 +174,6 @@ def _measure_part(
     peers: Peers,
     progress: Callable[[float], None],
 ) -> tuple[PartTimes, PartMemory | None]:
-    """Measure one part, without its links; the other stages measure one of theirs."""
     engine, config, smallest = stage.engine, stage.config, min(specs)
     activate(engine.module, place.chunk_id)
     timer.own_s = engine.own_seconds(
@@ -201,12 +200,7 @@ def _measure_part(
 def _measure_links(
     parts: Sequence[int], specs: Mapping[int, Specs], layout: Layout, wires: Wires, stage_id: int, peers: Peers
 ) -> dict[int, LinkTimes]:
-    """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time.
-
-    Args:
-        parts: of this stage.
-        specs: what this stage's parts and the parts before them send.
-    """
+    """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
     lengths = sorted(specs[parts[0]])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     times = {part_id: LinkTimes([], dict.fromkeys(chosen, 0.0)) for part_id in parts}
@@ -242,9 +236,8 @@ def _rounds_of_links(layout: Layout) -> list[list[tuple[int, WireEnds]]]:
 def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:
     """Return the seconds of one way, and those of this stage's own time that one message takes.
 
-    The wires are those of training, in the direction in which they are connected: to connect another pair of ends would
-    keep a neighbour waiting. On a CPU the own time is all processor time of sending or receiving, whichever thread
-    carries the message, since there is no other processor. On an accelerator it is the calls alone.
+    The wires are those of training in their directions: to connect other ends would keep a neighbour waiting. On a
+    CPU the own time is all processor time of sending or receiving, on an accelerator that of the calls alone.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
     back = [incoming.buffer(t) for t in spec.tensors]

@@ -120,7 +120,6 @@ def layer_shares(
 
 
 def _run(timer: LayerTimer, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], TrialFailure | None]:
-    """Return the seconds of forward and backward by layer, and what failed, here or on a peer."""
     seconds, caught = [], None
     try:
         seconds = timer.layer_seconds(tokens)

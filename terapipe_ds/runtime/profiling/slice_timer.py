@@ -114,7 +114,6 @@ class SliceTimer:
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def _seconds(self, begin_s: float, own_s: float) -> float:
-        """Return the seconds since `begin_s`, with the engine's own."""
         if self.clock is not None:
             return self.clock() - begin_s + own_s
         called_s = time.perf_counter() - begin_s

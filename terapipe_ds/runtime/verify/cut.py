@@ -27,18 +27,15 @@ _PLACES = 32  # how many tokens are tried, and around how many changes of maskin
 
 @dataclass(frozen=True)
 class Cut:
-    """A window of a micro-batch: `plan` slices its tokens from `start` on, in its first `rows` rows (None: in all).
-
-    `weights` are those of the slices' losses, and `has_labels` says whether any label of the window counts.
-    """
+    """Choose a window of a micro-batch: `plan` slices its tokens from `start` on, in its first `rows` rows."""
 
     plan: SlicePlan
     of_tokens: int
     start: int = 0
-    rows: int | None = None
+    rows: int | None = None  # None: all
     of_rows: int = 1
-    weights: tuple[float, ...] = ()
-    has_labels: bool = True
+    weights: tuple[float, ...] = ()  # of the slices' losses
+    has_labels: bool = True  # some label of the window counts
 
     def __str__(self) -> str:
         lengths = " + ".join(map(str, self.plan.lengths))

@@ -174,8 +174,7 @@ class FirstBatchCheck:
     ) -> tuple[int, Cut, list[Finding]]:
         """Return the index of the first micro-batch in which labels count (else of the first one), and its cut.
 
-        All stages say what may be cut of their tensors. The stage of the loss, which has the labels, decides. What
-        `slice_weight` raises there is found on all stages.
+        The stage of the loss, which has the labels, decides; what `slice_weight` raises there is found on all stages.
         """
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
@@ -202,7 +201,6 @@ class FirstBatchCheck:
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
     ) -> Cut:
-        """Return the window of a micro-batch that shows most."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, self._stage.token_multiple
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
@@ -225,7 +223,6 @@ class FirstBatchCheck:
     # -- the check ---------------------------------------------------------------------------------------------------
 
     def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:
-        """Check this rank's parts, each in its turn."""
         stage, inputs = self._stage, None
         if micro_batch.inputs is not None:
             batch = cut.of(micro_batch.inputs).to(stage.device)
@@ -257,7 +254,7 @@ class FirstBatchCheck:
                 self._later_labels = LaterLabels.of(loss)
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
-        """Give the next part's stage what the whole sequence gives, through the host; None on all other stages.
+        """Give the next part's stage these outputs, through the host; None on all other stages.
 
         All stages hear when the part is done, so that their watch-dogs see no stall in a long check.
         """
@@ -308,7 +305,6 @@ def _is_as_built(module: nn.Module) -> bool:
 
 
 def _root(thing: Any) -> str:
-    """Return the package of a function, or of an object's class."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     return str(getattr(thing, "__module__", "")).split(".")[0]

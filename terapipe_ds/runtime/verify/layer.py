@@ -55,7 +55,6 @@ class NamedLayer:
         return module_of(self.function)
 
     def __call__(self, inputs: Tensors, is_tuple: bool) -> Any:
-        """Call it as `PipelineModule` does."""
         if self.checkpoint is None:
             return self.function(inputs if is_tuple else inputs[0])
         return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
@@ -108,7 +107,6 @@ class LayerCheck:
         return run
 
     def _forwards(self, slicing: Slicing) -> list[_Forward]:
-        """Run the slices one after the other."""
         runs = []
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
@@ -159,7 +157,6 @@ class LayerCheck:
         return {name: ranks.gather(gradients[name][None]).sum(0) for name in sorted(gradients)}
 
     def _tolerance(self, outputs: Sequence[Tensor]) -> Tolerance:
-        """Return the tolerance of the dtypes that the layer works in."""
         parameters = () if self.layer.module is None else self.layer.module.parameters()
         dtypes = {tensor.dtype for tensor in (*self.inputs.tensors, *outputs, *parameters)}
         device = self.inputs.tensors[0].device.type
@@ -211,7 +208,6 @@ def _compare_output(
 
 
 def _random_states(module: nn.Module) -> list[Tensor]:
-    """Return all random states that a layer may draw from."""
     trackers = [ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())]
     states = [state for tracker in trackers for state in tracker.get_states().values() if torch.is_tensor(state)]
     if not get_accelerator().is_synchronized_device():

@@ -79,7 +79,6 @@ class LossCheck:
         )
 
     def _compare(self, whole: Losses, weights: tuple[float, ...]) -> Difference | None:
-        """Return what differs with such weights of the slices' losses."""
         sliced = self._losses(replace(self.slicing, weights=weights))
         dtypes = {tensor.dtype for tensor in self.outputs.tensors}
         tolerance = tolerance_of(dtypes, of_loss=True)

@@ -124,7 +124,6 @@ class StageCheck:
         return outputs
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
-        """Compare one layer; return what it gives on the whole sequence."""
         self.note(f"verifying {layer}")
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
@@ -221,7 +220,6 @@ class StageCheck:
 
 
 def _shown_by(difference: Difference, plan: SlicePlan) -> str:
-    """Return a difference with what it shows by itself."""
     first, tokens = difference.first_token, difference.tokens
     last_of_slice = (stop - 1 for _, stop in map(plan.span, range(plan.num_slices)))
     if not difference.what.startswith("output"):

@@ -38,8 +38,7 @@ from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.log import first_line, show_log
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.profiling.key import kinds_of_layers
-from terapipe_ds.runtime.profiling.layer_times import parameters_of_layer
+from terapipe_ds.runtime.profiling.key import kinds_of_layers, parameters_of_layer
 from terapipe_ds.runtime.refusals import slice_length_multiple
 from terapipe_ds.schedule import placement_for
 

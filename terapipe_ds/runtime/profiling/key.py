@@ -129,3 +129,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _hash(described: list[Any]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def parameters_of_layer(function: Any) -> tuple[int, int]:
+    """Return how many parameters a layer has, and how many of them are trained."""
+    module = module_of(function)
+    parameters = [] if module is None else list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

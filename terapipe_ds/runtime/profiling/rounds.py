@@ -9,6 +9,7 @@ program had the processor: otherwise a few commands of another user would make t
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,11 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.costs.profile import CostSample, LayerShare
-from terapipe_ds.runtime.failures.trials import Trials
-from terapipe_ds.runtime.profiling.layer_times import layer_shares
+from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
+from terapipe_ds.runtime.profiling.key import parameters_of_layer
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
+
+logger = logging.getLogger("terapipe_ds")
 
 Point = tuple[int, int]
 """(tokens, prefix)."""
@@ -32,6 +35,11 @@ LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as th
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
 _DISTURBED = 0.02  # a run that was without a processor for so much more of its time than the least disturbed one
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
+_QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
+_RUNS = 2  # of it: forward and backward of both together take as long as one and a half unsliced forwards
+_WITHOUT = (
+    'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
+)
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 
 
@@ -262,3 +270,60 @@ def noise_warning(samples: Sequence[CostSample]) -> str | None:
         f"tokens after {prefix}, by {share:.0%}): the machine is busy with something else, and the plan may not "
         "be the best; measure again when it is quiet"
     )
+
+
+# -- layers one by one -----------------------------------------------------------------------------------------------
+
+
+def layer_shares(
+    timer: SliceTimer, lengths: Sequence[int], trials: Trials | None = None
+) -> tuple[LayerShare, ...] | None:
+    """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
+
+    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares
+    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store.
+
+    Args:
+        trials: of the tensor-parallel peers, which all have no shares where one of them fails; a collective then.
+
+    Raises:
+        TrialError: this rank failed, and peers wait for it inside of a layer.
+    """
+    quarter = [tokens for tokens in lengths if _QUARTER * tokens <= timer.sequence_length]
+    tokens = max(quarter, default=min(lengths))
+    runs = []
+    for _ in range(_RUNS if quarter else 1):
+        seconds, failure = _run(timer, tokens, trials or Trials())
+        if failure is not None:
+            logger.warning(
+                "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
+                timer.part_id,
+                str(failure).splitlines()[0],
+            )
+            return None
+        runs.append(seconds)
+    functions: Any = timer.module.forward_funcs
+    if not functions:
+        return None
+    by_layer = [[min(both) for both in zip(*same, strict=True)] for same in zip(*runs, strict=True)]
+    forward_s, backward_s = zip(*by_layer, strict=True)
+    counts, trained = zip(*map(parameters_of_layer, functions), strict=True)
+    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
+
+
+def _run(timer: SliceTimer, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], TrialFailure | None]:
+    seconds, caught = [], None
+    try:
+        seconds = timer.layer_seconds(tokens)
+    except Exception as error:  # of the model's own code, so of any kind
+        caught = error
+        timer.store.reset()
+    try:
+        return seconds, trials.failure(caught, f"timing the layers of part {timer.part_id} one by one", _WITHOUT)
+    finally:
+        caught = None  # whose traceback holds this frame, and tensors of the layers
+
+
+def _shares(seconds: Sequence[float]) -> list[float]:
+    total = sum(seconds)
+    return [each / total if total > 0 else 1 / len(seconds) for each in seconds]

@@ -6,7 +6,7 @@ The prefix of a timed slice never ran: its keys and values are made up, because 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +22,6 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tu
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.layer_times import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
@@ -239,3 +238,71 @@ def synchronize() -> None:
     """Wait for the device, where it runs behind the host."""
     if not get_accelerator().is_synchronized_device():
         get_accelerator().synchronize()
+
+
+# -- layers one by one -----------------------------------------------------------------------------------------------
+
+
+Handed = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and the leaves that a layer takes in their places."""
+
+
+class UnknownInputs(TypeError):
+    """Say that a layer hands on something that may hold tensors unseen."""
+
+
+class LayerByLayer:
+    """Run layers with a graph of its own each: called like a part, then asked for one backward after the other."""
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]], now_s: Callable[[], float] = time.perf_counter):
+        self._functions, self._now_s = tuple(functions), now_s
+        self._forward_s: list[float] = []
+        self._handed: list[Handed] = []  # to the first layer, between the layers, and out of the last one
+        self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the outputs of the last layer, without the graph behind them.
+
+        Raises:
+            UnknownInputs: a layer hands on something else than tensors, in lists, named or plain tuples, or dicts.
+        """
+        self._forward_s, self._handed = [], [[]]
+        values = _apart(inputs, self._handed[0])
+        for function in self._functions:
+            begin_s = self._now_s()
+            outputs = function(values)
+            self._forward_s.append(self._now_s() - begin_s)
+            self._handed.append([])
+            values = _apart(outputs, self._handed[-1])
+        self.ended_s = self._now_s()
+        return values
+
+    def backward(self) -> list[tuple[float, float]]:
+        """Return the seconds of forward and backward by layer, after the backward of what was made of the outputs."""
+        seconds = []
+        for forward_s in reversed(self._forward_s):
+            pairs = [(tensor, leaf.grad) for tensor, leaf in self._handed.pop() if tensor.requires_grad]
+            pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            begin_s = self._now_s()
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            seconds.append((forward_s, self._now_s() - begin_s))
+        self._forward_s, self._handed = [], []
+        return seconds[::-1]
+
+
+def _apart(value: Any, handed: Handed) -> Any:
+    """Return `value` with copies of leaves in place of its tensors: a layer may write its inputs in place."""
+    if torch.is_tensor(value):
+        leaf = value.detach().requires_grad_(value.requires_grad)
+        handed.append((value, leaf))
+        return leaf.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_apart(each, handed) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        return value._make(_apart(each, handed) for each in value)
+    if type(value) is dict:  # one of another class may keep more than its items
+        return {name: _apart(each, handed) for name, each in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnknownInputs(type(value).__name__)

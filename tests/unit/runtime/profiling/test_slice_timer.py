@@ -15,8 +15,8 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.layer_times import LayerByLayer, layer_shares
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+from terapipe_ds.runtime.profiling.rounds import layer_shares
+from terapipe_ds.runtime.profiling.slice_timer import LayerByLayer, SliceTimer
 
 LENGTH, ROWS = 16, 2
 

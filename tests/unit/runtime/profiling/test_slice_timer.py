@@ -52,16 +52,6 @@ class Slow(torch.autograd.Function):
         return grad, None, None, None
 
 
-def test_each_layer_has_its_own_time() -> None:
-    clock = Clock()
-    prices = [(1.0, 5.0), (2.0, 3.0), (4.0, 0.5)]
-    layers = LayerByLayer([lambda x, p=p: Slow.apply(x, clock, *p) for p in prices], clock)
-    out = layers(torch.zeros(3, requires_grad=True))
-    out.sum().backward()
-    assert clock.now_s == 7.0  # the graph ends before the last layer
-    assert layers.backward() == prices
-
-
 @pytest.mark.parametrize(
     "wrap", [lambda x: x, lambda x: (x, 2 * x), lambda x: {"x": [x], "n": 3, "no": None}, lambda x: Named(x, 2 * x)]
 )

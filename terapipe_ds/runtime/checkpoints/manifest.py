@@ -22,7 +22,7 @@ _SHOWN = 4  # files in a message
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is not whole, or cannot be written or read."""
+    """Say that a checkpoint is not whole, or cannot be written or read."""
 
 
 class Manifest(BaseModel):

@@ -115,7 +115,7 @@ def _on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
 
 
 class _Writer:
-    """DeepSpeed's writer of files, which waits for the disk and remembers what it wrote in `folder`.
+    """Write as DeepSpeed's writer of files does, wait for the disk, and remember what is written in `folder`.
 
     The first failure ends this rank's writing and is kept: raised at once, it would leave the other ranks in
     DeepSpeed's barrier.

@@ -54,9 +54,7 @@ class Trials:
         self._patience_s = min(PATIENCE_S, stall_timeout_s / 2)
 
     def failure(self, error: Exception | None, what: str, remedy: str = "") -> TrialFailure | None:
-        """Return what failed in the trial that has just ended: on this rank, or else on the first peer that failed.
-
-        A collective over the peers.
+        """Return what failed in the trial that has just ended: on this rank, or else on the first peer. A collective.
 
         Args:
             error: what this rank raised; None where the trial came through.

@@ -82,10 +82,7 @@ class AutoPlanner:
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
     ) -> dict[int, Choice]:
-        """Return the choice for each length in `shapes` but those in `besides`; plan those that are new.
-
-        A collective over all ranks.
-        """
+        """Return the choice for each length in `shapes` but those in `besides`; plan new ones. A collective."""
         lengths = {shape.length for shape in shapes}.difference(besides)
         while length := self._longest_without_choice(lengths):
             self._choices[self._key(length)] = self._choose(length, drawn, shapes)
@@ -226,10 +223,8 @@ class AutoPlanner:
 def require_profile(stage: StageToPlan) -> None:
     """Refuse the profile of something else that the config names, as far as is known before there is a batch.
 
-    A collective over all ranks.
-
     Raises:
-        ProfileError: on every rank.
+        ProfileError: on every rank; this is a collective.
     """
     config, path = stage.config, stage.config.planner.profile
     if "auto" in (config.slices, config.schedule) and path != "measure":

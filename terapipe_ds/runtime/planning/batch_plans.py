@@ -71,7 +71,7 @@ class Plans:
 
     @property
     def cut_by_hand(self) -> bool:
-        """Whether sequences of any length are cut in slices that were set by hand."""
+        """Return whether sequences of any length are cut in slices that were set by hand."""
         return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
 
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
@@ -103,10 +103,7 @@ class Plans:
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[str, list[SlicePlan]]:
-        """Return the name of the schedule, that of the longest micro-batch, and a plan for each micro-batch.
-
-        A collective over all ranks where slices are planned.
-        """
+        """Return the schedule of the longest micro-batch, and a plan for each micro-batch. A collective."""
         name, plans = self._choose(drawn, shapes)
         for plan in plans:
             self._note_run(Choice(plan, name))

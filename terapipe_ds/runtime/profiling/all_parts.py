@@ -274,7 +274,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
-    keys_bytes, grads_bytes = timer.store_bytes()
+    keys_bytes, grads_bytes = timer.store.bytes_of(timer.part_id, 0)  # of the whole sequence
     rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
     # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B

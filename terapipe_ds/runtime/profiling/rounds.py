@@ -35,12 +35,12 @@ LIMIT_STEPS = 10  # the rounds take at most so many unsliced steps, as far as th
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
 _DISTURBED = 0.02  # a run that was without a processor for so much more of its time than the least disturbed one
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
+_PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 _QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
 _RUNS = 2  # of it: forward and backward of both together take as long as one and a half unsliced forwards
 _WITHOUT = (
     'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
 )
-_PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
 
 
 class Peers:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -36,8 +36,7 @@ class LiveSlice:
     loss: Any
 
 
-@dataclass(frozen=True)
-class SliceBytes:
+class SliceBytes(NamedTuple):
     """Say what a slice keeps from its F to its B, and what it needs besides at the peak of either."""
 
     kept: int
@@ -126,10 +125,6 @@ class SliceTimer:
             kept = self.weights.kept_bytes(key)
             self.weights.compute(key, nullcontext)
             return kept
-
-    def store_bytes(self) -> tuple[int, int]:
-        """Return the bytes of keys and values of the whole sequence on this part, and of their gradients."""
-        return self.store.bytes_of(self.part_id, 0)
 
     def slice_bytes(self, tokens: int, prefix: int) -> SliceBytes:
         """Return the bytes of the slice of `tokens` tokens after `prefix` tokens; needs `MemoryPeak.is_available`.

@@ -33,7 +33,7 @@ _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
 
 
 class VerifyError(ValueError):
-    """Slices give another result than whole sequences; the text names the first layer that differs."""
+    """Say that slices give another result than whole sequences; the text names the first layer that differs."""
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +47,7 @@ class Finding:
 
     @property
     def is_of_the_cut(self) -> bool:
-        """Whether it may be that the layer cannot run on so few tokens, and is right where it can."""
+        """Return whether the layer may only be unable to run on so few tokens."""
         return self.raised not in ("", PlainAttentionError.__name__)
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The tensor-parallel ranks, this one among them. Their layers communicate, so all must decide alike."""
+    """Stand for the tensor-parallel ranks, this one among them. Their layers communicate, so all must decide alike."""
 
     size: int = 1
     rank: int = 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.runtime.profiling.one_device import OfflineJob
-    from terapipe_ds.runtime.verify.report import Findings
+    from terapipe_ds.runtime.verify.stage import Findings
 
 HELP = "compare a model's layers on slices with the same layers on whole sequences"
 DESCRIPTION = (
@@ -70,8 +70,7 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     from terapipe_ds.runtime.profiling.one_device import init_single_process
     from terapipe_ds.runtime.verify.cut import Cut
     from terapipe_ds.runtime.verify.loss import LossCheck, weights_of
-    from terapipe_ds.runtime.verify.report import Findings
-    from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
+    from terapipe_ds.runtime.verify.stage import Findings, StageCheck, inputs_of, layers_of
     from terapipe_ds.runtime.verify.tokens import Slicing
 
     init_single_process()

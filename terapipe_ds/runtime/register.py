@@ -166,7 +166,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     """
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
-    from terapipe_ds.runtime.planning.choose_layout import first_layout
+    from terapipe_ds.runtime.planning.schedule_choice import first_layout
 
     raw = dict(ds_config) if isinstance(ds_config, Mapping) else parse_json(Path(ds_config).read_bytes())
     config = _section(raw)

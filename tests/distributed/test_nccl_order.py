@@ -16,8 +16,9 @@ from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups
 from terapipe_ds.runtime.links.channel import Wire
-from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
+from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed.engines import EXACT, violations
 from tests.distributed.harness import RankFailure, rank_pool
@@ -90,9 +91,8 @@ def links_measured_over_the_first_group() -> Iterator[None]:
     """As long as any two stages had a wire over the first group, in which `connect` had connected others."""
     measure = auto_planner.measure_parts
 
-    def over_the_first_group(engine: Any, layout: Any, groups: PipelineGroups, wires: Wires, *rest: Any) -> Any:
-        wires = _OverFirst(wires, next(iter(groups.by_wire.values())))
-        return measure(engine, layout, groups, wires, *rest)
+    def over_the_first_group(stage: StageToPlan, wires: Wires, *rest: Any) -> Any:
+        return measure(stage, _OverFirst(wires, next(iter(stage.groups.by_wire.values()))), *rest)
 
     with mock.patch.object(auto_planner, "measure_parts", over_the_first_group):
         yield

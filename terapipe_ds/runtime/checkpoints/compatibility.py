@@ -1,8 +1,7 @@
 """Refuse checkpoints that do not fit the engine, before DeepSpeed reads them, and alike on every rank.
 
-Nothing of plan or schedule is in a checkpoint, so any of them may follow any other. What must fit is TP x PP x DP:
-DeepSpeed (0.19.8) fails with a word on its own models where the tensor-parallel size differs, and where the number of
-stages differs it fills the optimizer of a stage with the states of other layers, or with zeros.
+Plan and schedule may differ from those of the checkpoint; TP x PP x DP may not. DeepSpeed (0.19.8) fails with another
+tensor-parallel size, and with another number of stages it fills optimizers with states of other layers, or with zeros.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from terapipe_ds.runtime.checkpoints.load import read_states
 
 logger = logging.getLogger("terapipe_ds")
 
+_TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
 MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints
 _CONVERT = (
     "Convert the checkpoint (python -m deepspeed.checkpoint.ds_to_universal; its writer must use ZeRO stage 1) and "
@@ -72,11 +72,7 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:
-    """Say why the next step would undo the load.
-
-    Without ZeRO, DeepSpeed loads half-precision parameters and leaves their fp32 copies as they were, unless it loads
-    these too.
-    """
+    """Say why the next step would undo the load: without ZeRO, DeepSpeed may leave the fp32 copies as they were."""
     if engine.zero_optimization() or not hasattr(engine.optimizer, "refresh_fp32_params"):
         return None
     if isinstance(engine.optimizer, BF16_Optimizer):
@@ -93,36 +89,28 @@ def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> 
 
 
 def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_optimizer: bool) -> str | None:
-    """Say where the checkpoint was saved by another TP x PP x DP."""
     dimensions = saved.get(constants.CHECKPOINT_PARALLEL_DIMS)
     if not isinstance(dimensions, Mapping):  # of another version of DeepSpeed
         return None
-    tensor, saved_tensor = engine.grid.get_slice_parallel_world_size(), dimensions.get(constants.CHECKPOINT_TP_DEGREE)
-    stages, saved_stages = engine.grid.get_pipe_parallel_world_size(), dimensions.get(constants.CHECKPOINT_PP_DEGREE)
+    saved_tensor, saved_stages = (dimensions.get(key) for key in (_TP_DEGREE, _PP_DEGREE))
+    tensor, stages = engine.grid.get_slice_parallel_world_size(), engine.grid.get_pipe_parallel_world_size()
+    alone = "Load the parameters alone, with load_module_only=True. To keep the states: "
     replicas, saved_replicas = engine.dp_world_size, saved.get("dp_world_size")
-    parameters_alone = "Load the parameters alone, with load_module_only=True. To keep the states"
-    if saved_tensor != tensor:
-        return (
-            f"the checkpoint was saved by {saved_tensor} tensor-parallel ranks, and {tensor} would load it: each holds "
-            f"another part of the parameters. {_CONVERT}"
-        )
-    if saved_stages != stages and with_optimizer:
-        return (
-            f"the checkpoint was saved by {saved_stages} stages, and {stages} would load it: optimizer states are "
-            f"saved by stage. {parameters_alone}: {_CONVERT}"
-        )
-    if saved_replicas != replicas and with_optimizer and engine.zero_optimization():
-        return (
-            f"the checkpoint was saved by {saved_replicas} data-parallel replicas, and {replicas} would load it: ZeRO "
-            f"splits optimizer states over them. {parameters_alone}: {_CONVERT}"
-        )
+    splits, why = with_optimizer and engine.zero_optimization(), f"ZeRO splits optimizer states over them. {alone}"
+    for matters, theirs, ours, who, reason in (
+        (True, saved_tensor, tensor, "tensor-parallel ranks", "each holds another part of the parameters. "),
+        (with_optimizer, saved_stages, stages, "stages", f"optimizer states are saved by stage. {alone}"),
+        (splits, saved_replicas, replicas, "data-parallel replicas", why),
+    ):
+        if matters and theirs != ours:
+            return f"the checkpoint was saved by {theirs} {who}, and {ours} would load it: {reason}{_CONVERT}"
     return None
 
 
 def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
     """Compare sizes that a module writes down beside its parameters: shapes do not tell heads from head size."""
-    theirs = _sizes(saved.get(constants.UNIVERSAL_CHECKPOINT_INFO))
-    ours = None if theirs is None else _sizes(_description(module))
+    both = saved.get(constants.UNIVERSAL_CHECKPOINT_INFO), _description(module)
+    theirs, ours = (info.get(MODEL_SIZES) if isinstance(info, Mapping) else None for info in both)
     if theirs is None or ours is None:
         return None
     different = [
@@ -130,13 +118,8 @@ def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:
         for name in sorted({*theirs, *ours})
         if theirs.get(name) != ours.get(name)
     ]
-    if not different:
-        return None
-    return f"the checkpoint is of another model: {', '.join(different)}. Build the one that was saved"
-
-
-def _sizes(info: Any) -> Mapping[str, Any] | None:
-    return info.get(MODEL_SIZES) if isinstance(info, Mapping) else None
+    what = f"the checkpoint is of another model: {', '.join(different)}. Build the one that was saved"
+    return what if different else None
 
 
 def _description(module: Any) -> Any:
@@ -146,10 +129,10 @@ def _description(module: Any) -> Any:
 
 
 def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Add to `client_state` the description of the module's parameters that a method of the module gives.
+    """Add to `client_state` what a method of the module says of its parameters.
 
-    DeepSpeed (0.19.8) takes `universal_checkpoint_info` for a dict and would save the method, which takes the module
-    and its process groups along. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
+    DeepSpeed (0.19.8) takes `universal_checkpoint_info` for a dict and would save the method, with the module and its
+    process groups. Megatron-DeepSpeed, where it is a method, gives its dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
     if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):

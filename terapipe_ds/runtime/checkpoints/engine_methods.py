@@ -19,7 +19,7 @@ from terapipe_ds.runtime.planning.batch_plans import Plans
 
 
 class LoadOptions(NamedTuple):
-    """What `load_checkpoint` is asked for besides a folder and a tag, in DeepSpeed's order."""
+    """Hold what `load_checkpoint` is asked for besides a folder and a tag, in DeepSpeed's order."""
 
     module_strict: bool
     optimizer_states: bool
@@ -29,7 +29,7 @@ class LoadOptions(NamedTuple):
 
 
 class SafeCheckpoints:
-    """The checkpoints of one engine: they are whole or not there, and say which slices they had.
+    """Save and load the checkpoints of one engine: they are whole or not there, and say which slices they had.
 
     Args:
         world: a group of all ranks, on the CPU.
@@ -54,7 +54,7 @@ class SafeCheckpoints:
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
         training = {**self._plans.described(), "layout": layout}
         state = with_description(engine, client_state)
-        with self._watchdog.apart("save_checkpoint"), ExitStack() as stack:
+        with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
             states = optimizer_states(engine, self._layout, self._world)
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())
@@ -67,7 +67,7 @@ class SafeCheckpoints:
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
-        with self._watchdog.apart("load_checkpoint"), ExitStack() as stack:
+        with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
             chosen = find_checkpoint(engine, load_dir, tag, with_optimizer)
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, folder, options.optimizer_states, options.module_only)

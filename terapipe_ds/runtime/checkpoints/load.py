@@ -23,19 +23,12 @@ _ANOTHER = "Load another checkpoint, by its tag"
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """A checkpoint to load.
+    """Name a checkpoint to load."""
 
-    Args:
-        tag: as it was saved; None: there is none, which DeepSpeed says.
-        read_as: the tag by which DeepSpeed finds its files: another one, if a kill came before they were named.
-        manifest: None for checkpoints of DeepSpeed's own engine, and of its converter.
-        note: what is unexpected about the choice.
-    """
-
-    tag: str | None
-    read_as: str | None
-    manifest: Manifest | None = None
-    note: str | None = None
+    tag: str | None  # as it was saved; None: there is none, which DeepSpeed says
+    read_as: str | None  # the tag by which DeepSpeed finds its files; another one if a kill came before they were named
+    manifest: Manifest | None = None  # None for checkpoints of DeepSpeed's own engine, and of its converter
+    note: str | None = None  # what is unexpected about the choice
 
 
 def find_checkpoint(engine: PipelineEngine, load_dir: str, tag: str | None, with_optimizer: bool) -> ChosenCheckpoint:
@@ -68,7 +61,6 @@ def find_checkpoint(engine: PipelineEngine, load_dir: str, tag: str | None, with
 
 
 def _universal(folder: Path, tag: str | None) -> ChosenCheckpoint:
-    """Choose what DeepSpeed's converter has written, which has no manifest."""
     latest = folder / "latest_universal"
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()
@@ -106,11 +98,7 @@ def choose_checkpoint(folder: Path, tag: str | None, with_optimizer: bool = True
 
 
 def _named(paths: CheckpointPaths, with_optimizer: bool) -> ChosenCheckpoint:
-    """Choose the checkpoint of a tag, or what a save that was killed has left of it.
-
-    Raises:
-        CheckpointError: it is not whole.
-    """
+    """Choose the checkpoint of a tag, or what a save that was killed has left of it; refuse one that is not whole."""
     if paths.final.exists():
         manifest = Manifest.read(paths.final)
         problem = None if manifest is None else manifest.problem(paths.final, with_optimizer)
@@ -134,7 +122,6 @@ def _named(paths: CheckpointPaths, with_optimizer: bool) -> ChosenCheckpoint:
 
 
 def _newest(folder: Path) -> ChosenCheckpoint | None:
-    """Choose the whole checkpoint with most steps among those that `latest` was to name."""
     whole = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         with contextlib.suppress(CheckpointError):
@@ -149,7 +136,7 @@ def read_states(engine: PipelineEngine, path: Path) -> Mapping[str, Any]:
     """Read the states of a rank.
 
     Raises:
-        CheckpointError: the file cannot be read. Unpickling raises errors of any kind, none with the name of the file.
+        CheckpointError: the file cannot be read; unpickling raises errors of any kind, without the file's name.
     """
     try:
         try:

@@ -22,17 +22,11 @@ _SHOWN = 4  # files in a message
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is not whole, or cannot be written or read."""
+    """Say that a checkpoint is not whole, or cannot be written or read."""
 
 
 class Manifest(BaseModel):
-    """What a whole checkpoint consists of, and what it was trained with.
-
-    Args:
-        is_latest: whether `latest` was to name it (`save_latest`).
-        training: slices, schedule, profile and layout of the run.
-        files: name -> bytes. Sizes are enough: no file has its name before it is whole, and no folder before its files.
-    """
+    """List what a whole checkpoint consists of, and what it was trained with."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -40,12 +34,11 @@ class Manifest(BaseModel):
     version: Literal[1] = 1
     tag: str
     global_steps: int
-    is_latest: bool
-    training: dict[str, Any] = Field(default_factory=dict)
-    files: dict[str, int]
+    is_latest: bool  # `latest` was to name it (`save_latest`)
+    training: dict[str, Any] = Field(default_factory=dict)  # slices, schedule, profile and layout of the run
+    files: dict[str, int]  # bytes, which are enough: no file has its name before it is whole
 
     def write(self, folder: Path) -> None:
-        """Write the list to the disk, whole or not at all."""
         write_text(folder / MANIFEST, self.model_dump_json(indent=1), durable=True)
 
     @classmethod
@@ -71,7 +64,7 @@ class Manifest(BaseModel):
         problems = []
         for name, size in sorted(self.files.items()):
             path = folder / name
-            if name.endswith(_OPTIMIZER_FILES) and not with_optimizer:
+            if not with_optimizer and name.endswith(_OPTIMIZER_FILES):
                 continue
             if not path.is_file():
                 problems.append(f"{name} is missing")
@@ -92,7 +85,7 @@ def is_whole(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """Where the checkpoint `tag` is in `folder`: under its name, while it is saved, and while another replaces it."""
+    """Say where the checkpoint `tag` is in `folder`: under its name, while it is saved, while another replaces it."""
 
     folder: Path
     tag: str

@@ -1,8 +1,7 @@
 """Take the saved state of an optimizer apart by parameter, and put one together for other parameters.
 
-An optimizer saves its states in vectors, and both forms differ only in what these are: each parameter is one (torch's
-own optimizers), or all parameters of a group are (DeepSpeed's ZeRO-1, bf16 and fused fp16 ones). The vectors of a group
-may be cut in partitions, one for each replica, so that a partition holds ranges of parameters.
+An optimizer saves its states in vectors. In torch's own optimizers each parameter is one; in DeepSpeed's ZeRO-1, bf16
+and fused fp16 ones all parameters of a group are one, which may be cut in partitions, one for each replica.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _PER_ELEMENT = (_MASTER, "exp_avg", "exp_avg_sq", "momentum_buffer")  # what has
 
 
 class StateError(ValueError):
-    """A saved state is not of the form, or not of the parameters, that it should be."""
+    """Say that a saved state is not of the form, or not of the parameters, that it should be."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements [start, stop) of a parameter."""
+    """Name the elements [start, stop) of a parameter."""
 
     name: str
     start: int
@@ -53,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Content:
-    """What an optimizer has of a piece: vectors with a number for each element, and everything else."""
+    """Hold what an optimizer has of a piece: vectors with a number for each element, and everything else."""
 
     vectors: dict[str, Tensor]
     others: dict[str, Any]
@@ -74,49 +73,32 @@ Received = Mapping[str, Sequence[tuple[Piece, Content]]]
 
 @dataclass(frozen=True)
 class _Vector:
-    """A vector, or one partition of it.
-
-    Args:
-        padding: how many zeros are at its end.
-        all_padding: how many zeros are at the end of all partitions.
-        shape: of the one parameter, or of the vector.
-        offsets: where each piece begins.
-    """
+    """Describe a vector, or one partition of it."""
 
     names: Sequence[str]
     size: int
-    padding: int
-    all_padding: int
-    shape: tuple[int, ...]
-    offsets: dict[Piece, int]
+    padding: int  # zeros at its end
+    all_padding: int  # zeros at the end of all partitions
+    shape: tuple[int, ...]  # of the one parameter, or of the vector
+    offsets: dict[Piece, int]  # where each piece begins
 
 
 @dataclass(frozen=True)
 class StateForm:
-    """How the optimizer states of a stage are saved.
+    """Describe how the optimizer states of a stage are saved."""
 
-    Args:
-        inner: where a wrapper keeps the state of torch's optimizer.
-        masters: where it keeps the fp32 copies of parameters.
-        is_flat: whether all parameters of a group make one vector.
-        num_partitions: into how many parts of one length a vector is cut.
-        alignment: the length of a vector is a multiple of it.
-        lists_pieces: whether the state says where parameters are, as those that are cut do.
-        strips: whether the fp32 copies are saved without the zeros at the end.
-    """
-
-    inner: str | None = None
-    masters: str | None = None
-    is_flat: bool = False
-    num_partitions: int = 1
-    alignment: int = 1
-    lists_pieces: bool = False
-    strips: bool = False
+    inner: str | None = None  # where a wrapper keeps the state of torch's optimizer
+    masters: str | None = None  # where it keeps the fp32 copies of parameters
+    is_flat: bool = False  # all parameters of a group make one vector
+    num_partitions: int = 1  # parts of one length that a vector is cut in
+    alignment: int = 1  # the length of a vector is a multiple of it
+    lists_pieces: bool = False  # the state says where parameters are, as those that are cut do
+    strips: bool = False  # the fp32 copies are saved without the zeros at the end
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One partition of the states of a stage whose optimizer holds these parameters."""
+    """Take apart and fill one partition of the states of a stage whose optimizer holds these parameters."""
 
     form: StateForm
     groups: Groups
@@ -125,7 +107,7 @@ class Shard:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What it has of these parameters."""
+        """Return what it has of these parameters."""
         return [piece for vectors in self._vectors for vector in vectors for piece in vector.offsets]
 
     def take(self, state: State) -> Contents:
@@ -171,7 +153,6 @@ class Shard:
         return {**made, **(self._listed(state) if self.form.lists_pieces else {})}
 
     def _filled(self, state: State, index: int, vector: _Vector, received: Received) -> dict[str, Any]:
-        """Return the states of a vector, made of the pieces that have some of it."""
         whole = self._content(state, index, 0) if self.form.is_flat else Content({}, {})
         tensors = {key: torch.zeros(vector.size, dtype=tensor.dtype) for key, tensor in whole.vectors.items()}
         others = dict(whole.others)
@@ -194,7 +175,6 @@ class Shard:
         return state if self.form.inner is None else state[self.form.inner]
 
     def _content(self, state: State, index: int, position: int) -> Content:
-        """Return what a state has of one vector of a group."""
         inner, is_flat = self._inner(state), self.form.is_flat
         others = dict(inner["state"].get(inner["param_groups"][index]["params"][position], {}))
         if self.form.masters is not None:
@@ -205,7 +185,6 @@ class Shard:
 
     @cached_property
     def _vectors(self) -> list[list[_Vector]]:
-        """The vectors of each group."""
         if self.form.is_flat:
             return [[self._vector(names)] for names in self.groups]
         return [[self._vector((name,)) for name in names] for names in self.groups]
@@ -225,7 +204,6 @@ class Shard:
         return _Vector(names, size, padding, size * form.num_partitions - used, shape, offsets)
 
     def _check(self, state: State, index: int, vector: _Vector, whole: Content) -> None:
-        """Raise StateError where a vector is not the expected one."""
         for key, tensor in whole.vectors.items():
             is_stripped = self.form.is_flat and tensor.numel() == vector.size - vector.padding
             if tuple(tensor.shape) != vector.shape and not is_stripped:

@@ -1,7 +1,7 @@
 """Bring optimizer states from the stages that hold them in one order to those that hold them in another.
 
-DeepSpeed saves optimizer states by stage, and in a stage by number, so that a number means another parameter where
-another layout has cut the layers. Names do not: they are made of the number of the layer, or of its tied key.
+DeepSpeed saves optimizer states by stage, and in a stage by number, which another layout gives to another parameter.
+Names stay: they are made of the number of the layer, or of its tied key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Orders = tuple[Groups, ...]
 
 
 class Holder(NamedTuple):
-    """A stage, and one partition of its states."""
+    """Name a stage, and one partition of its states."""
 
     stage_id: int
     partition: int
@@ -39,7 +39,6 @@ Shards = Mapping[Holder, Shard]
 
 
 def shards_of(form: StateForm, orders: Orders, shapes: Shapes) -> Shards:
-    """Return what each stage and partition holds in these orders."""
     return {
         Holder(stage_id, partition): Shard(form, groups, shapes, partition)
         for stage_id, groups in enumerate(orders)
@@ -80,8 +79,8 @@ def routes_between(
 ) -> dict[tuple[Holder, Holder], list[Piece]]:
     """Return which pieces go from where to where.
 
-    If several stages hold a parameter, take it from its owner; without an owner, from the stage itself if it has the
-    parameter, else from the first that has it.
+    A parameter comes from its owner; without one, from the target's own stage if that has it, else from the first stage
+    that has it.
     """
     sources: dict[tuple[str, int], list[tuple[Holder, Piece]]] = {}
     first: dict[str, int] = {}
@@ -100,12 +99,10 @@ def routes_between(
 
 
 def stock_orders(module: Any, shapes: Shapes, orders: Orders) -> Orders:
-    """Return the orders in DeepSpeed's own engine, which cuts the module as it did at first.
-
-    A stage has tied layers first, and then the others by number.
+    """Return the orders in DeepSpeed's own engine, which cuts the module as it did at first: tied layers before others.
 
     Args:
-        shapes: those of all parameters, with the parameters of each layer in the module's order.
+        shapes: of all parameters, with those of each layer in the module's order.
         orders: those of this engine, which tell the group of each parameter.
     """
     by_layer: dict[LayerName | None, list[str]] = {}

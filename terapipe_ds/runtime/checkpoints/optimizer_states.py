@@ -1,9 +1,8 @@
 """Keep optimizer states in checkpoints as DeepSpeed's own engine would have them, whatever the layout of this one.
 
-A stage that holds several parts has other layers than the stage of that number in DeepSpeed's own cut. Its states are
-brought to where DeepSpeed has them while a checkpoint is saved, and back while one is loaded, by the names of
-parameters, which every checkpoint lists. States that cannot be brought there are saved in an envelope that only this
-package opens.
+A stage that holds several parts has other layers than the same stage in DeepSpeed's own cut. Its states go where
+DeepSpeed has them while a checkpoint is saved, and back on load, by the names of parameters that a checkpoint lists.
+States that cannot be brought there are saved in an envelope that only this package opens.
 """
 
 from __future__ import annotations
@@ -36,26 +35,17 @@ _MODULE_ONLY = "Load the parameters alone, with load_module_only=True; moments b
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The optimizer states of a pipeline: which stage holds what, in which order, and how they may be moved.
-
-    Args:
-        world: a group of all ranks on the CPU.
-        form: None: we do not know it.
-        orders: as the optimizers of the stages hold their parameters.
-        stock: as they would in DeepSpeed's own engine; None: `stock_unknown` says why we do not know.
-        owners: the stage whose states are saved, for parameters with copies; the others' differ by rounding at most.
-        stuck: why states cannot be brought into another order.
-    """
+    """Know which stage of a pipeline holds which optimizer states, in which order, and move them."""
 
     engine: PipelineEngine
-    world: Any
-    form: StateForm | None
+    world: Any  # a group of all ranks on the CPU
+    form: StateForm | None  # None: we do not know it
     shapes: Shapes
-    orders: Orders
-    stock: Orders | None
+    orders: Orders  # as the optimizers of the stages hold their parameters
+    stock: Orders | None  # as they would in DeepSpeed's own engine; None: `stock_unknown` says why we do not know
     stock_unknown: str | None
-    owners: Mapping[str, int]
-    stuck: str | None
+    owners: Mapping[str, int]  # of parameters with copies, the stage whose states are saved
+    stuck: str | None  # why states cannot be brought into another order
 
     @contextmanager
     def saved_in_stock_order(self) -> Iterator[dict[str, Any]]:
@@ -79,31 +69,26 @@ class OptimizerStates:
                 state, listed = {ENVELOPE: state, "reason": problem}, {LISTED: self.orders[stage_id], ENVELOPE: problem}
             else:
                 listed = {LISTED: self.stock[stage_id]}
-                names_by_group = self.stock[stage_id]
-                by_group = [OrderedDict((n, torch.Size(self.shapes[n])) for n in names) for names in names_by_group]
-                stack.enter_context(replaced(self.engine, "_get_zero_param_shapes", lambda: by_group))
+                sizes = [OrderedDict((n, torch.Size(self.shapes[n])) for n in names) for names in self.stock[stage_id]]
+                stack.enter_context(replaced(self.engine, "_get_zero_param_shapes", lambda: sizes))
             stack.enter_context(replaced(optimizer, "state_dict", lambda: state))
             yield listed
 
     @contextmanager
     def loaded_in_order_of(self, path: Path) -> Iterator[None]:
-        """Let the optimizer take states in the order of a checkpoint. A collective over all ranks.
-
-        Args:
-            path: the file of this rank.
+        """Let the optimizer take states in the order of the checkpoint file `path` of this rank. A collective.
 
         Raises:
-            TeraPipeConfigError: on every rank, before anything is loaded: the states cannot be brought into the order
-                of this engine.
+            TeraPipeConfigError: on every rank, before anything is loaded: the states cannot be brought into this order.
             CheckpointError: on every rank: one of them cannot read its file.
         """
-        everyone = gather_results(lambda: self._look(path))
-        found = [each for each in everyone if each is not None]
-        if len(found) < len(everyone):  # DeepSpeed says which file is missing
+        everyone = gather_results(lambda: self._read_saved(path))
+        of_ranks = [each for each in everyone if each is not None]
+        if len(of_ranks) < len(everyone):  # DeepSpeed says which file is missing
             yield
             return
         stages = range(self.engine.num_stages)
-        saved = [found[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
+        saved = [of_ranks[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
         listed = [each.listed for each in saved if each.listed is not None]
         orders = tuple(listed) if len(listed) == len(saved) else self.stock or self.orders
         refuse_everywhere(saved[self.engine.stage_id].problem or self._problem_of(orders))
@@ -130,11 +115,7 @@ class OptimizerStates:
     def _reordered(
         self, state: Mapping[str, Any], before: Orders, after: Orders, owners: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Bring `state` of this rank into another order. A collective over all ranks.
-
-        Raises:
-            TeraPipeConfigError: on every rank, where a state is not what it should be.
-        """
+        """Bring `state` of this rank into another order, or refuse it on every rank. A collective over all ranks."""
         assert self.form is not None
         grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
         here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
@@ -151,7 +132,7 @@ class OptimizerStates:
         received = moved(contents, sources, targets, owners, here, rank_of, self.world)
         return targets[here].put(state, received)
 
-    def _look(self, path: Path) -> _Saved | None:
+    def _read_saved(self, path: Path) -> _Saved | None:
         if not path.is_file():
             return None
         state = read_states(self.engine, path)
@@ -179,7 +160,6 @@ class OptimizerStates:
         return None
 
     def _problem_of(self, orders: Orders) -> str | None:
-        """Say why states in these orders cannot be brought into those of this engine."""
         if orders == self.orders:
             return None
         theirs, ours = ({n for groups in each for names in groups for n in names} for each in (orders, self.orders))
@@ -194,12 +174,10 @@ class OptimizerStates:
                 f"the checkpoint has no optimizer states of {missing[0]} and {len(missing) - 1} other parameters that "
                 f"are trained here. {_MODULE_ONLY}"
             )
-        reason, theirs_count, ours_count = self.stuck, len(orders[0]), len(self.orders[0])
-        if reason is None and theirs_count != ours_count:
-            reason = f"{theirs_count} groups of parameters there, {ours_count} here"
-        if reason is None:
-            return None
-        return (
+        reason = self.stuck
+        if reason is None and len(orders[0]) != len(self.orders[0]):
+            reason = f"{len(orders[0])} groups of parameters there, {len(self.orders[0])} here"
+        return reason and (
             "the checkpoint was saved by stages that hold other layers, and its optimizer states cannot be moved: "
             f"{reason}. Use the schedule, chunks_per_stage and partition_method that it was saved with. Or: "
             f"{_MODULE_ONLY}"
@@ -207,7 +185,7 @@ class OptimizerStates:
 
 
 class _Saved(NamedTuple):
-    """What the file of a rank says of the optimizer states that were saved with it."""
+    """Hold what the file of a rank says of the optimizer states that were saved with it."""
 
     listed: Groups | None  # the names of their parameters; None: DeepSpeed's own engine, without ZeRO, does not say
     in_envelope: bool

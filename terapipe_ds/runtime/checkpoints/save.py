@@ -1,8 +1,8 @@
 """Save a checkpoint so that a kill at any point leaves the one before, or this one, whole.
 
-DeepSpeed (0.19.8) writes under the final name, over an older checkpoint of the same tag, and rank 0 writes `latest`
-as soon as its own files are there, before the others have theirs: a kill leaves a half that looks like a whole one.
-So DeepSpeed saves under another name here, and the checkpoint gets its own name when every rank is done.
+DeepSpeed (0.19.8) writes over an older checkpoint of the same tag, and rank 0 writes `latest` before the others have
+their files: a kill leaves a half that looks whole. So DeepSpeed saves under another name here, and the checkpoint gets
+its own name when every rank is done.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def save_checkpoint(
 
 
 def names_files(engine: PipelineEngine) -> bool:
-    """Return whether this rank names files: the first one, or the first of each node that has a disk of its own."""
+    """Return whether this rank names files: the first one of all, or of each node that has a disk of its own."""
     return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
 
 
@@ -115,7 +115,7 @@ def _on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
 
 
 class _Writer:
-    """DeepSpeed's writer of files, which waits for the disk and remembers what it wrote in `folder`.
+    """Write as DeepSpeed's writer of files does, wait for the disk, and remember what is written in `folder`.
 
     The first failure ends this rank's writing and is kept: raised at once, it would leave the other ranks in
     DeepSpeed's barrier.
@@ -127,7 +127,6 @@ class _Writer:
         self._failure: Exception | None = None
 
     def save(self, state_dict: Any, path: str) -> Any:
-        """Write as DeepSpeed's writer does."""
         if self._failure is not None:
             return None
         try:

@@ -25,7 +25,7 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.planning.choose_layout import first_layout
+from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
     problem_of_device_waits,

@@ -36,6 +36,7 @@ from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.planning.auto_planner import require_profile
 from terapipe_ds.runtime.planning.batch_plans import Plans
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call, check_train_call
 from terapipe_ds.schedule.action import Action, Kind
 
@@ -78,10 +79,11 @@ class TeraPipeEngine(PipelineEngine):
         show_log(self.global_rank)
         self.terapipe_config = setup.config_for(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
-        require_profile(self, groups)
+        to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
+        require_profile(to_plan)
         self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
         self._stage = stage = build_stage(self, self._layout, groups, self._wires)
-        self._plans = Plans(self, groups, stage.watchdog.note)
+        self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
         self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts)

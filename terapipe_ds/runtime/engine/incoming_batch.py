@@ -57,6 +57,7 @@ class IncomingBatches:
 
     def _stage_to_check(self, layout: Layout, groups: PipelineGroups, stage: Stage) -> StageToCheck:
         engine = self._engine
+        trials = Trials(groups.peer_ranks, engine.global_rank, self._config.stall_timeout_s)
         return StageToCheck(
             engine.module,
             self._config,
@@ -65,7 +66,7 @@ class IncomingBatches:
             stage.stage_id,
             torch.device(engine.device),
             engine.slice_length_multiple,
-            TensorRanks.of(engine.grid, Trials.of(engine)),
+            TensorRanks.of(engine.grid, trials),
             autocast=partial(autocast_if_enabled, engine),
             weights_of_slices=self.weights_of_slices,
             cast_input=engine._cast_inputs_half if engine.fp16_auto_cast() else lambda tensor: tensor,

@@ -27,8 +27,7 @@ from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.trace import Tracer
-from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import Wait
+from terapipe_ds.runtime.failures.report import RankRecord, Wait
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec

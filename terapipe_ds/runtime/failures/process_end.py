@@ -1,4 +1,4 @@
-"""What ends a process whose main thread waits in a call that cannot be interrupted: SIGTERM, and a timer in C."""
+"""End a process whose main thread waits in a call that cannot be interrupted: by SIGTERM, or by a timer in C."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ POLL_S = 0.25
 
 
 class Sigterm:
-    """Lets a thread notice SIGTERM, which launchers send to every rank when one has ended.
+    """Let a thread notice SIGTERM, which launchers send to every rank when one has ended.
 
-    A Python handler alone would run in the main thread, which may wait in a call that cannot be interrupted. The
-    wake-up descriptor is written at once. A signal that others handle is left alone.
+    A Python handler would run in the main thread, which may wait in a call that cannot be interrupted; the wake-up
+    descriptor is written at once. A signal that others handle is left alone.
     """
 
     installed: Sigterm | None = None
@@ -39,7 +39,7 @@ class Sigterm:
         Sigterm.installed = self
 
     def wait(self) -> bool:
-        """Return whether the signal comes within the next `POLL_S`. Called by the thread."""
+        """Return whether the signal comes within the next `POLL_S`; for the watching thread."""
         try:
             return signal.SIGTERM in self._receiver.recv(64) and signal.getsignal(signal.SIGTERM) == self._handle
         except TimeoutError:

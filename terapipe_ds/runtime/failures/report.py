@@ -1,15 +1,19 @@
-"""What a rank says of itself, and the report that is made of what all ranks say when a job stands still.
+"""Describe what a rank does, and report on all ranks when a job makes no progress.
 
-Plain values and functions of them, so that a report can be tested without processes. A rank that waits for a message or
-in a collective is not at fault; one that computes, that has left or that gives no sign of life may be.
+These are plain values, so that a report can be tested without processes. A rank that waits for a message or in a
+collective is not at fault; one that computes, that has left or that gives no sign of life may be.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +25,9 @@ OUTSIDE = "outside a batch"
 CLOSED = "done with its engine"
 SHOWN_ACTIONS = 8  # of each rank, in a report
 SHOWN_RANKS = 64
+KEPT_ACTIONS = 32
+_SHOWN_CALLS = 6
+_COLLECTIVES = "distributed_c10d.py"  # the file of torch in which a thread waits that is in a collective
 _POSTED = ("RA", "RG")  # receives that are only asked for: no time passes in them
 _FLIGHT_RECORDER = (
     "The device runs behind the host: what it waits for may be earlier than what the host does. NCCL's own record of "
@@ -31,7 +38,7 @@ _FLIGHT_RECORDER = (
 
 
 class Wait(NamedTuple):
-    """What a rank waits for, in words, and the ranks that it comes from; none where that is not known."""
+    """Say in words what a rank waits for, and the ranks that it comes from; none where that is not known."""
 
     text: str
     ranks: tuple[int, ...] = ()
@@ -39,7 +46,7 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class Doing:
-    """What the main thread does. Replaced as a whole, because the watching thread reads it."""
+    """Say what the main thread does. Replaced as a whole, because the watching thread reads it."""
 
     action: str  # "" outside a batch
     wait: Wait | None = None
@@ -53,7 +60,7 @@ class Doing:
 
 @dataclass(frozen=True)
 class PastAction:
-    """One of the last actions of a rank: its start on the wall clock; without a duration it still goes on."""
+    """Describe an action of the past: its start on the wall clock; without a duration it still goes on."""
 
     action: str
     waited_for: str
@@ -67,31 +74,19 @@ class PastAction:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank publishes of itself.
-
-    Attributes:
-        doing: in words; "" outside a batch.
-        waits_for_ranks: the ranks that send what it waits for, as far as they are known.
-        is_busy: it waits for no other rank, as far as that can be told.
-        batch: how many batches it has begun.
-        for_s: since when it does this.
-        stack: the innermost calls of the main thread; "" while nothing takes long.
-        recent: what it did before, the oldest first; empty while nothing takes long.
-        ended: why it has left the job; "" while it runs.
-        silent: it gives no sign of life, the rest is what it published last.
-    """
+    """Hold what a rank publishes of itself."""
 
     rank: int
     stage_id: int
-    doing: str = ""
-    waits_for_ranks: tuple[int, ...] = ()
-    is_busy: bool = True
-    batch: int = 0
-    for_s: float = 0.0
-    stack: str = ""
-    recent: tuple[PastAction, ...] = ()
-    ended: str = ""
-    silent: bool = False
+    doing: str = ""  # in words; "" outside a batch
+    waits_for_ranks: tuple[int, ...] = ()  # that send what it waits for, as far as they are known
+    is_busy: bool = True  # it waits for no other rank, as far as that can be told
+    batch: int = 0  # how many it has begun
+    for_s: float = 0.0  # since when it does this
+    stack: str = ""  # the innermost calls of the main thread; "" while nothing takes long
+    recent: tuple[PastAction, ...] = ()  # what it did before, the oldest first; empty while nothing takes long
+    ended: str = ""  # why it has left the job; "" while it runs
+    silent: bool = False  # it gives no sign of life; the rest is what it published last
 
     @property
     def name(self) -> str:
@@ -105,11 +100,7 @@ class RankState:
         return f"{doing} for {_seconds(self.for_s)}" if self.for_s >= 0.001 else doing
 
     def save(self, folder: Path) -> None:
-        """Write `last-actions-rank{rank}.json` into `folder`, whole or not at all.
-
-        Raises:
-            OSError: the folder cannot be made or written.
-        """
+        """Write `last-actions-rank{rank}.json` into `folder`, whole or not at all. May raise OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {"written_s": time.time(), "now": self.describe(), **asdict(self), "stack": self.stack.splitlines()}
         write_text(folder / f"last-actions-rank{self.rank:04d}.json", json.dumps(content, indent=1))
@@ -118,30 +109,99 @@ class RankState:
 AS_JSON = TypeAdapter(RankState)
 
 
+class RankRecord:
+    """Keep the last actions of one rank in a ring buffer."""
+
+    def __init__(self, rank: int, stage_id: int) -> None:
+        self.rank = rank
+        self.stage_id = stage_id
+        self.doing = Doing("")
+        self._recent: deque[Doing] = deque([self.doing], maxlen=KEPT_ACTIONS)
+        self._batches = 0
+        self._main_thread = threading.get_ident()
+
+    def enter(self, doing: Doing) -> None:
+        """Begin a batch or a long call, in the calling thread, which is the watched one from now on."""
+        self._main_thread = threading.get_ident()
+        self._batches += doing.opening
+        self.now(doing)
+
+    def now(self, doing: Doing) -> None:
+        """Note what the main thread does from now on."""
+        self.doing = doing
+        self._recent.append(doing)
+
+    def now_waits(self, wait: Wait) -> str:
+        """Note that the action in hand has to wait; return its name."""
+        action = self.doing.action or "no action"
+        if self._recent[-1] is self.doing and self.doing.wait is None:
+            self._recent.pop()  # an action that begins by waiting is one entry
+        self.now(Doing(action, wait))
+        return action
+
+    def brief(self, ended: str = "") -> RankState:
+        """Return what costs nothing to find out; where in the code the main thread is costs more."""
+        doing = self.doing
+        ranks = doing.wait.ranks if doing.wait else ()
+        return RankState(
+            self.rank,
+            self.stage_id,
+            str(doing) if doing.action else "",
+            ranks,
+            doing.wait is None,
+            self._batches,
+            time.monotonic() - doing.since_s,
+            ended=ended,
+        )
+
+    def full(self) -> RankState:
+        """Return all that a report needs, with the stack of the main thread and its last actions."""
+        frame = sys._current_frames().get(self._main_thread)
+        calls = [] if frame is None else traceback.format_stack(frame)
+        # Where a call that was begun earlier is waited for, the last line of Python says so.
+        waits = any(_COLLECTIVES in call for call in calls[-_SHOWN_CALLS:]) or (bool(calls) and ".wait(" in calls[-1])
+        state = replace(self.brief(), stack="".join(calls[-_SHOWN_CALLS:]), recent=self._past_actions())
+        if waits and state.is_busy:
+            state = replace(state, is_busy=False, doing=f"{state.doing or OUTSIDE}, in a collective")
+        return state
+
+    def _past_actions(self) -> tuple[PastAction, ...]:
+        """Return the ring buffer, in which each action lasted until the next one began."""
+        ring, wall_s = tuple(self._recent), time.time() - time.monotonic()
+        ends = [doing.since_s for doing in ring[1:]]
+        return tuple(
+            PastAction(
+                doing.action or OUTSIDE,
+                doing.wait.text if doing.wait else "",
+                wall_s + doing.since_s,
+                None if end is None else end - doing.since_s,
+            )
+            for doing, end in zip(ring, [*ends, None], strict=True)
+        )
+
+
 def at_fault(states: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that hold up the job, as far as the states show them.
 
     These are ranks that give no sign of life; else ranks that have left after fewer batches than others have begun;
-    else ranks that are busy in a batch; else ranks that have left or are outside a batch. Of busy ranks, those that
-    have begun with it only lately make progress and are left out.
+    else ranks that are busy in a batch, but for those that have begun with it only lately and so make progress; else
+    ranks that have left or are outside a batch.
     """
-    known = list(states.values())
-    batches = max((one.batch for one in known), default=0)
-    busy = [one for one in known if one.doing and one.is_busy and not one.ended]
+    everyone = list(states.values())
+    batches = max((one.batch for one in everyone), default=0)
+    busy = [one for one in everyone if one.doing and one.is_busy and not one.ended]
     longest_s = max((one.for_s for one in busy), default=0.0)
-    for found in (
-        [one for one in known if one.silent],
-        [one for one in known if one.ended and one.batch < batches],
+    suspects = (
+        [one for one in everyone if one.silent],
+        [one for one in everyone if one.ended and one.batch < batches],
         [one for one in busy if one.for_s >= longest_s / 2],
-        [one for one in known if one.ended or not one.doing],
-    ):
-        if found:
-            return [one.rank for one in found]
-    return []
+        [one for one in everyone if one.ended or not one.doing],
+    )
+    return [one.rank for one in next(filter(None, suspects), [])]
 
 
 def stall_report(states: Mapping[int, RankState], stall_timeout_s: float, asynchronous: bool) -> str:
-    """Return the whole report. `asynchronous`: the device runs behind the host. No states: no rank can be asked."""
+    """Return the whole report. `asynchronous`: the device runs behind the host. Without states no rank can be asked."""
     head = f"no progress for {stall_timeout_s:g} s (terapipe.stall_timeout_s):"
     if not states:
         return (
@@ -172,7 +232,6 @@ def stall_report(states: Mapping[int, RankState], stall_timeout_s: float, asynch
 
 
 def _lines_of(state: RankState) -> list[str]:
-    """Return what a rank does and what it did last."""
     before = [str(past) for past in state.recent[:-1] if not past.action.startswith(_POSTED)]
     recent = [f"    before: {', '.join(before[-SHOWN_ACTIONS:])}"] if before else []
     return [f"  {state.name}: {state.describe()}", *recent]

@@ -1,8 +1,8 @@
-"""What the watch-dogs of a job tell one another: states, signs of life, and the first failure.
+"""Tell the watch-dogs of a job of one another: states, signs of life, and the first failure.
 
-They use a clone of torch's default store, because the main thread may be busy in that store. A question to the store
-may never come back: the process that serves it may stand still. So one thread does all the asking, and whoever asks
-waits for the answer for a limited time. Nothing here raises: a store that is gone gives no answers.
+They use a clone of torch's default store, because the main thread may be busy in that store. The process that serves
+the store may not answer: so one thread does all the asking, and the others wait for its answer for a limited time.
+Nothing here raises: a store that is gone gives no answers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.agreement import default_store, from_rank_0
-from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import AS_JSON, OUTSIDE, Doing, RankState
+from terapipe_ds.runtime.failures.report import AS_JSON, OUTSIDE, Doing, RankRecord, RankState
 
 _ABORT = "abort"
 _LOOK_S = 0.05
@@ -44,7 +43,7 @@ class Failure(NamedTuple):
 
 
 class _Beat(NamedTuple):
-    """A sign of life: its number, since when the rank does what it does, and where it is unless in a batch."""
+    """Give a sign of life: its number, since when the rank does what it does, and where it is unless in a batch."""
 
     number: int
     for_s: float
@@ -62,7 +61,7 @@ def make_store() -> Any:
 
 
 class WatchStore:
-    """One rank's view of the store. Called by the main thread and the watching one.
+    """Give one rank's view of the store, to the main thread and the watching one.
 
     Args:
         slow_s: after so long an action of this rank is published with its stack.
@@ -88,7 +87,7 @@ class WatchStore:
 
     @property
     def _is_gone(self) -> bool:
-        """Whether the store gives no answers now: its server has ended, or a question still waits for its answer."""
+        """Return whether the store gives no answers now: its server has ended, or is still to answer a question."""
         return self._store is None or self.lost_at is not None or self._asked > self._answered
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
@@ -121,7 +120,8 @@ class WatchStore:
     def beat(self, ended: str = "") -> None:
         """Publish a sign of life, and what this rank does if that is new or takes long; learn of a failure.
 
-        `ended` says why this rank leaves, for good.
+        Args:
+            ended: why this rank leaves, for good.
         """
         self._ended = self._ended or ended
         doing, state = self._record.doing, None
@@ -164,8 +164,8 @@ class WatchStore:
     def live_states(self, wait_s: float) -> dict[int, RankState]:
         """Return the states of all ranks, once each has given another sign of life, or after `wait_s`.
 
-        Ranks that give none until then are silent. The result is empty without the store, and incomplete where a
-        failure of the job becomes known meanwhile.
+        Ranks that give none until then are silent. The result is empty without the store, and incomplete where the job
+        fails meanwhile.
         """
         before, deadline, ranks = self._read_beats(), time.monotonic() + wait_s, range(self._world_size)
         beats, quiet = before, list(ranks)
@@ -188,7 +188,7 @@ class WatchStore:
         return {rank: _Beat(*json.loads(text)) for rank, text in self._read("beat").items()}
 
     def _read(self, kind: str) -> dict[int, bytes]:
-        """Return what each rank has published of a kind. Ranks that have not are left out."""
+        """Return what each rank has published of a kind; ranks that have published nothing are left out."""
         keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
 
         def read(store: Any) -> list[bytes | None]:

@@ -1,16 +1,16 @@
-"""Layers tried out where tensor-parallel ranks meet inside of them: all hear of a failure, or the job ends.
+"""Try out layers in which tensor-parallel ranks meet: all hear of a failure, or the job ends.
 
-Some runs of the layers may fail and the job goes on: timing layers one by one, looking for the cause of a difference.
-But a rank that fails inside a layer leaves its peers in the layer's collective, which cannot be interrupted. So after
-each such trial a rank says in the default store how it went. Where all have come through or failed, all know of the
-first failure and do the same. Where some do not come because they wait for the rank that failed, that rank raises, and
-its watch-dog ends the others with the cause.
+Some runs of the layers may fail and the job goes on: timing layers one by one, checking them on slices. But a rank that
+fails inside a layer leaves its peers in the layer's collective. So after each trial a rank says in the default store
+how it went. Where all have come through or failed, all learn of the first failure and do the same. Where some wait for
+the rank that failed, that rank raises, and its watch-dog ends the others with the cause.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ _numbers: dict[tuple[int, ...], Any] = {}  # of the trials of these ranks in thi
 
 
 class TrialError(ValueError):
-    """A trial failed on this rank, and its peers are still in the layers."""
+    """Say that a trial failed on this rank, and that its peers are still in the layers."""
 
 
-class Failure(NamedTuple):
-    """What a rank raised in a trial."""
+class TrialFailure(NamedTuple):
+    """Say what a rank raised in a trial."""
 
     kind: str  # the class
     text: str
@@ -39,31 +39,22 @@ class Failure(NamedTuple):
 
 
 class Trials:
-    """The trials of this rank and its tensor-parallel peers, which have to make the same ones in the same order.
+    """Make trials on this rank and its tensor-parallel peers, which make the same ones in the same order.
 
     Args:
         ranks: all of these peers, this one among them; no rank or one, where there are none to wait for.
-        patience_s: how long a rank that failed waits for the others.
+        stall_timeout_s: after which a peer would report a stall. A rank that failed waits half as long for the others.
         store: for tests; the default store otherwise.
     """
 
     def __init__(
-        self, ranks: Sequence[int] = (), rank: int = 0, patience_s: float = PATIENCE_S, store: Any | None = None
+        self, ranks: Sequence[int] = (), rank: int = 0, stall_timeout_s: float = math.inf, store: Any | None = None
     ) -> None:
-        self._ranks, self._rank, self._patience_s = tuple(ranks), rank, patience_s
-        self._store = store
+        self._ranks, self._rank, self._store = tuple(ranks), rank, store
+        self._patience_s = min(PATIENCE_S, stall_timeout_s / 2)
 
-    @classmethod
-    def of(cls, engine: Any) -> Trials:
-        """Return those of the ranks that hold parts of the same layers as the engine's rank."""
-        peers = engine._groups.peers
-        patience_s = min(PATIENCE_S, engine.terapipe_config.stall_timeout_s / 2)  # or they would report a stall
-        return cls(() if peers is None else peers.ranks, engine.global_rank, patience_s)
-
-    def failure(self, error: Exception | None, what: str, remedy: str = "") -> Failure | None:
-        """Return what failed in the trial that has just ended: on this rank, or else on the first peer that failed.
-
-        A collective over the peers.
+    def failure(self, error: Exception | None, what: str, remedy: str = "") -> TrialFailure | None:
+        """Return what failed in the trial that has just ended: on this rank, or else on the first peer. A collective.
 
         Args:
             error: what this rank raised; None where the trial came through.
@@ -76,7 +67,7 @@ class Trials:
         """
         if isinstance(error, TrialError):  # of a trial inside of this one
             raise error
-        own = None if error is None else Failure(type(error).__name__, str(error))
+        own = None if error is None else TrialFailure(type(error).__name__, str(error))
         if len(self._ranks) < 2:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):
@@ -97,14 +88,14 @@ class Trials:
                 f"{what} ended on rank {self._rank} ({own or 'it came through'}), but its tensor-parallel peers are at "
                 + "; ".join(others)
             ) from error
-        failures = (Failure(failed[0], failed[1], rank) for rank, (failed, _) in told.items() if failed is not None)
+        failures = (TrialFailure(failed[0], failed[1], r) for r, (failed, _) in told.items() if failed is not None)
         return own or next(failures, None)
 
-    def _waiting_text(self, own: Failure, missing: Sequence[int], what: str, remedy: str) -> str:
+    def _waiting_text(self, own: TrialFailure, missing: Sequence[int], what: str, remedy: str) -> str:
         peers = f"peers, ranks {list(missing)}, have" if len(missing) > 1 else f"peer, rank {missing[0]}, has"
+        instead = f", or {remedy}" if remedy else ""
         return (
             f"{what} failed on rank {self._rank} ({own}); its tensor-parallel {peers} not come out of the layers in "
             f"{self._patience_s:g} s after that, where each waits for all. Mend what fails on rank {self._rank}"
-            + f", or {remedy}"
-            * bool(remedy)
+            f"{instead}"
         )

@@ -1,8 +1,7 @@
-"""A thread per rank that ends the job instead of letting it hang.
+"""Run a thread per rank that ends the job instead of letting it hang.
 
-A rank that raises in the middle of a batch leaves its neighbours waiting for messages that never come; gloo has no way
-to give up such a wait without closing the connection for good. So each rank runs one daemon thread, which publishes
-what the rank does (`watch_store`):
+A rank that raises in the middle of a batch leaves its neighbours waiting for messages that never come; gloo cannot give
+up such a wait without closing the connection. So each rank runs one daemon thread, which publishes what the rank does:
 
 - a rank that fails publishes why and waits a moment until the others have read it, before it raises;
 - the thread of every other rank that is inside a batch prints it, and ends the process with exit code 1;
@@ -30,8 +29,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures.process_end import POLL_S, Sigterm, arm_timer, disarm_timer
-from terapipe_ds.runtime.failures.record import RankRecord
-from terapipe_ds.runtime.failures.report import CLOSED, OUTSIDE, Doing, Wait, stall_report
+from terapipe_ds.runtime.failures.report import CLOSED, OUTSIDE, Doing, RankRecord, Wait, stall_report
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
 ACKNOWLEDGE_S = 2.0  # a rank that fails lets the others read why: launchers end them soon after it
@@ -47,11 +45,11 @@ _WHAT_NOW = "Mend the cause and start the job again from its last checkpoint."
 
 
 class PipelineAborted(RuntimeError):
-    """Another rank failed, so this one cannot go on."""
+    """Say that another rank failed, so that this one cannot go on."""
 
 
 class Watchdog:
-    """Watches the main thread of this rank and the other ranks. One per engine; a collective to build.
+    """Watch the main thread of this rank and the other ranks. One per engine; a collective to build.
 
     Args:
         store: for tests; a clone of the default store otherwise.
@@ -90,8 +88,13 @@ class Watchdog:
 
     # -- called by the engine, in the main thread ----------------------------------------------------------------
 
+    def _failure_of_others(self) -> Failure | None:
+        """Return the failure that ended the job, if another rank was the first to publish one."""
+        failure = self._others.failure
+        return None if failure is None or failure.rank == self._rank else failure
+
     def batch(self) -> AbstractContextManager[None]:
-        """Watch everything in which this rank waits for others. Publish the exception that leaves it.
+        """Watch everything in which this rank waits for others, and publish the exception that leaves it.
 
         Errors that all ranks raise alike leave no rank waiting, and are not published.
         """
@@ -102,10 +105,9 @@ class Watchdog:
         return self._watched(Doing(_OPENING, opening=True))
 
     def long_call(self, what: str) -> AbstractContextManager[None]:
-        """Watch a call outside a batch in which ranks wait for one another and which may take long.
+        """Watch a call outside a batch in which ranks wait for one another, for `LONG_CALL` times `stall_timeout_s`.
 
-        It may take `LONG_CALL` times `stall_timeout_s`. Its errors are the caller's, but for a connection that another
-        rank's end has cut.
+        Its errors are the caller's, but for a connection that another rank's end has cut.
         """
         return self._watched(Doing(what, is_long=True))
 
@@ -127,8 +129,6 @@ class Watchdog:
         finally:
             self._record.now(Doing(""))
 
-    apart = long_call  # for callers that are not rewritten yet
-
     def note(self, action: object) -> None:
         """Remember what this rank does now; cheap, called for each action."""
         self._record.now(Doing(str(action)))
@@ -141,7 +141,7 @@ class Watchdog:
         self._record.now(Doing(action))
 
     def close(self) -> None:
-        """Stop the thread: the engine is done. Called again, as late as when the interpreter ends, it does nothing."""
+        """Stop the thread: the engine is done. Another call, as late as the interpreter's end, does nothing."""
         if self._thread is None:
             return
         self._sigterm.remove()  # which only the main thread can, perhaps in a second call
@@ -163,8 +163,7 @@ class Watchdog:
         if not isinstance(error, RuntimeError):  # all that backends raise
             return None
         self._others.beat()
-        failure = self._others.failure
-        if failure is not None and failure.rank != self._rank:
+        if (failure := self._failure_of_others()) is not None:
             return PipelineAborted(str(failure))
         if not is_lost_connection(error):
             return None
@@ -179,7 +178,7 @@ class Watchdog:
     def _lost_ranks(self, wait_s: float, or_ended: bool = False) -> str:
         """Return sentences that name the ranks that give no sign of life or are done; "" without any.
 
-        With `or_ended` those that SIGTERM has ended come next: launchers send it to all ranks where one has died.
+        With `or_ended` and none of these, name those that SIGTERM has ended: launchers send it to all if one has died.
         """
         if self._world_size == 1:
             return ""
@@ -237,11 +236,9 @@ class Watchdog:
             disarm_timer()
 
     def _judge(self, doing: Doing) -> None:
-        """End this process where the job has failed, or where this rank has waited too long."""
-        failure = self._others.failure
         if not doing.action and not self._asynchronous:
             return
-        if failure is not None and failure.rank != self._rank:
+        if (failure := self._failure_of_others()) is not None:
             self._end(str(failure), doing)
         elif doing.action and time.monotonic() - doing.since_s > self._limit_s(doing):
             self._end_stalled(doing)
@@ -276,8 +273,7 @@ class Watchdog:
         if not self._say(f"{text}\nThis rank was {what}.{where}"):
             return  # the main thread raises by itself
         self._publish_failure(doing.action, text, stalled)
-        failure = self._others.failure
-        if failure is not None and failure.rank != self._rank:
+        if self._failure_of_others() is not None:
             deadline = time.monotonic() + LINGER_S
             while time.monotonic() < deadline and not self._sigterm.wait():
                 pass

@@ -82,6 +82,11 @@ class PipelineGroups:
         return 1 if self.everyone is None else torch_dist.get_world_size() // len(self.ranks)
 
     @property
+    def peer_ranks(self) -> tuple[int, ...]:
+        """The tensor-parallel ranks of this one, itself among them; none where it is alone."""
+        return () if self.peers is None else self.peers.ranks
+
+    @property
     def world(self) -> Any:
         """A group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control

@@ -1,1 +1,1 @@
-"""Which slices and which schedule a batch runs with, and where the layers go for it."""
+"""Choose the slices and the schedule of a batch, and where the layers go for it."""

@@ -1,7 +1,7 @@
 """Plan slices from measured costs, on all ranks alike.
 
-Rank 0 reads or gathers the profile and plans; every rank gets the outcome, an error too. A collective over all ranks:
-tensor-parallel peers and replicas measure in step and run the same plan.
+This is a collective over all ranks: all measure in step, rank 0 reads or gathers the profile and plans, and every rank
+gets the outcome, an error too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as torch_dist
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -28,11 +27,12 @@ from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
-from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_where_layers_stand
-from terapipe_ds.runtime.profiling.all_parts import PartCosts, measure_parts
+from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving
+from terapipe_ds.runtime.profiling.all_parts import PartCosts, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, memory_of, read_cache, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
+from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
@@ -42,7 +42,7 @@ logger = logging.getLogger("terapipe_ds")
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs for sequences of one length."""
+    """Say what runs for sequences of one length."""
 
     plan: SlicePlan
     schedule: str
@@ -56,52 +56,44 @@ class AutoPlanner:
     """Choose the plan (and the schedule, where that is "auto") for each sequence length that comes.
 
     Args:
-        engine: whose stages are measured; must know its module, its grid and its `terapipe_config`.
-        watched: told what is going on, so that a long measurement does not look like a stall.
+        note: told what is going on, so that a long measurement does not look like a stall.
     """
 
-    def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
-        self._engine, self._groups, self._watched = engine, groups, watched
-        self._config = engine.terapipe_config
+    def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
+        self._stage, self._wires, self._note = stage, wires, note
+        self._engine, self._groups, self._config = stage.engine, stage.groups, stage.config
         self._profiles: dict[int, Profile] = {}  # by the size of a micro-batch
         self._choices: dict[tuple[int, int, int], Choice] = {}
 
     def known(self, length: int) -> Choice | None:
         """Return the choice for `length` tokens, if it was made for micro-batches of this number and size."""
-        return self._choices.get(self._case(length))
+        return self._choices.get(self._key(length))
 
-    def _case(self, length: int) -> tuple[int, int, int]:
+    def _key(self, length: int) -> tuple[int, int, int]:
         """Return what a choice is made for; a program may change the last two between batches."""
         return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
 
     @property
     def profile_fingerprint(self) -> str | None:
-        """The measurements that plans come from; None before there are any."""
+        """Return a checksum of the measurements that plans come from; None before there are any."""
         profile = self._profiles.get(self._engine.train_micro_batch_size_per_gpu())
         return None if profile is None else hashlib.sha256(profile.to_json().encode()).hexdigest()[:16]
 
     def choose_all(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape], besides: Collection[int] = ()
     ) -> dict[int, Choice]:
-        """Return the choice for each length in `shapes` but those in `besides`; plan those that are new.
-
-        A collective over all ranks.
-        """
+        """Return the choice for each length in `shapes` but those in `besides`; plan new ones. A collective."""
         lengths = {shape.length for shape in shapes}.difference(besides)
-        wanted = self._wanted(lengths)
-        while wanted:
-            self._choices[self._case(wanted)] = self._choose(wanted, drawn, shapes)
-            wanted = self._wanted(lengths)
-        return {length: self._choices[self._case(length)] for length in lengths}
+        while length := self._longest_without_choice(lengths):
+            self._choices[self._key(length)] = self._choose(length, drawn, shapes)
+        return {length: self._choices[self._key(length)] for length in lengths}
 
-    def _wanted(self, lengths: Collection[int]) -> int:
+    def _longest_without_choice(self, lengths: Collection[int]) -> int:
         """Return the longest sequence of any pipeline that has no plan yet; 0 where all have."""
-        wanted = max((length for length in lengths if self.known(length) is None), default=0)
+        longest = max((length for length in lengths if self.known(length) is None), default=0)
         if self._groups.everyone is None:  # all stages of the one pipeline know the same shapes
-            return wanted
-        number = torch.tensor([wanted], dtype=torch.int64)
-        torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=self._groups.everyone)
-        return int(number)
+            return longest
+        return int(Peers(self._groups.everyone).largest(longest))
 
     def _choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
         try:
@@ -112,7 +104,7 @@ class AutoPlanner:
         profile = self._profiles.get(size)
         if profile is None or profile.key.sequence_length < length:
             profile = self._profiles[size] = self._profile_for(length, drawn, shapes)
-        self._watched("the search for the best slices")
+        self._note("the search for the best slices")
         choice, log = self._from_rank_0(lambda: self._plan(length, profile))
         if self._engine.global_rank == 0:
             logger.info("%s", log)
@@ -121,11 +113,11 @@ class AutoPlanner:
     # -- the profile -------------------------------------------------------------------------------------------------
 
     def _profile_for(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Profile:
-        key = key_of(self._engine, self._groups, length, max(shape.rows for shape in shapes))
+        key = key_of(self._stage, length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
             granularity = self._config.granularity_for(length)
-            return self._from_rank_0(lambda: _given(planner.profile, key, granularity))
+            return self._from_rank_0(lambda: _read_profile(planner.profile, key, granularity))
         path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._not_in_key(length))
         cached = self._from_rank_0(lambda: read_cache(path, key))
         if cached is not None:
@@ -136,30 +128,24 @@ class AutoPlanner:
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> list[PartCosts]:
-        """Return what every rank has measured of its parts."""
         from tqdm import tqdm
 
-        engine, groups = self._engine, self._groups
-        if engine.global_rank == 0:
+        is_first_rank = self._engine.global_rank == 0
+        if is_first_rank:
             logger.info("measuring slices of sequences of %d tokens, to plan them", length)
-        hidden = None if engine.global_rank == 0 else True  # None: on a terminal
+        hidden = None if is_first_rank else True  # None: on a terminal
         with tqdm(total=100, desc="measuring slices", unit="%", disable=hidden, leave=False) as bar:
 
             def progress(share: float) -> None:
-                self._watched(f"measuring slices ({share:.0%} done)")
+                self._note(f"measuring slices ({share:.0%} done)")
                 bar.update(round(100 * share) - bar.n)
 
             longest = max(zip(drawn, shapes, strict=True), key=lambda pair: pair[1].length)
-            own = measure_parts(engine, engine._layout, groups, engine._wires, *longest, length, progress)
-        if groups.world is None:
-            return own
-        return [costs for rank in gather(own, groups.world) for costs in rank]
+            own = measure_parts(self._stage, self._wires, *longest, length, progress)
+        return [costs for rank in gather(own, self._groups.world) for costs in rank]
 
     def _not_in_key(self, length: int) -> dict[str, Any]:
-        """Return what a profile in the cache depends on that its key does not tell.
-
-        That is which slices were measured, the loss, and what the memory figures count.
-        """
+        """Return what a cached profile depends on besides its key: its points, the loss, what the memory counts."""
         engine, loss_fn = self._engine, self._engine.module.loss_fn
         return {
             "granularity_tokens": self._config.granularity_for(length),
@@ -174,8 +160,8 @@ class AutoPlanner:
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def _plan(self, length: int, profile: Profile) -> tuple[Choice, str]:
-        """Return the choice, and the block for the log; on rank 0."""
-        engine, limit_gb, memory = self._engine, self._config.planner.memory_limit_gb, memory_of(profile)
+        engine, layout, config = self._engine, self._stage.layout, self._config
+        limit_gb, memory = config.planner.memory_limit_gb, memory_of(profile)
         if limit_gb is not None and memory is None:
             raise TeraPipeConfigError(
                 f"terapipe.planner.memory_limit_gb = {limit_gb}: memory was not measured, the profile is from a file "
@@ -183,25 +169,34 @@ class AutoPlanner:
                 "batch, or remove the limit"
             )
         parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
-        cuts = Cuts(engine.module, engine._layout, parts, memory)
-        costs = cuts.costs(engine._layout.num_parts)
+        cuts = Cuts(engine.module, layout, parts, memory)
+        costs = cuts.costs(layout.num_parts)
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        if self._config.schedule == "auto":
-            result, more = best_where_layers_stand(engine, cuts, length, limit_bytes)
+        is_chosen = config.schedule == "auto"
+        more: list[str] = []
+        if is_chosen:
+            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
         else:
-            config, shape = self._config, (engine.num_stages, engine.micro_batches)
-            result, more = plan_slices(
-                costs, length, *shape, config.granularity_for(length), config.schedule, memory=memory,
-                memory_limit_bytes=limit_bytes, chunks_per_stage=engine._layout.chunks_per_stage,
-                placement=engine._layout.placement, schedule_options=config.schedule_options,
-            ), []  # fmt: skip
-        lines = [*describe(result, schedule_chosen=self._config.schedule == "auto"), *more]
+            result = plan_slices(
+                costs,
+                length,
+                engine.num_stages,
+                engine.micro_batches,
+                config.granularity_for(length),
+                config.schedule,
+                memory=memory,
+                memory_limit_bytes=limit_bytes,
+                chunks_per_stage=layout.chunks_per_stage,
+                placement=layout.placement,
+                schedule_options=config.schedule_options,
+            )
         self._write_prediction(result, costs)
-        return Choice(result.plan, result.schedule), "\n  ".join([head, *lines])
+        lines = [head, *describe(result, schedule_chosen=is_chosen), *more]
+        return Choice(result.plan, result.schedule), "\n  ".join(lines)
 
     def _from_rank_0(self, ask: Callable[[], T]) -> T:
-        """Return what rank 0 gets from `ask` within a batch, on every rank, which all raise its errors."""
+        """Return what rank 0 gets from `ask` within a batch, on every rank; all raise its errors."""
         try:
             return from_rank_0(ask, self._groups.world)
         except Exception as error:
@@ -216,7 +211,7 @@ class AutoPlanner:
             result.num_stages,
             result.num_micro_batches,
             result.plan.num_slices,
-            chunks_per_stage=self._engine._layout.chunks_per_stage,
+            chunks_per_stage=self._stage.layout.chunks_per_stage,
             **self._config.options_of(result.schedule),
         )
         folder = Path(self._config.trace_dir)
@@ -225,32 +220,26 @@ class AutoPlanner:
         simulate(schedule, result.plan, costs).save(folder / name)
 
 
-def require_profile(engine: Any, groups: PipelineGroups) -> None:
+def require_profile(stage: StageToPlan) -> None:
     """Refuse the profile of something else that the config names, as far as is known before there is a batch.
 
-    A collective over all ranks.
-
     Raises:
-        ProfileError: on every rank.
+        ProfileError: on every rank; this is a collective.
     """
-    config = engine.terapipe_config
-    path = config.planner.profile
+    config, path = stage.config, stage.config.planner.profile
     if "auto" in (config.slices, config.schedule) and path != "measure":
-        key = key_of(engine, groups, length=1, rows=1)
+        key = key_of(stage, length=1, rows=1)
         ignore = ("sequence_length", "micro_batch")
-        from_rank_0(lambda: _of_this_run(path, key, ignore=ignore), groups.world)
+        from_rank_0(lambda: _of_this_run(path, key, ignore=ignore), stage.groups.world)
 
 
-def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> ProfileKey:
-    """Return what a profile must have been measured on.
-
-    A collective over the stages, which know their own layers.
-    """
-    module, placement = engine.module, engine._layout.placement
+def key_of(stage: StageToPlan, length: int, rows: int) -> ProfileKey:
+    """Return what a profile must have been measured on. A collective over the stages, which know their own layers."""
+    engine, module, placement = stage.engine, stage.engine.module, stage.layout.placement
     described = {int(placement[engine.stage_id, chunk_id]): describe_part(module) for chunk_id in each_part(module)}
-    if groups.control is not None:
-        stages = gather(described, groups.control)
-        described = {part_id: layers for stage in stages for part_id, layers in stage.items()}
+    if stage.groups.control is not None:
+        stages = gather(described, stage.groups.control)
+        described = {part_id: layers for one in stages for part_id, layers in one.items()}
     device = torch.device(engine.device)
     with autocast_if_enabled(engine):
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -262,7 +251,7 @@ def key_of(engine: Any, groups: PipelineGroups, length: int, rows: int) -> Profi
         length=length,
         tensor_parallel=engine.grid.get_slice_parallel_world_size(),
         autocast=autocast,
-        slice_length_multiple=engine.slice_length_multiple,
+        slice_length_multiple=stage.token_multiple,
     )
 
 
@@ -276,7 +265,7 @@ def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Prof
     return profile
 
 
-def _given(path: str, key: ProfileKey, granularity: int) -> Profile:
+def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
     """Return the profile that the config names, without memory figures: these may be of another optimizer."""
     profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
@@ -293,7 +282,6 @@ def _given(path: str, key: ProfileKey, granularity: int) -> Profile:
 
 
 def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartCosts], num_stages: int) -> Profile:
-    """Return what all ranks measured, kept in the cache."""
     for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)

@@ -1,4 +1,4 @@
-"""Which plan and which schedule a batch runs: set by hand, planned from measured costs, or as configured."""
+"""Choose the plan and the schedule of a batch: set by hand, planned from measured costs, or as configured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.layout import placement_of
-from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner, Choice
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.refusals import problem_of_lengths
 from terapipe_ds.schedule import Schedule, ScheduleError, build, build_forwards, fits, load, validate
 
@@ -26,17 +27,17 @@ _SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-
 
 
 class Plans:
-    """The plans and schedules of one engine, kept per sequence length.
+    """Keep the plans and schedules of one engine, per sequence length.
 
     Args:
-        engine: must know its `terapipe_config`, `global_rank`, `num_stages` and what `AutoPlanner` asks for.
-        watched: told what is going on while slices are measured.
+        note: told what is going on while slices are measured.
     """
 
-    def __init__(self, engine: Any, groups: PipelineGroups, watched: Callable[[str], None]) -> None:
-        self._engine, self._groups, self._config = engine, groups, engine.terapipe_config
+    def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
+        self._layout, self._groups, self._config = stage.layout, stage.groups, stage.config
+        self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         plans_itself = "auto" in (self._config.slices, self._config.schedule)
-        self._planner = AutoPlanner(engine, groups, watched) if plans_itself else None
+        self._planner = AutoPlanner(stage, wires, note) if plans_itself else None
         self._by_hand: dict[int, Choice] = {}
         self._configured: dict[int, SlicePlan] = {}
         self._ran: dict[int, Choice] = {}
@@ -59,7 +60,7 @@ class Plans:
             return choice.plan
         if length not in self._configured:
             self._configured[length] = self._config.plan_for(length)
-            if self._engine.global_rank == 0:
+            if self._is_first_rank:
                 logger.info("slice plan for %d tokens: %s", length, list(self._configured[length].lengths))
         return self._configured[length]
 
@@ -70,15 +71,15 @@ class Plans:
 
     @property
     def cut_by_hand(self) -> bool:
-        """Whether sequences of any length are cut in slices that were set by hand."""
+        """Return whether sequences of any length are cut in slices that were set by hand."""
         return any(choice.plan.num_slices > 1 for choice in self._by_hand.values())
 
     def use(self, plan: SlicePlan, schedule: str | None) -> str:
         """Take `plan` for its sequence length from now on. Return what the ranks must have alike."""
-        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._engine.slice_length_multiple)
+        problem = problem_of_lengths("use_slice_plan", plan.lengths, self._token_multiple)
         if problem is not None:
             raise PlanError(problem)
-        layout, schedule = self._engine._layout, schedule or self._config.schedule
+        layout, schedule = self._layout, schedule or self._config.schedule
         if schedule == "auto":  # the first choice among the schedules that run on this layout
             shape = layout.num_stages, layout.chunks_per_stage, layout.num_parts
             schedule = min(ranked_schedules(*shape, placement=layout.placement), key=PREFERENCE.index)
@@ -88,7 +89,7 @@ class Plans:
 
     def _check_placement(self, schedule: str) -> None:
         """Refuse a schedule that wants its parts at other places: layers stay where they are."""
-        layout = self._engine._layout
+        layout = self._layout
         try:
             wanted = placement_of(schedule, layout.num_stages, layout.chunks_per_stage)
         except ScheduleError as error:
@@ -102,13 +103,10 @@ class Plans:
     def for_batch(
         self, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> tuple[str, list[SlicePlan]]:
-        """Return the name of the schedule, that of the longest micro-batch, and a plan for each micro-batch.
-
-        A collective over all ranks where slices are planned.
-        """
+        """Return the schedule of the longest micro-batch, and a plan for each micro-batch. A collective."""
         name, plans = self._choose(drawn, shapes)
         for plan in plans:
-            self._run(Choice(plan, name))
+            self._note_run(Choice(plan, name))
         return name, plans
 
     def _choose(
@@ -125,7 +123,7 @@ class Plans:
             raise self._of_shapes(error) from None
 
     def _of_shapes(self, error: BaseException) -> BaseException:
-        """Mark an error in what the shapes of a batch ask for: all stages, though not all replicas, raise it."""
+        """Mark an error in the shapes of a batch, which all stages raise, though not all replicas."""
         return RaisedEverywhere(error) if self._groups.num_replicas == 1 else error
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ class Plans:
                 "slices": slices if isinstance(slices, (str, int)) else list(slices),
             },
             "plans": {str(length): choice.described() for length, choice in sorted(self._ran.items())},
-            "profile": None if self._planner is None else self._planner.profile_fingerprint,
+            "profile": self._profile,
         }
 
     def resume(self, tag: str, described: Mapping[str, Any]) -> None:
@@ -149,26 +147,22 @@ class Plans:
         plans = described.get("plans")
         self._resumed = (tag, dict(plans) if isinstance(plans, Mapping) else {}, described.get("profile"))
 
-    def _run(self, choice: Choice) -> None:
+    @property
+    def _profile(self) -> str | None:
+        return None if self._planner is None else self._planner.profile_fingerprint
+
+    def _note_run(self, choice: Choice) -> None:
         length = choice.plan.sequence_length
         self._ran[length] = choice
         tag, plans, profile = self._resumed
-        before = plans.pop(str(length), None)
-        now = choice.described()
-        if not isinstance(before, dict) or before == now or self._engine.global_rank != 0:
+        before, now = plans.pop(str(length), None), choice.described()
+        if not isinstance(before, dict) or before == now or not self._is_first_rank:
             return
-        mine = None if self._planner is None else self._planner.profile_fingerprint
-        of = "" if mine == profile else f" (profile {profile or 'none'}, now {mine or 'none'})"
+        sources = "" if self._profile == profile else f" (profile {profile or 'none'}, now {self._profile or 'none'})"
         logger.info(
-            "resumed from %s under another plan for %d tokens: slices %s by %s before, %s by %s now%s; results are the "
-            "same up to rounding",
-            tag,
-            length,
-            before.get("slices"),
-            before.get("schedule"),
-            now["slices"],
-            choice.schedule,
-            of,
+            f"resumed from {tag} under another plan for {length} tokens: slices {before.get('slices')} by "
+            f"{before.get('schedule')} before, {now['slices']} by {choice.schedule} now{sources}; results are the same "
+            "up to rounding"
         )
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
@@ -182,7 +176,7 @@ class Plans:
         return self._schedules[key]
 
     def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
-        stages, chunks = self._engine.num_stages, self._engine._layout.chunks_per_stage
+        stages, chunks = self._layout.num_stages, self._layout.chunks_per_stage
         if not name.endswith(".csv"):
             options = self._config.options_of(name)
             schedule = build(
@@ -190,10 +184,10 @@ class Plans:
             )
         elif training:
             schedule = load(name)
-            problem = fits(schedule, stages, num_slices) or self._engine._layout.problem_of(schedule)
+            problem = fits(schedule, stages, num_slices) or self._layout.problem_of(schedule)
             if problem is not None:
                 raise self._of_shapes(TeraPipeConfigError(f"terapipe.schedule = {name!r}: {problem}"))
         else:
-            schedule = build_forwards(name, self._engine._layout.placement, num_slices)
+            schedule = build_forwards(name, dict(self._layout.placement), num_slices)
         validate(schedule)
         return schedule

@@ -1,14 +1,23 @@
-"""``"schedule": "auto"``: all schedules ranked, and the best of those that run where the layers stand."""
+"""Rank all schedules for `"schedule": "auto"`, and choose among them.
+
+With a profile from a file this is done before the layers move, and the layout is that of the best schedule of all
+(`first_layout`). Else costs are known only after the engine is built, and the best schedule counts that needs no layer
+to move (`best_without_moving`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner import (
     MemoryLimitError,
     PlanResult,
@@ -21,34 +30,39 @@ from terapipe_ds.planner import (
     rank_schedules,
 )
 from terapipe_ds.planner.ranking.recut import NOT_TIMED, MeasuredParts, balanced_bounds
-from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.layout.cut_module import can_move
+from terapipe_ds.runtime.layout.layout import Layout, layout_of
+from terapipe_ds.runtime.layout.parted_module import PartedModule
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
-from terapipe_ds.runtime.log import first_line
+from terapipe_ds.runtime.log import first_line, show_log
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+from terapipe_ds.runtime.profiling.key import kinds_of_layers, parameters_of_layer
+from terapipe_ds.runtime.refusals import slice_length_multiple
 from terapipe_ds.schedule import placement_for
 
 logger = logging.getLogger("terapipe_ds")
 
-WORTH_MOVING = 0.01  # of the time; a smaller difference is none that anybody can measure
+WORTH_MOVING = 0.01  # of the time; a smaller difference cannot be measured
 
 
-def best_where_layers_stand(
-    engine: Any, cuts: Cuts, length: int, limit_bytes: float | None
+def best_without_moving(
+    stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None
 ) -> tuple[PlanResult, list[str]]:
-    """The plan and schedule to run, and lines for the log: the ranking of all schedules, and what to write in the
-    config where one that wants the layers elsewhere is faster by more than 1 %.
+    """Return the plan and schedule to run, and lines for the log: the ranking, and which layout would be faster by 1 %.
 
     Args:
-        cuts: of ``engine.module``.
+        cuts: of the stage's module.
 
     Raises:
-        MemoryLimitError: no schedule fits that runs where the layers stand; says which one fits elsewhere.
+        MemoryLimitError: no schedule fits that leaves the layers where they are; says which one fits elsewhere.
     """
-    layout = engine._layout
-    ranking = cuts.ranking(engine.terapipe_config, length, engine.micro_batches, limit_bytes)
-    possible = [one for one in ranking.results if can_have(one.schedule, getattr(engine, "optimizer", None))]
+    layout = stage.layout
+    ranking = cuts.ranking(stage.config, length, stage.engine.micro_batches, limit_bytes)
+    possible = [one for one in ranking.results if can_have(one.schedule, getattr(stage.engine, "optimizer", None))]
     try:
-        result = _plain(ranking) if layout.is_plain else _standing(engine, cuts, length, limit_bytes)
+        result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
     except MemoryLimitError as error:
         raise _with_other_layout(error, possible, layout) from None
     notes = [NOT_TIMED] if cuts.parts.shares is None else []
@@ -56,8 +70,7 @@ def best_where_layers_stand(
 
 
 def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], layout: Layout) -> MemoryLimitError:
-    """The error with the best schedule that fits where the layers do not stand, if there is one."""
-    elsewhere = [one for one in possible if not _stands(one, layout)]
+    elsewhere = [one for one in possible if not _leaves(one, layout)]
     if not elsewhere:
         return error
     best = choose(elsewhere)
@@ -65,7 +78,8 @@ def _with_other_layout(error: MemoryLimitError, possible: Sequence[PlanResult], 
     return MemoryLimitError(text, error.need_bytes, error.stage_id)
 
 
-def _stands(result: PlanResult, layout: Layout) -> bool:
+def _leaves(result: PlanResult, layout: Layout) -> bool:
+    """Return whether the layers may stay where they are."""
     return placement_for(result.schedule, layout.num_stages, result.chunks_per_stage) == layout.placement
 
 
@@ -74,7 +88,6 @@ def _to_write(result: PlanResult) -> str:
 
 
 def _plain(ranking: Ranking) -> PlanResult:
-    """The best of those with one part per stage."""
     results = [result for result in ranking.results if result.chunks_per_stage == 1]
     refused = [refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1]
     if not results:
@@ -82,16 +95,16 @@ def _plain(ranking: Ranking) -> PlanResult:
     return choose(results)
 
 
-def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
-    """The best of those on a layout of several parts per stage, searched with the whole budget."""
-    layout, config = engine._layout, engine.terapipe_config
+def _on_layout(stage: StageToPlan, cuts: Cuts, length: int, limit_bytes: float | None) -> PlanResult:
+    """Return the best of those on a layout of several parts per stage, searched with the whole budget."""
+    layout, config = stage.layout, stage.config
     options: dict[str, Any] = {
         "memory": cuts.measured_memory,
         "memory_limit_bytes": limit_bytes,
         "chunks_per_stage": layout.chunks_per_stage,
         "placement": layout.placement,
     }
-    costs, shape = cuts.costs(layout.num_parts), (engine.num_stages, engine.micro_batches)
+    costs, shape = cuts.costs(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices == "auto":
         result = plan_slices(costs, length, *shape, config.granularity_for(length), "auto", **options)
     else:
@@ -100,25 +113,25 @@ def _standing(engine: Any, cuts: Cuts, length: int, limit_bytes: float | None) -
     return dataclasses.replace(result, extra_s=extra_s)
 
 
-def _advice(possible: Sequence[PlanResult], standing: PlanResult, layout: Layout) -> list[str]:
-    """What to write in the config to train faster, where that is worth it."""
-    best = choose(list(possible)) if possible else standing
-    gain = 1 - best.total_s / standing.total_s if standing.total_s > 0 else 0.0
-    if _stands(best, layout) or gain <= WORTH_MOVING:
+def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout) -> list[str]:
+    """Return what to write in the config to train faster than by `result`, where that is worth it."""
+    best = choose(list(possible)) if possible else result
+    gain = 1 - best.total_s / result.total_s if result.total_s > 0 else 0.0
+    if _leaves(best, layout) or gain <= WORTH_MOVING:
         return []
     besides = "" if best.extra_s is not None else ", the sum of gradients not counted"
     return [
-        f"schedule {best.schedule!r} would take {gain:.1%} less time than {standing.schedule!r}{besides}, but wants "
+        f"schedule {best.schedule!r} would take {gain:.1%} less time than {result.schedule!r}{besides}, but wants "
         f"the layers at other places: {_to_write(best)} to try it"
     ]
 
 
 class Cuts:
-    """Measured costs and memory by the number of parts, cut as DeepSpeed would cut ``module``.
+    """Give measured costs and memory by the number of parts, cut as DeepSpeed would cut `module`.
 
     Args:
-        layout: where the layers of ``module`` stand.
-        parts: as measured, by the cut that ``module`` has, or by any where the shares of layers are known.
+        layout: that of `module`.
+        parts: as measured, by the cut that `module` has, or by any where the shares of layers are known.
         memory: the same of memory, or None.
     """
 
@@ -130,10 +143,10 @@ class Cuts:
     def ranking(
         self, config: TeraPipeConfig, length: int, num_micro_batches: int, limit_bytes: float | None = None
     ) -> Ranking:
-        """All schedules for sequences of ``length`` tokens, with the slices that ``config`` gives, or the planner's.
+        """Return all schedules for sequences of `length` tokens, with the slices of `config`, or the planner's.
 
         Raises:
-            TeraPipeConfigError: the slices that ``config`` gives are not those of ``length`` tokens.
+            TeraPipeConfigError: the slices of `config` are not those of `length` tokens.
         """
         shape = self._layout.num_stages, num_micro_batches
         options: dict[str, Any] = {
@@ -146,21 +159,21 @@ class Cuts:
         return rank_given(self.costs, config.plan_for(length), *shape, **options)
 
     def costs(self, num_parts: int) -> list[Any] | None:
-        """None where the layers cannot be cut in so many parts."""
+        """Return the costs of so many parts; None where the layers cannot be cut so."""
         if num_parts == self._layout.num_parts and self.parts.shares is None:
             return list(self.parts.costs)
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.cut(num_parts, bounds)
 
     def memory(self, num_parts: int) -> Any:
-        """The same of memory."""
+        """Return the memory of so many parts; None where it or the cut is not known."""
         if num_parts == self._layout.num_parts:
             return self.measured_memory
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.memory(self.measured_memory, num_parts, bounds)
 
     def both_ways_s(self, num_parts: int) -> float | None:
-        """What a pipeline of these parts that goes both ways takes besides its makespan; None where it is not known."""
+        """Return what a pipeline that goes both ways takes besides its makespan; None where that is not known."""
         bounds = self._bounds(num_parts)
         return None if bounds is None else self.parts.both_ways_s(num_parts, bounds)
 
@@ -176,13 +189,12 @@ class Cuts:
 
 
 def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[int] | None:
-    """Where DeepSpeed's partition method would cut ``module`` in so many parts; None where some would be empty, or
-    where the method fails (a program may have its own), which is logged.
+    """Return where DeepSpeed's partition method would cut `module`, without building or printing anything.
 
-    The module stays as it is: nothing is built, drawn, or printed.
+    None: some parts would be empty, or the method fails (a program may have its own), which is logged.
 
     Args:
-        parameters: of each layer, those that are trained; DeepSpeed builds every layer once more to count them.
+        parameters: the trained ones of each layer; DeepSpeed builds every layer once more to count them.
     """
     if len(module._layer_specs) < num_parts or len(parameters) != len(module._layer_specs):
         return None
@@ -200,3 +212,112 @@ def bounds_of(module: Any, num_parts: int, parameters: Sequence[int]) -> list[in
             first_line(error),
         )
         return None
+
+
+# -- before the layers move ------------------------------------------------------------------------------------------
+
+
+class _Answer(NamedTuple):
+    """Hold what one rank knows; of rank 0 also the schedule whose layout is best, and why."""
+
+    can_move: bool
+    schedule: str | None = None
+    chunks_per_stage: int = 1
+    why: str = ""
+
+
+def first_layout(
+    config: TeraPipeConfig, raw: Mapping[str, Any], module: Any, parameters: Any = None, optimizer: Any = None
+) -> tuple[Layout, Any]:
+    """Return the layout of `module`, and `parameters`, which are read once where they are an iterator.
+
+    It is the layout of the config's schedule. With "auto" and a profile from a file it is that of the schedule with the
+    least predicted time, if the gain can be measured; this is a collective over all ranks.
+
+    Args:
+        raw: DeepSpeed's config.
+        parameters, optimizer: as of `deepspeed.initialize`; layers stay where these were made of layers that then could
+            not move.
+
+    Raises:
+        TeraPipeConfigError: the schedule has no layout on so many stages.
+        ProfileError: on every rank: rank 0 cannot read the profile.
+        Exception: on every rank: what else one of them raised meanwhile, in the program's own code for example.
+    """
+    stages = module.num_stages
+    if config.schedule != "auto" or config.planner.profile == "measure" or config.chunks_per_stage > 1:
+        return layout_of(config, stages), parameters
+    if isinstance(module, PartedModule):  # terapipe_ds.lay_out() was here before
+        return module.terapipe_layout, parameters
+    rank = torch_dist.get_rank()
+
+    def answer_of_rank() -> _Answer:
+        nonlocal parameters
+        if isinstance(parameters, Iterator):
+            parameters = list(parameters)
+        movable = can_move(module, parameters, optimizer)
+        return _answer_of_rank_0(movable, config, raw, module) if rank == 0 else _Answer(movable)
+
+    everyone = [each for each in gather_results(answer_of_rank) if each is not None]
+    answer = everyone[0]
+    moves = answer.schedule is not None and all(each.can_move for each in everyone)
+    if rank == 0:
+        show_log(0)
+        stay = "; but they stay, for the optimizer or its parameters are made of them"
+        kept = "" if moves or answer.schedule is None else stay
+        logger.info('schedule "auto": %s%s', answer.why, kept)
+    if not moves or answer.schedule is None:
+        return Layout.plain(stages), parameters
+    return Layout(stages, placement_for(answer.schedule, stages, answer.chunks_per_stage)), parameters
+
+
+def _answer_of_rank_0(movable: bool, config: TeraPipeConfig, raw: Mapping[str, Any], module: Any) -> _Answer:
+    profile = Profile.load(config.planner.profile)
+    parts = MeasuredParts.of_profile(profile, CostModel.from_profile(profile))
+    if parts.shares is None or profile.key.layers_fingerprint is None:
+        return _Answer(movable, why=f"layers stay; {config.planner.profile} does not tell what each layer takes")
+    if not _may_be_of(profile, parts, module):
+        return _Answer(movable, why=f"layers stay; {config.planner.profile} is the profile of other layers")
+    length, count = profile.key.sequence_length, micro_batches_of(raw, module)
+    try:
+        ranking = Cuts(module, Layout.plain(module.num_stages), parts, None).ranking(config, length, count)
+    except ValueError as error:  # slices of another length, say: the first batch has its own
+        return _Answer(movable, why=f"layers stay; no schedules were compared ({error})")
+    results = [one for one in ranking.results if _can_train(one, raw)]
+    plain, best = choose([one for one in results if one.chunks_per_stage == 1]), choose(results)
+    case = f"for {length} tokens and {count} micro-batches"
+    gain = 1 - best.total_s / plain.total_s if plain.total_s > 0 else 0.0
+    if best.chunks_per_stage == 1 or gain <= WORTH_MOVING:
+        return _Answer(movable, why=f"layers stay, no other layout is better than that of {plain.schedule} {case}")
+    chunks = best.chunks_per_stage
+    why = f"layers are laid out for {best.schedule}, {chunks} parts per stage, predicted to take {gain:.1%} less time "
+    return _Answer(movable, best.schedule, chunks, f"{why}than {plain.schedule} {case}")
+
+
+def _may_be_of(profile: Profile, parts: MeasuredParts, module: Any) -> bool:
+    """Return whether the profile may be of these layers: their kinds agree, and the sizes of those on this rank.
+
+    The fingerprint is compared once the engine is built (`require_profile`), because DeepSpeed casts first.
+    """
+    assert parts.shares is not None
+    layers = [layer.parameters for part in parts.shares for layer in part]
+    if len(layers) != len(module._layer_specs):
+        return False
+    sizes = [parameters_of_layer(function)[0] for function in module.forward_funcs]
+    same_sizes = sizes == layers[module._local_start : module._local_stop]
+    return same_sizes and profile.key.model == kinds_of_layers(module, slice_length_multiple(module))
+
+
+def _can_train(result: PlanResult, raw: Mapping[str, Any]) -> bool:
+    return can_have(result.schedule, raw=raw) and result.extra_s is not None
+
+
+def micro_batches_of(raw: Mapping[str, Any], module: Any) -> int:
+    """Return `gradient_accumulation_steps`, as it is set or from the other two sizes of a batch, as DeepSpeed does."""
+    names = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    steps, batch, rows = (value if type(value := raw.get(name)) is int and value > 0 else None for name in names)
+    if steps is not None:
+        return steps
+    if batch is None or rows is None:
+        return 1
+    return max(1, batch // (rows * max(1, int(module._grid.data_parallel_size))))

@@ -1,44 +1,72 @@
-"""The parts of a running pipeline, measured in place: what their slices, their links and their memory cost.
+"""Measure the parts of a running pipeline in place: what their slices, their links and their memory cost.
 
-A collective over all ranks. Parts hear from the part before what they will receive; stages measure together, one part
-after the other where they hold several, and try their links, pair by pair.
+This is a collective over all ranks. Parts learn from the part before what they will receive. Stages measure together,
+one part after the other where they hold several, and then try their links, pair by pair.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import guard_plain_attention
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.costs.profile import LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.layout.layout import Layout, Place
+from terapipe_ds.runtime.layout.layout import Layout, Place, WireEnds, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
-from terapipe_ds.runtime.links.channel import MessageSpec
+from terapipe_ds.runtime.links.channel import MessageSpec, Wire
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
-from terapipe_ds.runtime.profiling.link_times import LinkTimes, Specs, measure_links
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
+Specs = dict[int, MessageSpec]
+"""What a part sends, by the tokens of a slice."""
+
+_LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
 
 
 @dataclass(frozen=True)
+class StageToPlan:
+    """Hold what measuring and planning need to know of this rank's stage."""
+
+    engine: PipelineEngine  # has its module, its optimizer and the sizes of its batches
+    config: TeraPipeConfig
+    layout: Layout
+    groups: PipelineGroups
+    token_multiple: int  # of the lengths of slices, for the layers
+
+
+@dataclass
+class LinkTimes:
+    """Hold the link of one part to the next, and what messages take of the stage's own time."""
+
+    samples: list[LinkSample] = field(default_factory=list)
+    message_s: dict[int, float] = field(default_factory=dict)  # of one F or B, by the tokens of a slice
+
+
+@dataclass(frozen=True)
 class PartCosts:
-    """What one rank has measured of one of its parts."""
+    """Hold what one rank has measured of one of its parts."""
 
     part_id: int
     replica_id: int
@@ -48,9 +76,7 @@ class PartCosts:
 
 
 def measure_parts(
-    engine: PipelineEngine,
-    layout: Layout,
-    groups: PipelineGroups,
+    stage: StageToPlan,
     wires: Wires,
     micro_batch: DrawnMicroBatch,
     shape: MicroBatchShape,
@@ -63,24 +89,25 @@ def measure_parts(
 
     Args:
         micro_batch, shape: the longest of this pipeline; it is stretched if it is too short.
+        progress: told the share that is done, between 0 and 1.
     """
-    config, stage_id, peers = engine.terapipe_config, engine.stage_id, Peers(groups.world)
-    places = [p for p in layout.places(stage_id) if layout.homes(p.part_id)[0] == (stage_id, p.chunk_id)]
+    engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
+    places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
-        timers = {place: _timer(engine, place, micro_batch, shape.length, sequence_length) for place in places}
-    granularity = config.granularity_for(sequence_length)
+        timers = {place: _timer(stage, place, micro_batch, shape.length, sequence_length) for place in places}
+    granularity = stage.config.granularity_for(sequence_length)
     lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
     accumulates_in_fp32 = bool(getattr(engine.optimizer, "immediate_grad_update", False))  # BF16_Optimizer
     try:
         with untouched(engine.module, accumulates_in_fp32), guard_plain_attention():
-            specs = _exchange_specs(engine, layout, groups, timers, lengths)
+            specs = _exchange_specs(stage, timers, lengths)
             measured = []
             for index, (place, timer) in enumerate(timers.items()):
                 share = partial(_tell_share, progress, index, len(timers))
-                measured.append(_measure_part(engine, place, timer, specs[place.part_id], granularity, peers, share))
+                measured.append(_measure_part(stage, place, timer, specs[place.part_id], granularity, peers, share))
     finally:
         engine.slice_store.reset()
-    links = measure_links([place.part_id for place in places], specs, layout, wires, stage_id, peers)
+    links = _measure_links([place.part_id for place in places], specs, layout, wires, engine.stage_id, peers)
     replica_id = engine.grid.get_data_parallel_rank()
     return [
         PartCosts(place.part_id, replica_id, times, memory, links[place.part_id])
@@ -92,10 +119,8 @@ def _tell_share(progress: Callable[[float], None], index: int, count: int, share
     progress((index + share) / count)
 
 
-def _timer(
-    engine: PipelineEngine, place: Place, micro_batch: DrawnMicroBatch, own_length: int, length: int
-) -> SliceTimer:
-    device, config = torch.device(engine.device), engine.terapipe_config
+def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_length: int, length: int) -> SliceTimer:
+    engine, config, device = stage.engine, stage.config, torch.device(stage.engine.device)
     inputs = labels = None
     if place.is_first:
         own = SliceableTensors.of_inputs(micro_batch.inputs, own_length, config.sequence_dim, config.sliced_inputs)
@@ -118,35 +143,30 @@ def _timer(
     )
 
 
-def _exchange_specs(
-    engine: PipelineEngine,
-    layout: Layout,
-    groups: PipelineGroups,
-    timers: Mapping[Place, SliceTimer],
-    lengths: Sequence[int],
-) -> dict[int, Specs]:
+def _exchange_specs(stage: StageToPlan, timers: Mapping[Place, SliceTimer], lengths: Sequence[int]) -> dict[int, Specs]:
     """Return what this stage's parts, and the parts before them, send. Part by part, which warms the slices up."""
+    stage_id, layout, groups = stage.engine.stage_id, stage.layout, stage.groups
     specs: dict[int, Specs] = {part_id: {} for part_id in range(layout.num_parts)}
     for tokens in lengths:
         for place, timer in sorted(timers.items(), key=lambda item: item[0].part_id):
             part_id = place.part_id
             if not place.is_first:
                 source = layout.owner(part_id - 1)
-                if source != engine.stage_id:
+                if source != stage_id:
                     announcement = MessageSpec.blank()
                     torch_dist.recv(announcement, groups.ranks[source], group=groups.control)
                     specs[part_id - 1][tokens] = MessageSpec.decode(announcement)
                 timer.receive(tokens, specs[part_id - 1][tokens])
-            activate(engine.module, place.chunk_id)
+            activate(stage.engine.module, place.chunk_id)
             spec = specs[part_id][tokens] = timer.output_spec(tokens)
-            if not place.is_last and layout.owner(part_id + 1) != engine.stage_id:
+            if not place.is_last and layout.owner(part_id + 1) != stage_id:
                 target = groups.ranks[layout.owner(part_id + 1)]
                 torch_dist.send(spec.encode(), target, group=groups.control)
     return specs
 
 
 def _measure_part(
-    engine: PipelineEngine,
+    stage: StageToPlan,
     place: Place,
     timer: SliceTimer,
     specs: Specs,
@@ -154,15 +174,11 @@ def _measure_part(
     peers: Peers,
     progress: Callable[[float], None],
 ) -> tuple[PartTimes, PartMemory | None]:
-    """Measure one part, without its links; the other stages measure one of theirs."""
+    engine, config, smallest = stage.engine, stage.config, min(specs)
     activate(engine.module, place.chunk_id)
-    smallest = min(specs)
     timer.own_s = engine.own_seconds(
-        place.is_last,
-        lambda: timer.issue_backward(timer.issue_forward(smallest, 0)),
-        smallest / timer.sequence_length,
+        place.is_last, lambda: timer.issue_backward(timer.issue_forward(smallest, 0)), smallest / timer.sequence_length
     )
-    config = engine.terapipe_config
     times = time_part(
         timer,
         granularity,
@@ -171,11 +187,82 @@ def _measure_part(
         # for costs of another cut: the ranking of all schedules, and readers of the profile's file
         with_layers=config.schedule == "auto" or config.planner.cache_dir is not None,
         peers=peers,
-        trials=Trials.of(engine),
+        trials=Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s),
         progress=progress,
     )
     everyone_counts = peers.largest(0.0 if MemoryPeak.is_available() else 1.0) == 0.0  # or peers would run more slices
     return times, _part_memory(engine, timer, specs) if everyone_counts else None
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+def _measure_links(
+    parts: Sequence[int], specs: Mapping[int, Specs], layout: Layout, wires: Wires, stage_id: int, peers: Peers
+) -> dict[int, LinkTimes]:
+    """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
+    lengths = sorted(specs[parts[0]])
+    chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+    times = {part_id: LinkTimes([], dict.fromkeys(chosen, 0.0)) for part_id in parts}
+    for links in _rounds_of_links(layout):
+        peers.barrier()
+        for part_id, ends in links:
+            source, _, target, _ = ends
+            if stage_id not in (source, target):
+                continue
+            sends = stage_id == source
+            both = wires.activations(ends), wires.gradients(ends)
+            outgoing, incoming = both if sends else both[::-1]
+            for tokens in chosen:
+                spec = specs[part_id][tokens]
+                trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(1 + _LINK_REPEATS)][1:]
+                own_s = statistics.median(own_s for _, own_s in trips)
+                times[part_id if sends else part_id + 1].message_s[tokens] += own_s
+                if sends:
+                    sent_s = statistics.median(seconds for seconds, _ in trips)
+                    num_bytes = sum(t.num_bytes for t in spec.tensors) or None
+                    sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
+                    times[part_id].samples.append(sample)
+    return times
+
+
+def _rounds_of_links(layout: Layout) -> list[list[tuple[int, WireEnds]]]:
+    """Return the part that sends activations and the wire of each link, in rounds: each stage has at most one in it."""
+    links = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
+    between_stages = (link for link in links if link[1][0] != link[1][2])
+    return rounds_of(between_stages, ends=lambda link: (link[1][0], link[1][2]))
+
+
+def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:
+    """Return the seconds of one way, and those of this stage's own time that one message takes.
+
+    The wires are those of training in their directions: to connect other ends would keep a neighbour waiting. On a
+    CPU the own time is all processor time of sending or receiving, on an accelerator that of the calls alone.
+    """
+    there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
+    back = [incoming.buffer(t) for t in spec.tensors]
+    synchronize()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    works: list[Any] = [incoming.irecv(buffer) for buffer in back]
+    called_s = time.perf_counter() - begin_s
+    if not sends:
+        _wait(works)
+        works = []
+    again_s = time.perf_counter()
+    ready = [outgoing.outgoing(tensor) for tensor in there]
+    works += [outgoing.isend(tensor) for tensor in ready]
+    called_s += time.perf_counter() - again_s
+    _wait(works)
+    for buffer, tensor in zip(back, spec.tensors, strict=True):
+        incoming.incoming(buffer, tensor)
+    synchronize()
+    own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
+    return (time.perf_counter() - begin_s) / 2, own_s / 2
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -187,7 +274,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs) -> Par
     smallest, tokens = lengths[0], lengths[len(lengths) // 2]
     points = [(tokens, length - tokens), (length, 0), (smallest, 0), (smallest, length - smallest)]
     middle, whole, small, late = (timer.slice_bytes(*point) for point in points)
-    keys_bytes, grads_bytes = timer.store_bytes()
+    keys_bytes, grads_bytes = timer.store.bytes_of(timer.part_id, 0)  # of the whole sequence
     rate = middle.kept / tokens if tokens < length else max(0.0, whole.kept - keys_bytes) / length
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
     # messages ahead and one on its way; where the last stage has most bytes, one of its next two computations is a B

@@ -1,4 +1,4 @@
-"""One profile of what all ranks measured, and profiles kept on disk, so that a second start measures nothing."""
+"""Make one profile of what all ranks measured, and keep profiles on disk, so that a second start measures nothing."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ _Sample = TypeVar("_Sample", CostSample, LinkSample)
 def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None = None) -> Profile:
     """Return one profile: of tensor-parallel peers the slowest, of replicas the median.
 
-    Peers run the same slice together and meet inside its layers, so it takes what the slowest of them takes; a median
-    would hide one that all others wait for. Replicas meet once per step: there the median is what is usual, and one
-    that a busy machine disturbs does not count.
+    Peers meet inside the layers of a slice, so it takes what the slowest takes. Replicas meet once per step, so the
+    median leaves out one that a busy machine disturbs.
 
     Args:
         num_stages: held the parts.
@@ -51,14 +50,14 @@ def combine(key: ProfileKey, costs: Sequence[PartCosts], num_stages: int | None 
 
 
 def memory_of(profile: Profile) -> MemoryModel | None:
-    """Return the memory figures that were measured with the times; None where they are not known of every part."""
+    """Return the memory figures that were measured with the times; None where some part has none."""
     figures: list[dict[str, Any]] = [part.memory for part in profile.parts if part.memory is not None]
     known = len(figures) == len(profile.parts)
     return MemoryModel.measured(PartMemory(**numbers) for numbers in figures) if known else None
 
 
 def _with_messages(costs: PartCosts) -> list[CostSample]:
-    """Add what its messages take of the stage's own time to each sample: an F and a B have as many."""
+    """Add to each sample what its messages take of the stage's own time; F and B have as many messages."""
     tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
     samples = []
     for sample in costs.times.samples:
@@ -75,8 +74,8 @@ def _merged(replicas: Iterable[Sequence[Sequence[_Sample]]]) -> list[_Sample]:
 
 
 def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _Sample:
-    slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
-    names = ("send_s",) if isinstance(same[0], LinkSample) else slices
+    of_slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
+    names = ("send_s",) if isinstance(same[0], LinkSample) else of_slices
     numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
     weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
     if len(weights) == len(same):
@@ -87,22 +86,18 @@ def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _S
 def _for_every_part(links: Sequence[LinkSample], num_parts: int) -> tuple[LinkSample, ...]:
     """Fill in missing links: a part without one gets that of the nearest earlier part, or else the first one.
 
-    The last part has none, because it sends gradients only, nor has one whose next part is on the same stage.
+    The last part sends gradients only, and a part whose next part is on the same stage has no link either.
     """
     measured = sorted({link.part_id or 0 for link in links})
-    found = []
+    filled = []
     for part_id in range(num_parts) if measured else ():
         source = max((part for part in measured if part <= part_id), default=measured[0])
-        found += [dataclasses.replace(link, part_id=part_id) for link in links if link.part_id == source]
-    return tuple(found)
+        filled += [dataclasses.replace(link, part_id=part_id) for link in links if link.part_id == source]
+    return tuple(filled)
 
 
 def cache_path(folder: str, key: ProfileKey, run: Mapping[str, Any]) -> Path:
-    """Return where the profile of `key` is kept.
-
-    Args:
-        run: what else times, points and memory figures depend on.
-    """
+    """Return where the profile of `key` is kept; `run` has what else times, points and memory figures depend on."""
     text = json.dumps([dataclasses.asdict(key), dict(run)], sort_keys=True)
     return Path(folder) / f"profile-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -124,11 +119,7 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
 
 
 def write_cache(path: Path, profile: Profile) -> None:
-    """Keep a profile.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Keep a profile. May raise OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, profile.to_json())
     logger.info("the measured profile is kept in %s", path)

@@ -1,4 +1,4 @@
-"""What a profile was measured on, read off the layers and the device."""
+"""Read off the layers and the device what a profile was measured on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from terapipe_ds.runtime.layout.parted_module import parameters_of_part
 
 
 class LayersOfPart(NamedTuple):
-    """The layers of one part, as values that two parts share exactly when they are the same.
+    """Describe the layers of one part by values that two parts share exactly when their layers are the same.
 
     `together` has [[kind, arguments, keywords] of each layer], parameters, checkpoint interval. `one_by_one` has each
     layer with its parameters; joined over the parts these do not tell how layers are cut.
@@ -60,9 +60,9 @@ def profile_key(
 
     Args:
         module: of any part, for the dtype.
-        autocast: the dtype of `torch.autocast` if the layers run under it: other arithmetic, so another key.
-        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, and their arguments need not
-            say so: with and without it the same layers move other bytes and repeat other work.
+        autocast: the dtype of `torch.autocast` if the layers run under it.
+        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, so they move other bytes and
+            repeat other work, which their arguments need not say.
     """
     parameter = next(module.parameters(), torch.empty(0))
     made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
@@ -129,3 +129,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _hash(described: list[Any]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def parameters_of_layer(function: Any) -> tuple[int, int]:
+    """Return how many parameters a layer has, and how many of them are trained."""
+    module = module_of(function)
+    parameters = [] if module is None else list(module.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)

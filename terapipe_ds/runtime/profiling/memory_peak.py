@@ -1,8 +1,8 @@
-"""The peak of tensor bytes inside a block, exactly.
+"""Count the peak of tensor bytes inside a block, exactly.
 
-An accelerator's allocator counts. A CPU has no such account, and the resident set of a process has the heap's own
-habits in it; but torch's recorder of events is told of each allocation, temporaries inside of kernels included. This
-is the older of torch's two recorders: it keeps the order of events, costs little, and writes nothing to the terminal.
+An accelerator's allocator counts. On a CPU torch's recorder of events is told of each allocation, temporaries inside
+kernels included; the resident set of a process would show the heap's own habits. The older of torch's two recorders
+keeps the order of events, costs little, and writes nothing to the terminal.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.autograd import ProfilerConfig, ProfilerState
 class MemoryPeak:
     """Record `grown_bytes`, the largest total inside the block, and `left_bytes`, the total at its end.
 
-    Both count from what was there at the start; a tensor that is older than the block and goes inside of it counts
-    as negative. Backwards run in the thread of the block, as they do without an accelerator.
+    Both count from the start of the block; an older tensor that goes inside it counts as negative. Backwards run in the
+    thread of the block, as they do without an accelerator.
 
     Raises:
         RuntimeError: a profiler runs already, or torch has no such recorder; see `is_available`.
@@ -65,6 +65,5 @@ class MemoryPeak:
 
 
 def _allocator() -> Any:
-    """Return the accelerator where it counts what it allocates; None on a CPU."""
     accelerator = get_accelerator()
     return None if accelerator.is_synchronized_device() else accelerator

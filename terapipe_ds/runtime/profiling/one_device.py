@@ -1,4 +1,4 @@
-"""The parts of a model measured one after the other, on one device, without a pipeline.
+"""Measure the parts of a model one after the other, on one device, without a pipeline.
 
 Parts with the same layers are measured once. There are no links on one device, so the profile has none.
 """
@@ -32,7 +32,7 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
 @dataclass(frozen=True)
 class OfflineJob:
-    """What to profile: the whole model as `PipelineModule` takes it, and a batch for it."""
+    """Say what to profile: the whole model as `PipelineModule` takes it, and a batch for it."""
 
     layers: Sequence[LayerSpec]
     loss_fn: Callable[[Any, Any], Any]

@@ -1,15 +1,15 @@
-"""What slices of a part take, measured on all stages at once, before or between batches.
+"""Measure what slices of a part take, on all stages at once, before or between batches.
 
 All ranks run the same points in the same order and begin each together: stages share a machine in training as well, and
 tensor-parallel peers meet inside the layers. Points come in groups of about a whole sequence, all forwards and then all
 backwards in reverse: slices that are live together use memory that is not warm any more, as in training. Groups come
-round after round, so that a machine that drifts meets all of them alike. The median over the rounds counts, of the runs
-in which no other program had the processor. A few short commands of another user would otherwise be in the costs of a
-slice or two, and the plan would avoid these slices.
+round after round, so that a drift of the machine meets all alike. The median counts of the runs in which no other
+program had the processor: otherwise a few commands of another user would make the plan avoid a slice or two.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,11 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.costs.profile import CostSample, LayerShare
-from terapipe_ds.runtime.failures.trials import Trials
-from terapipe_ds.runtime.profiling.layer_times import layer_shares
+from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
+from terapipe_ds.runtime.profiling.key import parameters_of_layer
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
+
+logger = logging.getLogger("terapipe_ds")
 
 Point = tuple[int, int]
 """(tokens, prefix)."""
@@ -34,10 +36,15 @@ WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the nu
 _DISTURBED = 0.02  # a run that was without a processor for so much more of its time than the least disturbed one
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
+_QUARTER = 4  # a slice of a quarter of the sequence is long enough to tell layers apart
+_RUNS = 2  # of it: forward and backward of both together take as long as one and a half unsliced forwards
+_WITHOUT = (
+    'name a schedule in place of "auto" and leave out terapipe.planner.cache_dir: layers are then not timed one by one'
+)
 
 
 class Peers:
-    """The ranks that measure at the same time: those of `group`, which is on the CPU, or this one alone."""
+    """Stand for the ranks that measure at the same time: those of `group`, on the CPU, or this one alone."""
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
@@ -61,14 +68,11 @@ ALONE = Peers()
 
 @dataclass(frozen=True)
 class PartTimes:
-    """The seconds of one part on one rank.
-
-    `layer_shares` is None where layers were not timed one by one, `warning` where the numbers vary little.
-    """
+    """Hold the seconds of one part on one rank."""
 
     samples: tuple[CostSample, ...]
-    layer_shares: tuple[LayerShare, ...] | None = None
-    warning: str | None = None
+    layer_shares: tuple[LayerShare, ...] | None = None  # None: layers were not timed one by one
+    warning: str | None = None  # None: the numbers vary little
 
 
 def time_part(
@@ -85,7 +89,7 @@ def time_part(
     """Measure everything about one part that takes seconds; a collective over `peers`.
 
     Args:
-        num_stages, num_micro_batches: of a training step; its unsliced time is what measuring is limited by.
+        num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
         with_layers: time each layer as well.
         trials: of the tensor-parallel peers, see `layer_shares`.
         progress: told the share that is done, between 0 and 1.
@@ -102,7 +106,7 @@ def time_part(
 
 
 def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
-    """Return the points to measure; they are few, because the cost model fills in the rest.
+    """Return the points to measure: few, because the cost model fills in the rest.
 
     They are slices without a prefix from one granule, doubling, to the whole sequence, and some of these lengths with
     prefixes up to all that fits.
@@ -125,7 +129,7 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
 
 
 def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Point, ...], ...]:
-    """Group points that are live together, each group of about a whole sequence; short slices are in one repeatedly."""
+    """Group points that are live together, about a whole sequence each; short slices are in a group repeatedly."""
     groups: list[list[Point]] = []
     room = 0
     for point in sorted(points, reverse=True):
@@ -140,7 +144,7 @@ def groups_of(points: Sequence[Point], sequence_length: int) -> tuple[tuple[Poin
 
 
 class Taken(NamedTuple):
-    """The seconds of one run, and those of them in which this process had no processor.
+    """Hold the seconds of one run, and those of them in which this process had no processor.
 
     Another program had it, or a peer was waited for inside the layers.
     """
@@ -151,14 +155,9 @@ class Taken(NamedTuple):
 
 @dataclass
 class Rounds:
-    """What the runs of one rank took, by point.
+    """Collect what the runs of one rank took, by point."""
 
-    Args:
-        processor_s: the processor time of this process so far; None where that says nothing of the work (a device
-            computes beside the host).
-    """
-
-    processor_s: Callable[[], float] | None = None
+    processor_s: Callable[[], float] | None = None  # of this process so far; None: a device computes beside the host
     forwards: dict[Point, list[Taken]] = field(default_factory=dict)
     backwards: dict[Point, list[Taken]] = field(default_factory=dict)
     count: int = 0
@@ -186,11 +185,7 @@ class Rounds:
         runs.setdefault(point, []).append(Taken(seconds, lost_s))
 
     def samples(self, weight_s: Mapping[int, float] | None = None) -> tuple[CostSample, ...]:
-        """Return medians of the runs without disturbance, and spreads of all.
-
-        Args:
-            weight_s: tokens -> seconds of W.
-        """
+        """Return medians of the runs without disturbance, and spreads of all; `weight_s` has tokens -> seconds of W."""
         samples = []
         for point, forwards in self.forwards.items():
             backwards = self.backwards[point]
@@ -215,7 +210,6 @@ def measure(
 
     Args:
         limit_steps: how often an unsliced forward and backward may take the time of all rounds.
-        processor_s: see `Rounds`.
     """
     begin_s = time.perf_counter()
     groups = groups_of(points, sequence_length)
@@ -248,9 +242,9 @@ def weights(timer: SliceTimer, lengths: Sequence[int], peers: Peers = ALONE) -> 
 
 
 def undisturbed(runs: Sequence[Taken]) -> list[float]:
-    """Return the seconds of the runs that lost no more than the least disturbed one, but for `_DISTURBED` of them.
+    """Return the seconds of the runs that lost little more than the least disturbed one.
 
-    Relative to the least, since peers that meet inside the layers wait for one another in every run.
+    Peers that meet inside the layers wait for one another in every run, so the loss is relative to the least.
     """
     least_s = min(run.lost_s for run in runs)
     return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
@@ -276,3 +270,60 @@ def noise_warning(samples: Sequence[CostSample]) -> str | None:
         f"tokens after {prefix}, by {share:.0%}): the machine is busy with something else, and the plan may not "
         "be the best; measure again when it is quiet"
     )
+
+
+# -- layers one by one -----------------------------------------------------------------------------------------------
+
+
+def layer_shares(
+    timer: SliceTimer, lengths: Sequence[int], trials: Trials | None = None
+) -> tuple[LayerShare, ...] | None:
+    """Return the shares of a part's layers: of each layer the shorter of two runs of a slice.
+
+    The slice has at most a quarter of the sequence, or is the shortest of `lengths`, which the timer has run. Shares
+    are a hint, and what trains as a whole may fail layer by layer: None then, with a warning, and an empty store.
+
+    Args:
+        trials: of the tensor-parallel peers, which all have no shares where one of them fails; a collective then.
+
+    Raises:
+        TrialError: this rank failed, and peers wait for it inside of a layer.
+    """
+    quarter = [tokens for tokens in lengths if _QUARTER * tokens <= timer.sequence_length]
+    tokens = max(quarter, default=min(lengths))
+    runs = []
+    for _ in range(_RUNS if quarter else 1):
+        seconds, failure = _run(timer, tokens, trials or Trials())
+        if failure is not None:
+            logger.warning(
+                "the layers of part %d cannot be timed one by one (%s); plans for other cuts take them as alike",
+                timer.part_id,
+                str(failure).splitlines()[0],
+            )
+            return None
+        runs.append(seconds)
+    functions: Any = timer.module.forward_funcs
+    if not functions:
+        return None
+    by_layer = [[min(both) for both in zip(*same, strict=True)] for same in zip(*runs, strict=True)]
+    forward_s, backward_s = zip(*by_layer, strict=True)
+    counts, trained = zip(*map(parameters_of_layer, functions), strict=True)
+    return tuple(map(LayerShare, _shares(forward_s), _shares(backward_s), counts, trained))
+
+
+def _run(timer: SliceTimer, tokens: int, trials: Trials) -> tuple[list[tuple[float, float]], TrialFailure | None]:
+    seconds, caught = [], None
+    try:
+        seconds = timer.layer_seconds(tokens)
+    except Exception as error:  # of the model's own code, so of any kind
+        caught = error
+        timer.store.reset()
+    try:
+        return seconds, trials.failure(caught, f"timing the layers of part {timer.part_id} one by one", _WITHOUT)
+    finally:
+        caught = None  # whose traceback holds this frame, and tensors of the layers
+
+
+def _shares(seconds: Sequence[float]) -> list[float]:
+    total = sum(seconds)
+    return [each / total if total > 0 else 1 / len(seconds) for each in seconds]

@@ -1,4 +1,4 @@
-"""One slice of a part, run and timed as training runs it.
+"""Run one slice of a part as training runs it, and time it.
 
 The prefix of a timed slice never ran: its keys and values are made up, because only their number costs time.
 """
@@ -6,10 +6,10 @@ The prefix of a timed slice never ran: its keys and values are made up, because 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -22,7 +22,6 @@ from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors, as_tu
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.layer_times import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
@@ -30,16 +29,15 @@ _HALF = 0.5  # any weight that is not 1: the weights of slices are not
 
 @dataclass
 class LiveSlice:
-    """A slice between its F and its B."""
+    """Hold a slice between its F and its B."""
 
     active: ActiveSlice
     outputs: Any
     loss: Any
 
 
-@dataclass(frozen=True)
-class SliceBytes:
-    """What a slice keeps from its F to its B, and what it needs besides at the peak of either."""
+class SliceBytes(NamedTuple):
+    """Say what a slice keeps from its F to its B, and what it needs besides at the peak of either."""
 
     kept: int
     working: int
@@ -47,33 +45,21 @@ class SliceBytes:
 
 @dataclass
 class SliceTimer:
-    """Times slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`.
+    """Time slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`."""
 
-    Args:
-        module: runs the part: inputs, a tensor or a tuple, to outputs.
-        inputs: of one micro-batch, on the first part; None elsewhere, where `receive` says what comes.
-        labels: of one micro-batch, on the last part; None elsewhere.
-        loss_fn: of the last part; None if the model computes the loss itself.
-        autocast: returns the context in which the engine runs the layers.
-        weights: the weight gradients of the layers, if W is measured.
-        clock: replaces the wall clock; processor time of this process where several of them share a core.
-        own_s: what the engine itself takes of an F and a B (see `own_time`). A processor does that in addition; a
-            device runs meanwhile, unless it waits for the calls.
-    """
-
-    module: nn.Module
+    module: nn.Module  # runs the part: inputs, a tensor or a tuple, to outputs
     sequence_length: int
     device: torch.device
     store: SliceStore
     part_id: int = 0
-    inputs: SliceableTensors | None = None
-    labels: SliceableTensors | None = None
+    inputs: SliceableTensors | None = None  # of one micro-batch, on the first part; elsewhere `receive` says what comes
+    labels: SliceableTensors | None = None  # of one micro-batch, on the last part
     is_last: bool = False
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss_fn: Callable[[Any, Any], Any] | None = None  # None if the model computes the loss itself
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs the layers
     weights: WeightGradients = field(default_factory=WeightGradients)
-    clock: Callable[[], float] | None = None
-    own_s: tuple[float, float] = (0.0, 0.0)
+    clock: Callable[[], float] | None = None  # in place of the wall clock: processor time where stages share a core
+    own_s: tuple[float, float] = (0.0, 0.0)  # of the engine itself, in an F and a B; a device computes meanwhile
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
@@ -109,8 +95,8 @@ class SliceTimer:
     def layer_seconds(self, tokens: int) -> list[tuple[float, float]]:
         """Return the seconds of F and B of every layer of a slice of `tokens` tokens without a prefix.
 
-        Each layer runs on its own: its inputs have no graph behind them. The loss counts with the last layer. With
-        activation checkpointing a layer's B has its F in it, but not that of the loss.
+        Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
+        checkpointing a layer's B has its F in it, but not that of the loss.
         """
         active = self._active(tokens, 0)
         functions: Any = self.module.forward_funcs
@@ -126,7 +112,6 @@ class SliceTimer:
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def _seconds(self, begin_s: float, own_s: float) -> float:
-        """Return the seconds since `begin_s`, when the F or B was called that has returned, with the engine's own."""
         if self.clock is not None:
             return self.clock() - begin_s + own_s
         called_s = time.perf_counter() - begin_s
@@ -140,10 +125,6 @@ class SliceTimer:
             kept = self.weights.kept_bytes(key)
             self.weights.compute(key, nullcontext)
             return kept
-
-    def store_bytes(self) -> tuple[int, int]:
-        """Return the bytes of keys and values of the whole sequence on this part, and of their gradients."""
-        return self.store.bytes_of(self.part_id, 0)
 
     def slice_bytes(self, tokens: int, prefix: int) -> SliceBytes:
         """Return the bytes of the slice of `tokens` tokens after `prefix` tokens; needs `MemoryPeak.is_available`.
@@ -181,7 +162,7 @@ class SliceTimer:
         live.outputs = live.loss = None
 
     def output_spec(self, tokens: int) -> MessageSpec:
-        """Return what this part sends for a slice of `tokens` tokens. Runs it once, which warms it up as well."""
+        """Return what this part sends for a slice of `tokens` tokens; runs the slice once, which also warms it up."""
         live = self.issue_forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))
@@ -252,3 +233,71 @@ def synchronize() -> None:
     """Wait for the device, where it runs behind the host."""
     if not get_accelerator().is_synchronized_device():
         get_accelerator().synchronize()
+
+
+# -- layers one by one -----------------------------------------------------------------------------------------------
+
+
+Handed = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and the leaves that a layer takes in their places."""
+
+
+class UnknownInputs(TypeError):
+    """Say that a layer hands on something that may hold tensors unseen."""
+
+
+class LayerByLayer:
+    """Run layers with a graph of its own each: called like a part, then asked for one backward after the other."""
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]], now_s: Callable[[], float] = time.perf_counter):
+        self._functions, self._now_s = tuple(functions), now_s
+        self._forward_s: list[float] = []
+        self._handed: list[Handed] = []  # to the first layer, between the layers, and out of the last one
+        self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the outputs of the last layer, without the graph behind them.
+
+        Raises:
+            UnknownInputs: a layer hands on something else than tensors, in lists, named or plain tuples, or dicts.
+        """
+        self._forward_s, self._handed = [], [[]]
+        values = _apart(inputs, self._handed[0])
+        for function in self._functions:
+            begin_s = self._now_s()
+            outputs = function(values)
+            self._forward_s.append(self._now_s() - begin_s)
+            self._handed.append([])
+            values = _apart(outputs, self._handed[-1])
+        self.ended_s = self._now_s()
+        return values
+
+    def backward(self) -> list[tuple[float, float]]:
+        """Return the seconds of forward and backward by layer, after the backward of what was made of the outputs."""
+        seconds = []
+        for forward_s in reversed(self._forward_s):
+            pairs = [(tensor, leaf.grad) for tensor, leaf in self._handed.pop() if tensor.requires_grad]
+            pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            begin_s = self._now_s()
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            seconds.append((forward_s, self._now_s() - begin_s))
+        self._forward_s, self._handed = [], []
+        return seconds[::-1]
+
+
+def _apart(value: Any, handed: Handed) -> Any:
+    """Return `value` with copies of leaves in place of its tensors: a layer may write its inputs in place."""
+    if torch.is_tensor(value):
+        leaf = value.detach().requires_grad_(value.requires_grad)
+        handed.append((value, leaf))
+        return leaf.clone()
+    if type(value) in (tuple, list):
+        return type(value)(_apart(each, handed) for each in value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        return value._make(_apart(each, handed) for each in value)
+    if type(value) is dict:  # one of another class may keep more than its items
+        return {name: _apart(each, handed) for name, each in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnknownInputs(type(value).__name__)

@@ -1,7 +1,7 @@
 """Compare results that are equal but for rounding.
 
 Sums over a whole sequence and over its slices have other orders, and fused kernels round other intermediate results.
-What is equal on paper differs by some units of precision; a fault differs by much more, since slices see other tokens.
+Such results differ by some units of precision; a fault, where slices see other tokens, shows as much more.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(NamedTuple):
     """Allow ||a - b|| / max(||b||, floor) up to `relative`; `floor` is a share of the largest norm beside ||b||."""
 
     relative: float
     floor: float
 
 
-# Those of a layer, and of a loss on the same outputs, where only the order of the sums differs. Units of precision are
-# 2^-53, 2^-24, 2^-11 and 2^-8. fp64 has room to spare; fp32 allows for long sums and for exponentials of large scores,
-# TF32 for products with ten bits, fp16 and bf16 for a handful of roundings in one layer.
-TOLERANCES = {
+# Of a layer, and of a loss on the same outputs, where only the order of the sums differs. fp32 allows for long sums and
+# for exponentials of large scores, TF32 for products with ten bits, fp16 and bf16 for a handful of roundings.
+_TOLERANCES = {
     torch.float64: (Tolerance(1e-9, 1e-2), Tolerance(1e-6, 0.1)),
     torch.float32: (Tolerance(2e-4, 0.1), Tolerance(1e-4, 0.1)),
     "tf32": (Tolerance(1e-2, 0.1), Tolerance(1e-4, 0.1)),
@@ -34,14 +33,14 @@ TOLERANCES = {
 }
 EXACT = Tolerance(0.0, 0.0)  # integers and booleans
 _SMALLEST = 1e-300
-_NUMBERS = 2**22  # in fp64 at once: all of a large weight's gradient would take several times its memory
+_NUMBERS = 2**22  # in fp64 at once: the whole gradient of a large weight would take several times its memory
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: bool = False) -> Tolerance:
     """Return the tolerance of the least precise of `dtypes`; `tf32`: products of fp32 have ten bits."""
     names = ["tf32" if tf32 and dtype == torch.float32 else dtype for dtype in dtypes]
-    known = [TOLERANCES[name][of_loss] for name in names if name in TOLERANCES]
-    return max(known, key=lambda tolerance: tolerance.relative, default=TOLERANCES[torch.float32][of_loss])
+    tolerances = [_TOLERANCES[name][of_loss] for name in names if name in _TOLERANCES]
+    return max(tolerances, default=_TOLERANCES[torch.float32][of_loss])
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,9 @@ def compare_values(what: str, a: Tensor, b: Tensor, tolerance: Tolerance, least_
         return Difference(what, math.inf, math.inf, tolerance.relative)
     apart, norms, largest = _sizes(a, b)
     relative = float(apart.norm()) / max(float(norms.norm()), least_norm, _SMALLEST)
-    return (
-        None if relative <= tolerance.relative else Difference(what, float(largest.max()), relative, tolerance.relative)
-    )
+    if relative <= tolerance.relative:
+        return None
+    return Difference(what, float(largest.max()), relative, tolerance.relative)
 
 
 def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], tolerance: Tolerance) -> Difference | None:
@@ -92,7 +91,7 @@ def compare_parameters(a: Mapping[str, Tensor], b: Mapping[str, Tensor], toleran
     least_norm = tolerance.floor * max(norms, default=0.0)
     differences = []
     for name in sorted({*a, *b}):
-        zero = torch.zeros_like(b[name] if name in b else a[name])
+        zero = torch.zeros_like({**a, **b}[name])
         pair = a.get(name, zero), b.get(name, zero)
         differences.append(compare_values(f"gradient of {name}", *pair, tolerance, least_norm))
     return max(filter(None, differences), key=lambda difference: difference.relative, default=None)

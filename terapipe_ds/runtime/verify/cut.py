@@ -1,7 +1,7 @@
 """Choose what the check compares: a few rows of the first batch, a window of tokens, two or three slices of it.
 
-A check of whole sequences costs as much as several steps, and may need memory that training in slices does not need. A
-fault of slicing usually shows at the first boundary between slices, so a short window with unequal slices reveals it.
+A check of whole sequences costs as much as several steps, and may need more memory than training in slices. A fault
+usually shows at the first boundary between slices, so a short window with unequal slices reveals it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ _PLACES = 32  # how many tokens are tried, and around how many changes of maskin
 
 @dataclass(frozen=True)
 class Cut:
-    """A window of a micro-batch: `plan` slices its tokens from `start` on, in its first `rows` rows (None: in all).
-
-    `weights` are those of the slices' losses, and `has_labels` says whether any label of the window counts.
-    """
+    """Choose a window of a micro-batch: `plan` slices its tokens from `start` on, in its first `rows` rows."""
 
     plan: SlicePlan
     of_tokens: int
     start: int = 0
-    rows: int | None = None
+    rows: int | None = None  # None: all
     of_rows: int = 1
-    weights: tuple[float, ...] = ()
-    has_labels: bool = True
+    weights: tuple[float, ...] = ()  # of the slices' losses
+    has_labels: bool = True  # some label of the window counts
 
     def __str__(self) -> str:
         lengths = " + ".join(map(str, self.plan.lengths))
@@ -63,14 +60,14 @@ class Cut:
 def cuttable(batch: SliceableTensors) -> tuple[int | None, bool]:
     """Return the number of rows, and whether tokens may be cut.
 
-    It is None where not all tensors have the same number of rows and the sequence. Tokens may be cut where no tensor
-    has the sequence's length in another dimension.
+    The number is None where some tensor lacks the rows or the sequence. Tokens may be cut where no tensor has the
+    sequence's length in another dimension.
     """
     dim = row_dim(batch)
     sizes = {t.size(dim) if t.dim() > dim else None for t in batch.tensors}
     rows = sizes.pop() if all(batch.sliced) and len(sizes) == 1 else None
-    known = {batch.dim} if rows is None else {batch.dim, dim}
-    return rows, batch.length not in [size for t in batch.tensors for d, size in enumerate(t.shape) if d not in known]
+    dims = {batch.dim} if rows is None else {batch.dim, dim}
+    return rows, batch.length not in [size for t in batch.tensors for d, size in enumerate(t.shape) if d not in dims]
 
 
 def row_dim(batch: SliceableTensors) -> int:
@@ -88,12 +85,9 @@ def window_plan(
 ) -> tuple[SlicePlan, int]:
     """Return two or three slices of a window of a sequence that is cut by `plan`, and what they are multiples of.
 
-    Layers may count on what the lengths of the plan's slices have in common: it is a divisor of that, if possible a
-    multiple of `granularity`, and in any case one of `multiple`, which layers need. Where the window is the whole
-    sequence and `plan` has few slices, they are those of `plan`.
-
-    Layers run forward and backward twice, stage after stage: a window has so few tokens that this takes no longer than
-    a step, and that what one layer keeps of it is less than what the stage keeps of a micro-batch.
+    Layers may rely on a common divisor of the plan's lengths. The slices are multiples of one of its divisors, if
+    possible of `granularity`, and always of `multiple`. A window of the whole sequence has the slices of `plan` where
+    these are few. The window is so short that the check takes less time and memory than a step.
     """
     length, most = plan.sequence_length, min(MOST_TOKENS, MOST_ROWS * MOST_TOKENS // cut_rows)
     tokens = length * rows // cut_rows
@@ -116,8 +110,8 @@ def choose_window(
 ) -> Cut:
     """Return the window like `cut` that shows most of the loss; it begins at a multiple of `unit`.
 
-    Prompts are often masked. A window in which no label counts shows nothing of the loss. A window in which all labels
-    count cannot tell a mean over valid labels from a mean over all.
+    Where no label counts (prompts are often masked), a window shows nothing of the loss. Where all labels count, it
+    cannot tell a mean over valid labels from a mean over all.
     """
 
     def worth(window: Cut) -> tuple[float, float]:

@@ -1,7 +1,7 @@
-"""Before the first step every stage checks its own layers on a cut of the first batch, and the last one the loss.
+"""Check the layers of every stage on a cut of the first batch, and the loss on the last stage, before the first step.
 
-This is a collective over all ranks. Parts go one after the other, because a part begins with what the one before gives
-for the whole sequence. Then all ranks hear of all findings, and all raise or none does.
+This is a collective over all ranks. Parts go one after the other, because a part begins with the outputs of the one
+before it. Then all ranks hear of all findings, and all raise or none does.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, choose_window, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.layer import Activations
 from terapipe_ds.runtime.verify.loss import LaterLabels, LossCheck
-from terapipe_ds.runtime.verify.report import Finding, Findings, VerifyError
-from terapipe_ds.runtime.verify.stage import StageCheck, inputs_of, layers_of
+from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of, layers_of
 from terapipe_ds.runtime.verify.tokens import Slicing, TensorRanks
 
 logger = logging.getLogger("terapipe_ds")
@@ -51,7 +50,7 @@ _UNWEIGHTED = (
 
 @dataclass(frozen=True)
 class StageToCheck:
-    """What the check needs to know of this rank's stage."""
+    """Hold what the check needs to know of this rank's stage."""
 
     module: Any  # DeepSpeed's PipelineModule
     config: TeraPipeConfig
@@ -78,8 +77,8 @@ class FirstBatchCheck:
         self._stage, self._groups, self._config = stage, stage.groups, stage.config
         self._slice_weight = getattr(stage.module.loss_fn, "slice_weight", None)
         self._is_done = False
-        self._loss_waits = False  # layers agree, and the loss is compared with the next batch on which it has a value
-        self._labels_agreed = False  # it is known how labels weigh the losses of slices
+        self._loss_waits = False  # layers agree, and the loss is compared on the next batch where it has a value
+        self._labels_agreed = False  # it is clear how labels weigh the losses of slices
         self._later_labels: LaterLabels | None = None
 
     def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
@@ -96,20 +95,20 @@ class FirstBatchCheck:
         self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
             return
-        wanted, again = self._config.verify, self._loss_waits
-        with_layers = (ends or wanted == "first_batch" or (wanted is None and has_foreign_layers)) and not again
+        setting, again = self._config.verify, self._loss_waits
+        with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
-        found = self._check(sliced, micro_batches, with_layers, ends)
-        text = found.text(time.monotonic() - begin_s, only_loss=again)
+        result = self._check(sliced, micro_batches, with_layers, ends)
+        text = result.text(time.monotonic() - begin_s, only_loss=again)
         if ends:
             if is_first_rank:
                 print(text, flush=True)
-            raise RaisedEverywhere(SystemExit(1 if found.findings else 0))
-        if found.findings:  # a caller who goes on is told again
+            raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
+        if result.findings:  # a caller who goes on is told again
             raise RaisedEverywhere(VerifyError(text))
-        self._is_done, self._loss_waits = not found.loss_waits, found.loss_waits
-        if is_first_rank and not (again and found.loss_waits):
-            logger.log(logging.WARNING if found.notes else logging.INFO, "%s", text)
+        self._is_done, self._loss_waits = not result.loss_waits, result.loss_waits
+        if is_first_rank and not (again and result.loss_waits):
+            logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Compare the loss once more where these labels tell how it reduces, and earlier ones did not.
@@ -140,71 +139,68 @@ class FirstBatchCheck:
     def _check(
         self,
         sliced: Sequence[MicroBatchInFlight],
-        everything: Sequence[MicroBatchInFlight],
+        micro_batches: Sequence[MicroBatchInFlight],
         with_layers: bool,
         ends: bool,
     ) -> Findings:
         """Return what all ranks find on a cut; on all tokens with `ends`, or where something cannot run on a cut."""
         for is_whole in (True,) if ends else (False, True):
-            found = Findings(with_layers)
+            result = Findings(with_layers)
             if sliced:
-                which, found.cut, found.findings = self._choose_cut(sliced, len(everything), is_whole)
-                if not found.findings:
-                    self._check_parts(sliced[which], found, found.cut)
-                    self._look_at_all_labels(everything, found)
+                index, result.cut, result.findings = self._choose_cut(sliced, len(micro_batches), is_whole)
+                if not result.findings:
+                    self._check_parts(sliced[index], result, result.cut)
+                    self._compare_all_labels(micro_batches, result)
             copies = self._groups.num_replicas * self._stage.tensor_ranks.size
-            found = Findings.of_all(gather(found, self._groups.world), copies)
-            if not found.findings or not all(finding.is_of_the_cut for finding in found.findings):
+            result = Findings.of_all(gather(result, self._groups.world), copies)
+            if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
         if not get_accelerator().is_synchronized_device():
             get_accelerator().empty_cache()  # training begins with the memory that it would have
-        return found
+        return result
 
-    def _look_at_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], found: Findings) -> None:
+    def _compare_all_labels(self, micro_batches: Sequence[MicroBatchInFlight], result: Findings) -> None:
         """Find what the labels of other micro-batches tell of the loss, where those of the cut do not."""
         try:
             for labels in (one.labels for one in micro_batches if one.labels is not None):
                 self.look_at_labels(labels)
         except VerifyError as error:
-            found.findings.append(Finding(self._stage.module._local_stop, "loss_fn", str(error)))
+            result.findings.append(Finding(self._stage.module._local_stop, "loss_fn", str(error)))
 
-    # -- what is looked at -------------------------------------------------------------------------------------------
+    # -- what is compared --------------------------------------------------------------------------------------------
 
     def _choose_cut(
         self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, is_whole: bool
     ) -> tuple[int, Cut, list[Finding]]:
-        """Return which micro-batch is looked at, and what of it: the first one in which labels count, if any.
+        """Return the index of the first micro-batch in which labels count (else of the first one), and its cut.
 
-        All stages say what may be cut of the tensors that they have. The stage of the loss, which has the labels,
-        decides. What `slice_weight` raises there is found on all stages.
+        The stage of the loss, which has the labels, decides; what `slice_weight` raises there is found on all stages.
         """
         tensors = [[cuttable(each) for each in (one.inputs, one.labels) if each is not None] for one in sliced]
         everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
-        chosen: list[tuple[int, Cut, list[Finding]]] = []
-        for which, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
-            rows, tokens = zip(*itertools.chain(*(stage[which] for stage in everyone)), strict=True)
+        choices: list[tuple[int, Cut, list[Finding]]] = []
+        for index, one in enumerate(sliced) if self._stage.stage_id == self._stage.layout.loss_stage else ():
+            rows, tokens = zip(*itertools.chain(*(stage[index] for stage in everyone)), strict=True)
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
-            cut = Cut(one.plan, one.plan.sequence_length)
+            cut, findings = Cut(one.plan, one.plan.sequence_length), []
             try:
                 cut = self._weighted(one, cut if is_whole else self._window(one, num_micro_batches, *may_cut))
-                chosen.append((which, cut, []))
             except Exception as error:
-                text = f"raised {type(error).__name__}: {error}"
-                who = self._stage.module._local_stop, "slice_weight of loss_fn"
-                chosen.append((which, cut, [Finding(*who, text, type(error).__name__)]))
+                kind, where = type(error).__name__, (self._stage.module._local_stop, "slice_weight of loss_fn")
+                findings = [Finding(*where, f"raised {kind}: {error}", kind)]
+            choices.append((index, cut, findings))
             if cut.has_labels:
                 break
-        best: list[Any] = [next((each for each in chosen if each[1].has_labels), chosen[0] if chosen else None)]
+        best: list[Any] = [choices[-1 if choices[-1][1].has_labels else 0] if choices else None]
         if self._groups.control is not None:
             source = self._groups.ranks[self._stage.layout.loss_stage]
             torch_dist.broadcast_object_list(best, src=source, group=self._groups.control)
-        decided: tuple[int, Cut, list[Finding]] = best[0]
-        return decided
+        choice: tuple[int, Cut, list[Finding]] = best[0]
+        return choice
 
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
     ) -> Cut:
-        """Return the window of a micro-batch that shows most."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, self._stage.token_multiple
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
@@ -226,8 +222,7 @@ class FirstBatchCheck:
 
     # -- the check ---------------------------------------------------------------------------------------------------
 
-    def _check_parts(self, micro_batch: MicroBatchInFlight, found: Findings, cut: Cut) -> None:
-        """Check this rank's parts, each in its turn."""
+    def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:
         stage, inputs = self._stage, None
         if micro_batch.inputs is not None:
             batch = cut.of(micro_batch.inputs).to(stage.device)
@@ -239,7 +234,7 @@ class FirstBatchCheck:
                 if owner == stage.stage_id and inputs is not None:
                     activate(stage.module, chunk_id)
                     slicing = Slicing(cut.plan, cut.weights, stage.tensor_ranks, part_id)
-                    check = StageCheck(stage.module, slicing, found, stage.autocast, stage.note)
+                    check = StageCheck(stage.module, slicing, result, stage.autocast, stage.note)
                     outputs = check.check_layers(layers_of(stage.module), inputs)
                     if part_id + 1 == stage.layout.num_parts and outputs is not None:
                         self._check_loss(check, outputs, micro_batch.labels, cut)
@@ -247,19 +242,19 @@ class FirstBatchCheck:
                     inputs = self._hand_on(part_id, outputs)
 
     def _check_loss(self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, cut: Cut) -> None:
-        loss_fn, found = self._stage.module.loss_fn, check.found
+        loss_fn, result = self._stage.module.loss_fn, check.found
         if loss_fn is None:
-            found.notes += [] if found.with_layers else ["the loss was not compared: the model computes it itself"]
+            result.notes += [] if result.with_layers else ["the loss was not compared: the model computes it itself"]
         elif not cut.has_labels:
-            found.notes.append("the loss was not compared: no label counts in this batch")
-            found.loss_waits = True
+            result.notes.append("the loss was not compared: no label counts in this batch")
+            result.loss_waits = True
         elif labels is not None:
             loss = LossCheck(loss_fn, cut.of(labels).to(self._stage.device), outputs, check.slicing, self._config)
             if check.check_loss(loss, self._stage.module._local_stop):
                 self._later_labels = LaterLabels.of(loss)
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
-        """Give the next part's stage what the whole sequence gives, through the host; None on all other stages.
+        """Give the next part's stage these outputs, through the host; None on all other stages.
 
         All stages hear when the part is done, so that their watch-dogs see no stall in a long check.
         """
@@ -310,7 +305,6 @@ def _is_as_built(module: nn.Module) -> bool:
 
 
 def _root(thing: Any) -> str:
-    """Return the package of a function, or of an object's class."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     return str(getattr(thing, "__module__", "")).split(".")[0]

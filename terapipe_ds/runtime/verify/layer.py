@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,41 +14,36 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.sliceable import Tensors, as_tuple
-from terapipe_ds.runtime.verify.compare import (
-    EXACT,
-    Difference,
-    Tolerance,
-    compare_parameters,
-    compare_tokens,
-    compare_values,
-    tolerance_of,
-)
-from terapipe_ds.runtime.verify.tokens import Layout, PerSlice, Same, Slicing, TokenDim
+from terapipe_ds.runtime.layout.layer_names import module_of
+from terapipe_ds.runtime.verify import compare
+from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare_tokens, compare_values
+from terapipe_ds.runtime.verify.tokens import PerSlice, Same, Slicing, TensorLayout, TokenDim
 
 _SEED = 20210718  # of the output gradients, equal on all ranks
-_Run = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
+_Forward = tuple[Tensors, Any]  # the leaves that went into a forward, and what came out with its graph
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What goes into a layer or comes out on the whole sequence, detached, and how slices are cut from it."""
+    """Hold what goes into or comes out of a layer on the whole sequence, detached, and how slices are cut from it."""
 
     tensors: Tensors
     is_tuple: bool
-    layouts: tuple[Layout, ...]
+    layouts: tuple[TensorLayout, ...]
 
     def to(self, device: torch.device) -> Activations:
         """Return copies on `device`, which share memory with nothing."""
         moved = tuple(t.detach().to(device, copy=True).requires_grad_(t.requires_grad) for t in self.tensors)
-        layouts = (
-            PerSlice(tuple(v.to(device) for v in x.values)) if isinstance(x, PerSlice) else x for x in self.layouts
+        layouts = tuple(
+            PerSlice(tuple(value.to(device) for value in layout.values)) if isinstance(layout, PerSlice) else layout
+            for layout in self.layouts
         )
-        return Activations(moved, self.is_tuple, tuple(layouts))
+        return Activations(moved, self.is_tuple, layouts)
 
 
 @dataclass(frozen=True)
 class NamedLayer:
-    """A layer, its place among all layers, and the activation checkpointing that training runs it under."""
+    """Name a layer by its number, with the activation checkpointing that training runs it under."""
 
     layer_id: int
     function: Callable[[Any], Any]
@@ -57,15 +51,10 @@ class NamedLayer:
 
     @property
     def module(self) -> nn.Module | None:
-        """What holds its parameters; None for a plain function."""
-        function = self.function
-        while isinstance(function, functools.partial):  # a tied layer with a forward_fn
-            modules = [argument for argument in function.args if isinstance(argument, nn.Module)]
-            function = modules[0] if modules else function.func
-        return function if isinstance(function, nn.Module) else None
+        """Return what holds its parameters; None for a plain function."""
+        return module_of(self.function)
 
     def __call__(self, inputs: Tensors, is_tuple: bool) -> Any:
-        """Call it as `PipelineModule` does."""
         if self.checkpoint is None:
             return self.function(inputs if is_tuple else inputs[0])
         return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
@@ -77,22 +66,17 @@ class NamedLayer:
 
 @dataclass
 class LayerCheck:
-    """Check one layer of `stage`. Use it inside `untouched(stage)`.
-
-    Args:
-        autocast: the context in which the engine runs layers.
-        with_gradients: False compares the outputs alone.
-    """
+    """Check one layer of `stage`. Use it inside `untouched(stage)`."""
 
     layer: NamedLayer
     inputs: Activations
     slicing: Slicing
     stage: nn.Module
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    with_gradients: bool = True
-    is_random: bool = False  # it draws random numbers in evaluation mode as well, and cannot be compared
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
+    with_gradients: bool = True  # False compares the outputs alone
+    is_random: bool = False  # the layer draws random numbers in evaluation mode as well, and cannot be compared
     in_evaluation_mode: bool = False
-    outputs: Activations | None = None  # what it gives for the whole sequence
+    outputs: Activations | None = None  # of the whole sequence
 
     def run(self) -> Difference | None:
         """Return the first difference: of the outputs, of the input gradients, or of the parameters' gradients."""
@@ -108,26 +92,21 @@ class LayerCheck:
         expected = self._backwards(slicing.whole(), [whole], gradients)
         return slicing.ranks.first(self._compare_gradients(self._backwards(slicing, parts, gradients), expected))
 
-    def _run_whole(self) -> _Run:
+    def _run_whole(self) -> _Forward:
         """Run the whole sequence; in evaluation mode where the layer draws random numbers, as dropout does.
 
         Slices draw other ones than a whole sequence does, so that the results could not be compared.
         """
-        run = self._forward_whole()
-        if self.is_random and self.layer.module is not None:
-            self.layer.module.eval()
-            self.in_evaluation_mode = True
-            run = self._forward_whole()
-        return run
-
-    def _forward_whole(self) -> _Run:
         before = _random_states(self.stage)
         [run] = self._forwards(self.slicing.whole())
         self.is_random = not all(map(torch.equal, before, _random_states(self.stage)))
+        if self.is_random and self.layer.module is not None and not self.in_evaluation_mode:
+            self.layer.module.eval()
+            self.in_evaluation_mode = True
+            return self._run_whole()
         return run
 
-    def _forwards(self, slicing: Slicing) -> list[_Run]:
-        """Run the slices one after the other."""
+    def _forwards(self, slicing: Slicing) -> list[_Forward]:
         runs = []
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
@@ -138,15 +117,15 @@ class LayerCheck:
         return runs
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
-        """Return the gradient of an output; random, so that each token and each number counts."""
+        """Return a random gradient of an output, so that each token and each number counts."""
         generator = torch.Generator(device=output.device).manual_seed(_SEED + index)
         drawn = torch.randn(output.shape, generator=generator, device=output.device)
         return (drawn / self.slicing.plan.sequence_length**0.5).to(output.dtype)
 
     def _backwards(
-        self, slicing: Slicing, runs: list[_Run], gradients: dict[int, Tensor]
+        self, slicing: Slicing, runs: list[_Forward], gradients: dict[int, Tensor]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradients of the inputs and the parameters. Slices run in reverse order, as in training."""
+        """Return the gradients of the inputs and the parameters; slices run in reverse order."""
         assert self.outputs is not None
         self._take_gradients()
         of_leaves: list[list[Tensor]] = []
@@ -166,8 +145,7 @@ class LayerCheck:
     def _take_gradients(self) -> dict[str, Tensor]:
         """Return the gradients that backwards have left in the parameters, which have none from now on.
 
-        They are summed over tensor-parallel ranks: under sequence parallelism a rank has the share of its tokens, which
-        are others in slices than in the whole.
+        They are summed over tensor-parallel ranks: under sequence parallelism each rank has a share, by its tokens.
         """
         gradients = {}
         for name, parameter in self.stage.named_parameters():
@@ -179,14 +157,13 @@ class LayerCheck:
         return {name: ranks.gather(gradients[name][None]).sum(0) for name in sorted(gradients)}
 
     def _tolerance(self, outputs: Sequence[Tensor]) -> Tolerance:
-        """Return the tolerance of the dtypes that the layer works in."""
         parameters = () if self.layer.module is None else self.layer.module.parameters()
         dtypes = {tensor.dtype for tensor in (*self.inputs.tensors, *outputs, *parameters)}
         device = self.inputs.tensors[0].device.type
         with self.autocast():
             if torch.is_autocast_enabled(device):
                 dtypes.add(torch.get_autocast_dtype(device))
-        return tolerance_of(dtypes, tf32=device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
+        return compare.tolerance_of(dtypes, tf32=device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
 
     def _compare_outputs(self, whole: Any, parts: list[Any]) -> tuple[Activations, Difference | None]:
         """Return the outputs of the whole with their layouts, and the first one that differs."""
@@ -195,7 +172,7 @@ class LayerCheck:
         pairs = []
         for index, tensor in enumerate(tensors):
             of_slices = [part[index].detach() if index < len(part) else tensor.new_empty(0) for part in sliced]
-            tolerance = self._tolerance(tensors) if tensor.is_floating_point() else EXACT
+            tolerance = self._tolerance(tensors) if tensor.is_floating_point() else compare.EXACT
             pairs.append(_compare_output(tensor, of_slices, tolerance, self.slicing))
         layouts, differences = zip(*pairs, strict=True)
         return Activations(tensors, not torch.is_tensor(whole), layouts), next(filter(None, differences), None)
@@ -207,17 +184,17 @@ class LayerCheck:
         tolerance, differences = self._tolerance(self.outputs.tensors), []
         for layout, tensor, a, b in zip(self.inputs.layouts, self.inputs.tensors, sliced[0], whole[0], strict=True):
             if tensor.requires_grad:
-                compare = compare_tokens if isinstance(layout, TokenDim) else compare_values
-                differences.append(compare("input gradient", a, b, tolerance))
-        differences.append(compare_parameters(sliced[1], whole[1], tolerance))
+                compare_kind = compare_tokens if isinstance(layout, TokenDim) else compare_values
+                differences.append(compare_kind("input gradient", a, b, tolerance))
+        differences.append(compare.compare_parameters(sliced[1], whole[1], tolerance))
         return next(filter(None, differences), None)
 
 
 def _compare_output(
     whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing
-) -> tuple[Layout, Difference | None]:
-    """Return the layout of an output, that by which it agrees where there are several; and the difference, if any."""
-    pairs: list[tuple[Layout, Difference | None]] = []
+) -> tuple[TensorLayout, Difference | None]:
+    """Return the layout of an output (of several one by which it agrees), and the difference, if any."""
+    pairs: list[tuple[TensorLayout, Difference | None]] = []
     for layout in slicing.layouts_of(whole, parts):  # all: tensor-parallel ranks do the same
         joined, expected = slicing.joined(layout, parts), slicing.joined(layout, [whole])
         pairs.append((layout, compare_tokens("output", joined, expected, tolerance)))
@@ -231,7 +208,6 @@ def _compare_output(
 
 
 def _random_states(module: nn.Module) -> list[Tensor]:
-    """Return all random states that a layer may draw from."""
     trackers = [ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())]
     states = [state for tracker in trackers for state in tracker.get_states().values() if torch.is_tensor(state)]
     if not get_accelerator().is_synchronized_device():

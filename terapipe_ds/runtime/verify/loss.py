@@ -32,7 +32,7 @@ _EVEN = 0.01  # with smaller differences between the slices' shares, rounding hi
 
 @dataclass(frozen=True)
 class Losses:
-    """The weighted losses of slices, the gradients of the outputs, and the size of what the losses add up."""
+    """Hold the weighted losses of slices, the gradients of the outputs, and the size of what the losses add up."""
 
     values: Tensor
     gradients: list[Tensor]
@@ -65,12 +65,12 @@ class LossCheck:
                 "loss_fn.slice_weight(labels), by which slices are weighted in place of terapipe.loss_reduction, must "
                 f"give what loss_fn divides a sum over tokens by; {_CANNOT}"
             )
-        told = self.config.loss_reduction
+        reduction = self.config.loss_reduction
         for name in REDUCTIONS:
             weights = weights_of(self.labels, self.slicing.plan, self.config, None, name)
-            if name != told and self._compare(whole, weights) is None:
+            if name != reduction and self._compare(whole, weights) is None:
                 return (
-                    f"loss_fn is no {told!r} but a {name!r}, which the loss and its gradients agree with: set "
+                    f"loss_fn is no {reduction!r} but a {name!r}, which the loss and its gradients agree with: set "
                     f'terapipe.loss_reduction to "{name}"; or give loss_fn a method slice_weight(labels)'
                 )
         return (
@@ -79,7 +79,6 @@ class LossCheck:
         )
 
     def _compare(self, whole: Losses, weights: tuple[float, ...]) -> Difference | None:
-        """Return what differs with such weights of the slices' losses."""
         sliced = self._losses(replace(self.slicing, weights=weights))
         dtypes = {tensor.dtype for tensor in self.outputs.tensors}
         tolerance = tolerance_of(dtypes, of_loss=True)
@@ -144,14 +143,14 @@ class LaterLabels:
 
     @classmethod
     def of(cls, check: LossCheck) -> LaterLabels | None:
-        """Return what waits for labels that tell the reductions apart; None where that is known or cannot be compared.
+        """Return what waits for such labels; None where the first batch told the reduction, or nothing can be compared.
 
-        Under tensor parallelism it cannot: ranks would have to compare together while each draws its data.
+        Under tensor parallelism nothing can: ranks would have to compare together while each draws its data.
         """
         outputs, slicing = check.outputs, check.slicing
-        is_known = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction == "sum"
+        is_settled = hasattr(check.loss_fn, "slice_weight") or check.config.loss_reduction == "sum"
         dims = [layout for layout in outputs.layouts if isinstance(layout, TokenDim)]
-        if is_known or not _are_even(slicing.weights, slicing.plan) or slicing.ranks.size > 1:
+        if is_settled or not _are_even(slicing.weights, slicing.plan) or slicing.ranks.size > 1:
             return None
         if not dims or any(layout.rows > 1 or layout.dim > 1 for layout in dims):
             return None
@@ -175,10 +174,10 @@ class LaterLabels:
         check = replace(self.check, labels=labels.to(self.check.outputs.tensors[0].device), slicing=slicing)
         with torch.enable_grad():
             difference = check.run()
-        told = (
-            f"labels are ignored for the first time (ignore_index {config.ignore_index}), and the slices' losses do not"
+        return check.is_finite, difference and (
+            f"labels are ignored for the first time (ignore_index {config.ignore_index}), and the slices' losses do "
+            f"not give what loss_fn gives on the whole sequence: {difference}"
         )
-        return check.is_finite, difference and f"{told} give what loss_fn gives on the whole sequence: {difference}"
 
     def _window(self, labels: SliceableTensors) -> Cut | None:
         """Return the window that shows most; None where the labels do not fit the outputs."""

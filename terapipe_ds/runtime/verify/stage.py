@@ -1,48 +1,117 @@
-"""Check the layers of one stage, each with the inputs that the whole run gives it, and the loss."""
+"""Check the layers of one stage and the loss, and put what all ranks found into words.
+
+Each layer gets the inputs that the whole run gives it.
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from terapipe_ds.attention import guard_plain_attention
+from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
-from terapipe_ds.runtime.failures.trials import Failure
+from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.verify.compare import Difference
+from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.layer import Activations, LayerCheck, NamedLayer
 from terapipe_ds.runtime.verify.loss import LossCheck
-from terapipe_ds.runtime.verify.report import Finding, Findings
 from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
 
 _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__
+_SHOWN = 5  # findings in a report
 _REMEDY = "use sliced_attention and active_slice(), or set terapipe.slices to 1"
+
+
+class VerifyError(ValueError):
+    """Say that slices give another result than whole sequences; the text names the first layer that differs."""
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Name a layer, or the loss, that differs; or one that `raised` an error of that class."""
+
+    layer_id: int
+    layer: str
+    problem: str
+    raised: str = ""
+
+    @property
+    def is_of_the_cut(self) -> bool:
+        """Return whether the layer may only be unable to run on so few tokens."""
+        return self.raised not in ("", PlainAttentionError.__name__)
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.problem}"
+
+
+@dataclass
+class Findings:
+    """Collect what one rank found, or all ranks, and put it into words."""
+
+    with_layers: bool = True  # layers are compared, not the loss alone
+    cut: Cut | None = None  # None where every sequence runs in one slice
+    num_layers: int = 0
+    num_losses: int = 0
+    without_dropout: int = 0  # layers that draw random numbers, compared in evaluation mode
+    loss_waits: bool = False  # the loss could not be compared on this batch, but may be on another
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_all(cls, ranks: Sequence[Findings], copies: int) -> Findings:
+        """Join the findings of all ranks, of which `copies` (replicas, tensor-parallel peers) have the same layers."""
+        num_losses = max(rank.num_losses for rank in ranks)
+        by_layer = {(one.layer_id, one.layer): one for rank in reversed(ranks) for one in reversed(rank.findings)}
+        return cls(
+            ranks[0].with_layers,
+            next((rank.cut for rank in ranks if rank.cut is not None), None),
+            sum(rank.num_layers for rank in ranks) // copies,
+            num_losses,
+            sum(rank.without_dropout for rank in ranks) // copies,
+            not num_losses and any(rank.loss_waits for rank in ranks),
+            sorted(by_layer.values()),
+            list(dict.fromkeys(note for rank in ranks for note in rank.notes)),
+        )
+
+    def text(self, took_s: float, only_loss: bool = False) -> str:
+        """Return one finding a line; one line of what was covered where there are none."""
+        cut = self.cut
+        if cut is None:
+            return "verify: nothing to compare, every sequence runs in one slice"
+        if not self.findings:
+            compared = [f"{self.num_layers} layers"] * self.with_layers + ["the loss"] * bool(self.num_losses)
+            verb = "agree" if self.with_layers else "agrees"
+            what = f"{' and '.join(compared)} {verb} on {cut} with the whole, " if compared else ""
+            random = f"{self.without_dropout} layers that draw random numbers were compared in evaluation mode"
+            facts = [f"verify: {what}{took_s:.2g} s", *[random] * bool(self.without_dropout)]
+            facts += ["layers were not compared"] * (not self.with_layers and not only_loss)
+            return "; ".join([*facts, *self.notes])
+        counted = f" (tokens count from {cut.start} on)" if cut.start else ""
+        head = f"verify: {cut} do not give what the whole sequence gives{counted}:"
+        hidden = len(self.findings) - _SHOWN
+        more = [f"and {hidden} more layers"] * (hidden > 0)
+        return "\n  ".join([head, *map(str, self.findings[:_SHOWN]), *more, *self.notes])
 
 
 @dataclass
 class StageCheck:
-    """Check the layers of one part, and the loss. Use it inside `untouched(module)`.
-
-    Args:
-        module: the stage.
-        autocast: the context in which the engine runs layers.
-        note: told which layer it is.
-    """
+    """Check the layers of one part of the stage `module`, and the loss. Use it inside `untouched(module)`."""
 
     module: nn.Module
     slicing: Slicing
     found: Findings
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    note: Callable[[str], None] = lambda text: None
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
+    note: Callable[[str], None] = lambda text: None  # told which layer is checked
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return what the last one gives, None where one cannot run."""
@@ -50,11 +119,11 @@ class StageCheck:
             return self._run_layers(layers, inputs)
         outputs: Activations | None = inputs
         for layer in layers:
-            outputs = None if outputs is None else self._check_layer(layer, outputs)
+            if outputs is not None:
+                outputs = self._check_layer(layer, outputs)
         return outputs
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
-        """Compare one layer; return what it gives on the whole sequence."""
         self.note(f"verifying {layer}")
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
 
@@ -62,17 +131,16 @@ class StageCheck:
             with guard_plain_attention(), GuardCapturedNames():
                 return check.run()
 
-        difference, failed = self._try(run, f"verifying {layer}")
-        if failed is not None and failed.kind == _NO_MEMORY:
-            self.found.notes.append(f"{layer}: not checked: {failed.text}")
+        difference, failure = self._try(run, f"verifying {layer}")
+        if failure is not None and failure.kind == _NO_MEMORY:
+            self.found.notes.append(f"{layer}: not checked: {failure.text}")
             return self._run(layer, inputs, f"running {layer} once more")[0]
-        if failed is not None:
-            self.found.findings.append(Finding(layer.layer_id, str(layer), failed.text, failed.kind))
+        if failure is not None:
+            self._find(layer.layer_id, str(layer), failure.text, failure.kind)
             return None
         assert check.outputs is not None
         if difference is not None:
-            problem = _shown_by(difference, self.slicing.plan)
-            self.found.findings.append(Finding(layer.layer_id, str(layer), problem))
+            self._find(layer.layer_id, str(layer), _shown_by(difference, self.slicing.plan))
         if check.is_random:
             self.found.notes.append(
                 f"{layer}: not checked: it draws random numbers in evaluation mode as well, other ones for slices than "
@@ -92,9 +160,9 @@ class StageCheck:
                 values = running.function(values)
             return values
 
-        outputs, difference, failed = self._run(NamedLayer(-1, joined), inputs, "running layers for a look at the loss")
-        if failed is not None:
-            self.found.notes.append(f"the loss was not compared: {running} {failed.text}")
+        outputs, difference, failure = self._run(NamedLayer(-1, joined), inputs, "running layers to compare the loss")
+        if failure is not None:
+            self.found.notes.append(f"the loss was not compared: {running} {failure.text}")
         elif difference is not None and difference.tokens is None:
             self.found.notes.append(f"the loss was not compared: an {difference.what} does not add up over slices")
             return None
@@ -102,22 +170,25 @@ class StageCheck:
 
     def _run(
         self, layer: NamedLayer, inputs: Activations, what: str
-    ) -> tuple[Activations | None, Difference | None, Failure | None]:
+    ) -> tuple[Activations | None, Difference | None, TrialFailure | None]:
         """Run a layer without graphs, to find out what it gives and how slices are cut from that."""
         check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast, with_gradients=False)
         with torch.no_grad():
-            difference, failed = self._try(check.run, what)
-        return check.outputs if failed is None else None, difference, failed
+            difference, failure = self._try(check.run, what)
+        return check.outputs if failure is None else None, difference, failure
+
+    def _find(self, layer_id: int, layer: str, problem: str, raised: str = "") -> None:
+        self.found.findings.append(Finding(layer_id, layer, problem, raised))
 
     def check_loss(self, check: LossCheck, layer_id: int) -> bool:
         """Return whether the loss was compared and agrees."""
-        problem, failed = self._try(check.run, "verifying the loss")
-        if failed is not None and (failed.kind == _NO_MEMORY or not self.found.with_layers):
-            self.found.notes.append(f"the loss was not compared: {failed.text}")
-        elif failed is not None:
-            self.found.findings.append(Finding(layer_id, "loss_fn", failed.text, failed.kind))
+        problem, failure = self._try(check.run, "verifying the loss")
+        if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
+            self.found.notes.append(f"the loss was not compared: {failure.text}")
+        elif failure is not None:
+            self._find(layer_id, "loss_fn", failure.text, failure.kind)
         elif problem is not None:
-            self.found.findings.append(Finding(layer_id, "loss_fn", problem))
+            self._find(layer_id, "loss_fn", problem)
         elif not check.is_finite:
             self.found.notes.append("the loss is not finite on whole sequences, so that it was not compared")
             self.found.loss_waits = True
@@ -126,7 +197,7 @@ class StageCheck:
             return True
         return False
 
-    def _try(self, run: Callable[[], _T], what: str) -> tuple[_T | None, Failure | None]:
+    def _try(self, run: Callable[[], _T], what: str) -> tuple[_T | None, TrialFailure | None]:
         """Return what `run` gives; or what it raises, here or on a tensor-parallel peer, with a text for the report."""
         result = caught = None
         where = ""
@@ -137,20 +208,20 @@ class StageCheck:
             where = f" (in {frame.name}, {frame.filename}:{frame.lineno})"
         finally:
             self.slicing.store.reset()
-        failed = self.slicing.ranks.trials.failure(caught, what)
-        if failed is None:
+        failure = self.slicing.ranks.trials.failure(caught, what)
+        if failure is None:
             return result, None
-        text = f"raised {failed}{where}" if failed.rank is None else f"raised on {failed}"
-        if failed.kind == _NO_MEMORY:
+        text = f"raised {failure}{where}" if failure.rank is None else f"raised on {failure}"
+        if failure.kind == _NO_MEMORY:
             text = "there is not enough memory beside what training needs"
-        elif "backward through the graph a second time" in failed.text:
+        elif "backward through the graph a second time" in failure.text:
             text += ": it keeps tensors with their graph from one slice to the next: use sliced_attention"
-        return None, failed._replace(text=text)
+        return None, failure._replace(text=text)
 
 
 def _shown_by(difference: Difference, plan: SlicePlan) -> str:
-    """Return a difference with what it shows by itself."""
     first, tokens = difference.first_token, difference.tokens
+    last_of_slice = (stop - 1 for _, stop in map(plan.span, range(plan.num_slices)))
     if not difference.what.startswith("output"):
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
@@ -160,7 +231,7 @@ def _shown_by(difference: Difference, plan: SlicePlan) -> str:
         meaning = "one value for all tokens of a call (a pooled state, an auxiliary loss) does not add up over slices"
     elif first < plan.lengths[0]:
         meaning = f"early outputs change with later tokens, with how many there are, or from call to call: {_REMEDY}"
-    elif not bool(tokens[next(stop for _, stop in map(plan.span, range(plan.num_slices)) if stop > first) - 1]):
+    elif not bool(tokens[next(last for last in last_of_slice if last >= first)]):
         meaning = (
             f"the first tokens of a slice differ: they need the tokens before it (a convolution or shift): {_REMEDY}"
         )

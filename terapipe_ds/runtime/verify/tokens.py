@@ -1,8 +1,7 @@
 """Tell how a tensor of a whole sequence and the same tensor of its slices belong together.
 
-Layers do not say which dimension of their outputs holds the tokens: hidden states may be [B, T, H], Megatron's
-[T, B, H], flattened [B * T, H], or divided over tensor-parallel ranks. It is the dimension whose size goes with the
-length of the slice.
+Layers do not say which dimension of their outputs holds the tokens (hidden states may be [B, T, H], [T, B, H],
+[B * T, H], or divided over tensor-parallel ranks). It is the one whose size goes with the length of the slice.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The tensor-parallel ranks of this one. Their layers communicate, so every decision is the same on all."""
+    """Stand for the tensor-parallel ranks, this one among them. Their layers communicate, so all must decide alike."""
 
     size: int = 1
     rank: int = 0
@@ -34,7 +33,6 @@ class TensorRanks:
 
     @classmethod
     def of(cls, grid: Any, trials: Trials) -> TensorRanks:
-        """Return those of DeepSpeed's `grid`."""
         size, rank = int(grid.get_slice_parallel_world_size()), int(grid.get_slice_parallel_rank())
         return cls(size, rank, grid.get_slice_parallel_group() if size > 1 else None, trials)
 
@@ -55,9 +53,9 @@ class TensorRanks:
 
 @dataclass(frozen=True)
 class TokenDim:
-    """The tokens are in dimension `dim`, together with `rows` rows where both were flattened into it.
+    """Say that tokens are in dimension `dim`, together with `rows` rows where both were flattened into it.
 
-    Under sequence parallelism each of `shared_by` ranks has a share of them.
+    Under sequence parallelism each of `shared_by` ranks has a share of the tokens.
     """
 
     dim: int
@@ -81,22 +79,22 @@ class TokenDim:
 
 @dataclass(frozen=True)
 class Same:
-    """There are no tokens: each slice has all of it (a mask, a scale)."""
+    """Stand for a tensor without tokens that each slice has as a whole (a mask, a scale)."""
 
 
 @dataclass(frozen=True)
 class PerSlice:
-    """There are no tokens, but a value for each slice (an auxiliary loss), which add up as the slices' losses do."""
+    """Stand for values without tokens, one per slice (an auxiliary loss), which add up as the slices' losses do."""
 
     values: tuple[Tensor, ...]
 
 
-Layout = TokenDim | Same | PerSlice
+TensorLayout = TokenDim | Same | PerSlice
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """How sequences are sliced, on which ranks, and the weights of the slices' losses."""
+    """Say how sequences are sliced, on which ranks, and what the slices' losses weigh."""
 
     plan: SlicePlan
     weights: tuple[float, ...]
@@ -110,9 +108,8 @@ class Slicing:
 
     def active(self, slice_id: int, mode: str = "train") -> ActiveSlice:
         """Return what layers may ask about a slice."""
-        start, stop = self.plan.span(slice_id)
-        length, store = self.plan.sequence_length, self.store
-        return ActiveSlice(start, stop, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
+        span, length, store = self.plan.span(slice_id), self.plan.sequence_length, self.store
+        return ActiveSlice(*span, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
 
     def layouts_of(self, whole: Tensor, parts: Sequence[Tensor]) -> list[TokenDim]:
         """Return all layouts by which the shapes of `parts` are those of the slices of `whole`."""
@@ -120,18 +117,16 @@ class Slicing:
             layouts = []
             for dim in range(whole.dim()):
                 rows, rest = divmod(whole.size(dim) * shared_by, self.plan.sequence_length)
-                shapes = [[*whole.shape[:dim], rows * n, *whole.shape[dim + 1 :]] for n in self.plan.lengths]
-                alike = [
-                    [*p.shape[:dim], p.shape[dim] * shared_by, *p.shape[dim + 1 :]] for p in parts if p.dim() > dim
-                ]
-                if rows and not rest and alike == shapes:
+                shapes = [(*whole.shape[:dim], rows * n, *whole.shape[dim + 1 :]) for n in self.plan.lengths]
+                sizes = [(*p.shape[:dim], p.size(dim) * shared_by, *p.shape[dim + 1 :]) for p in parts if p.dim() > dim]
+                if rows and not rest and sizes == shapes:
                     orders = (True, False) if rows > 1 else (True,)
                     layouts += [TokenDim(dim, rows, rows_first, shared_by) for rows_first in orders]
             if layouts:
                 return layouts
         return []
 
-    def cut(self, layout: Layout, whole: Tensor, slice_id: int) -> Tensor:
+    def cut(self, layout: TensorLayout, whole: Tensor, slice_id: int) -> Tensor:
         """Return what a slice has of `whole`, a copy that requires a gradient where `whole` does."""
         part = whole.detach()
         if isinstance(layout, TokenDim):
@@ -140,7 +135,7 @@ class Slicing:
             part = layout.values[slice_id]
         return part.clone().requires_grad_(whole.requires_grad)
 
-    def share_of_gradient(self, layout: Layout, whole: Tensor, slice_id: int) -> Tensor:
+    def share_of_gradient(self, layout: TensorLayout, whole: Tensor, slice_id: int) -> Tensor:
         """Return what a slice gets of `whole`, the gradient of an output of the whole sequence."""
         if isinstance(layout, TokenDim):
             return self._tokens(layout, whole, slice_id)
@@ -148,7 +143,7 @@ class Slicing:
             return whole * self.weights[slice_id]
         return whole * (self.plan.lengths[slice_id] / self.plan.sequence_length)
 
-    def joined(self, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    def joined(self, layout: TensorLayout, parts: Sequence[Tensor]) -> Tensor:
         """Return what the slices' values are together, with tokens first."""
         if isinstance(layout, TokenDim):
             return torch.cat([self._all_tokens(layout, part) for part in parts])
@@ -156,7 +151,7 @@ class Slicing:
             return parts[-1]
         return torch.stack([part.double() * weight for part, weight in zip(parts, self.weights, strict=True)]).sum(0)
 
-    def joined_gradients(self, layout: Layout, parts: Sequence[Tensor]) -> Tensor:
+    def joined_gradients(self, layout: TensorLayout, parts: Sequence[Tensor]) -> Tensor:
         """Return what the slices' gradients are together, with tokens first; without tokens they add up."""
         if isinstance(layout, TokenDim):
             return self.joined(layout, parts)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as torch_dist
 
-from terapipe_ds.runtime.batch.batch_agreement import TensorPeers
 from terapipe_ds.runtime.failures import trials as trials_module
-from terapipe_ds.runtime.failures.trials import PATIENCE_S, Failure, TrialError, Trials
+from terapipe_ds.runtime.failures.trials import PATIENCE_S, TrialError, TrialFailure, Trials
 from tests.unit.runtime.rank_threads import Ranks
 
 BROKEN, OTHER = ValueError("the layer is\nbroken"), KeyError("x")
@@ -39,18 +38,18 @@ class _PerThread(threading.local):
 
 
 def on_ranks(
-    store: Any, ranks: tuple[int, ...], act: Callable[[Trials, int], Any], patience_s: float = 5.0
+    store: Any, ranks: tuple[int, ...], act: Callable[[Trials, int], Any], stall_timeout_s: float = 10.0
 ) -> list[Any]:
     """What `act` returns or raises on each rank."""
-    return Ranks(len(ranks)).run(lambda index: act(Trials(ranks, ranks[index], patience_s, store), ranks[index]))
+    return Ranks(len(ranks)).run(lambda index: act(Trials(ranks, ranks[index], stall_timeout_s, store), ranks[index]))
 
 
 def test_every_rank_hears_of_the_first_failure_and_keeps_its_own(store: Any) -> None:
     errors = {1: None, 4: BROKEN, 7: OTHER}
     first, broken, other = on_ranks(store, (1, 4, 7), lambda trials, rank: trials.failure(errors[rank], "it"))
-    assert first == Failure("ValueError", "the layer is\nbroken", 4)
+    assert first == TrialFailure("ValueError", "the layer is\nbroken", 4)
     assert str(first) == "rank 4: ValueError: the layer is\nbroken"
-    assert broken == Failure("ValueError", "the layer is\nbroken") and other == Failure("KeyError", "'x'")
+    assert broken == TrialFailure("ValueError", "the layer is\nbroken") and other == TrialFailure("KeyError", "'x'")
 
 
 def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> None:
@@ -67,14 +66,14 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
             if rank == 0:
                 ended.set()
 
-    failed, late, through = on_ranks(store, (0, 1, 2), act, patience_s=0.1)
+    failed, late, through = on_ranks(store, (0, 1, 2), act, stall_timeout_s=0.2)
     assert isinstance(failed, TrialError) and failed.__cause__ is BROKEN
     assert str(failed) == (
         "timing layers failed on rank 0 (ValueError: the layer is\nbroken); its tensor-parallel peer, rank 1, has not "
         "come out of the layers in 0.1 s after that, where each waits for all. Mend what fails on rank 0, or leave it "
         "out"
     )
-    assert late == through == Failure("ValueError", "the layer is\nbroken", 0)
+    assert late == through == TrialFailure("ValueError", "the layer is\nbroken", 0)
 
 
 def test_ranks_at_different_trials_end_at_once(store: Any) -> None:
@@ -117,13 +116,9 @@ def test_a_lost_connection_is_nobody_to_wait_for(store: Any) -> None:
     assert caught.value is LOST
 
 
-@pytest.mark.parametrize(("stall_timeout_s", "patience_s"), [(300, PATIENCE_S), (4, 2.0)])
-def test_of_an_engine(store: Any, stall_timeout_s: int, patience_s: float) -> None:
-    """A rank that waits says so before the watch-dogs of its peers report a stall."""
-    groups = SimpleNamespace(peers=TensorPeers((2, 3), 1, 0, 1))
-    config = SimpleNamespace(stall_timeout_s=stall_timeout_s)
-    trials = Trials.of(SimpleNamespace(_groups=groups, terapipe_config=config, global_rank=3))
-    assert (trials._ranks, trials._rank, trials._patience_s) == ((2, 3), 3, patience_s)
-    groups.peers = None
-    alone = Trials.of(SimpleNamespace(_groups=groups, terapipe_config=config, global_rank=3))
-    assert alone.failure(BROKEN, "it") is not None
+@pytest.mark.parametrize(("stall_timeout_s", "patience_s"), [(300.0, PATIENCE_S), (4.0, 2.0)])
+def test_a_rank_says_that_it_waits_before_the_watchdogs_of_its_peers_report_a_stall(
+    stall_timeout_s: float, patience_s: float
+) -> None:
+    assert Trials((2, 3), 3, stall_timeout_s)._patience_s == patience_s
+    assert Trials((), 3, stall_timeout_s).failure(BROKEN, "it") is not None

@@ -28,14 +28,17 @@ GLOO_ERROR = "[pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connecti
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
+def store(port: int, is_master: bool) -> Any:
+    timeout = timedelta(seconds=60)
+    return distributed.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=timeout)
+
+
 class Job:
     """The watch-dogs of a job's ranks. Where a process would end, its exit code is in `exits` instead."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world_size = 2
-        self.server: Any = distributed.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self.server: Any = store(0, is_master=True)
         self.port = self.server.port
         self.exits: list[int] = []
         self.ended = threading.Event()
@@ -48,14 +51,10 @@ class Job:
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
         monkeypatch.setattr(module, "HURRIED_ANSWER_S", 0.3)
 
-    def rank(
-        self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False, trace_dir: str | None = None
-    ) -> Watchdog:
+    def rank(self, rank: int, stall_timeout_s: float = LONG_S, asynchronous: bool = False) -> Watchdog:
         """The watch-dog of a rank; its stage is as high as its rank."""
-        client = distributed.TCPStore(
-            "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous, trace_dir=trace_dir))
+        client = store(self.port, is_master=False)
+        self._watchdogs.append(Watchdog(rank, rank, stall_timeout_s, client, asynchronous))
         return self._watchdogs[-1]
 
     def wait_for_end(self) -> None:
@@ -117,12 +116,13 @@ class TestFailures:
             fail(failing, ValueError("broken"))
             assert job.server.add("read", 0) == 2
 
-    def test_a_rank_outside_a_batch_is_left_alone_until_its_next_one(self, job: Job) -> None:
+    def test_ranks_outside_a_batch_are_left_alone_until_the_next_one(self, job: Job) -> None:
         failing, outside = job.rank(0), job.rank(1)
         fail(failing, ValueError("broken"))
         until(lambda: outside._others.failure is not None)
-        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), outside.batch():
-            pytest.fail("the batch has begun")
+        for watchdog in (outside, failing):
+            with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), watchdog.batch():
+                pytest.fail("the batch has begun")
         assert job.exits == []
 
     def test_on_a_device_that_runs_behind(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
@@ -131,12 +131,6 @@ class TestFailures:
         fail(job.rank(0), ValueError("spam"))
         job.wait_for_end()
         assert "This rank was outside a batch" in capfd.readouterr().err
-
-    def test_an_engine_that_failed_refuses_the_next_batch(self, job: Job) -> None:
-        failing = job.rank(0)
-        fail(failing, ValueError("broken"))
-        with pytest.raises(PipelineAborted, match="failed at F0.1: ValueError: broken"), failing.batch():
-            pytest.fail("the batch has begun")
 
     def test_alone_the_caller_may_go_on(self, job: Job, capfd: pytest.CaptureFixture[str]) -> None:
         job.world_size = 1
@@ -276,29 +270,21 @@ class TestSigterm:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert _wakeup_descriptor() == -1
 
-    def test_a_handler_of_the_user_is_left_alone(self, job: Job) -> None:
+    @pytest.mark.parametrize("later", [False, True])
+    def test_a_handler_of_the_user_wins(self, later: bool, job: Job) -> None:
         received: list[int] = []
+        if later:
+            job.rank(0)
         before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         try:
-            job.rank(0)
-            assert _wakeup_descriptor() == -1
+            if not later:
+                job.rank(0)
+                assert _wakeup_descriptor() == -1
             os.kill(os.getpid(), signal.SIGTERM)
             until(lambda: received == [signal.SIGTERM])
-            job.close()
+            job.close()  # after this the thread has read all that there was
         finally:
-            signal.signal(signal.SIGTERM, before)
-        assert job.exits == []
-
-    def test_a_handler_set_later_wins(self, job: Job) -> None:
-        watchdog = job.rank(0)
-        received: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            until(lambda: received == [signal.SIGTERM])
-            watchdog.close()  # after this the thread has read all that there was
-        finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if later else before)
             signal.set_wakeup_fd(-1)
         assert job.exits == []
 

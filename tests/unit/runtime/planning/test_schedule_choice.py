@@ -15,7 +15,9 @@ from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlanR
 from terapipe_ds.planner.ranking.recut import MeasuredParts
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have, problem_of_copies
-from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_where_layers_stand
+from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.planning.schedule_choice import Cuts, best_without_moving, first_layout, micro_batches_of
+from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate
 
@@ -42,13 +44,14 @@ class Whole:
     forward_s, backward_s = UnitCosts(LENGTH).forward_s, UnitCosts(LENGTH).backward_s
 
 
-def engine_on(schedule: str, chunks: int, micro_batches: int = 2, slices: Any = "auto", layers: int = LAYERS) -> Any:
+def stage_on(
+    schedule: str, chunks: int, slices: Any = "auto", layers: int = LAYERS, optimizer: Any = None
+) -> StageToPlan:
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks))
     config = TeraPipeConfig(enabled=True, schedule="auto", slices=slices, granularity_tokens=4)
     module = _Module(layout.num_parts, layers)
-    return SimpleNamespace(
-        _layout=layout, terapipe_config=config, module=module, num_stages=STAGES, micro_batches=micro_batches
-    )
+    engine = SimpleNamespace(module=module, micro_batches=2, optimizer=optimizer)
+    return StageToPlan(engine, config, layout, PipelineGroups((0, 1)), token_multiple=1)
 
 
 def measured(num_parts: int, with_shares: bool = True) -> MeasuredParts:
@@ -59,17 +62,17 @@ def measured(num_parts: int, with_shares: bool = True) -> MeasuredParts:
 
 
 def best_of(
-    engine: Any, parts: MeasuredParts, memory: Any = None, limit_bytes: float | None = None
+    stage: StageToPlan, parts: MeasuredParts, memory: Any = None, limit_bytes: float | None = None
 ) -> tuple[PlanResult, list[str]]:
-    cuts = Cuts(engine.module, engine._layout, parts, memory)
-    return best_where_layers_stand(engine, cuts, LENGTH, limit_bytes)
+    cuts = Cuts(stage.engine.module, stage.layout, parts, memory)
+    return best_without_moving(stage, cuts, LENGTH, limit_bytes)
 
 
 @pytest.mark.parametrize("slices", ["auto", (4, 4)])
 def test_another_layout_is_recommended(slices: Any) -> None:
     for with_shares in (True, False):
-        engine = engine_on("seq1f1b", 1, slices=slices)
-        result, lines = best_of(engine, measured(2, with_shares))
+        stage = stage_on("seq1f1b", 1, slices=slices)
+        result, lines = best_of(stage, measured(2, with_shares))
         assert result.chunks_per_stage == 1
         assert any(line.startswith("zbv ") for line in lines)
         assert ("layers were not timed: parts are taken as even" in lines) == (not with_shares)
@@ -88,67 +91,103 @@ def test_a_cut_that_a_program_cannot_make_is_left_out(
     fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("terapipe_ds"), "propagate", True)
-    engine = engine_on("seq1f1b", 1)
-    before = list(engine.module.parts)
+    stage = stage_on("seq1f1b", 1)
+    before = list(stage.engine.module.parts)
 
     def cut(method: str) -> None:
         """The program knows two stages and no more: it fails, or cuts in two whatever it is asked for."""
-        if fails and engine.module.num_stages != STAGES:
-            raise KeyError(engine.module.num_stages)
-        engine.module.parts = before
+        if fails and stage.engine.module.num_stages != STAGES:
+            raise KeyError(stage.engine.module.num_stages)
+        stage.engine.module.parts = before
 
-    engine.module._partition_layers = cut
+    stage.engine.module._partition_layers = cut
     with caplog.at_level(logging.INFO, "terapipe_ds"):
-        result, lines = best_of(engine, measured(2))
+        result, lines = best_of(stage, measured(2))
     assert result.chunks_per_stage == 1 and not any(line.startswith("zbv ") for line in lines)
     assert (
         caplog.messages
         == ["the layers cannot be cut in 4 parts (KeyError: 4); schedules that want so many are left out"] * fails
     )
-    assert engine.module.parts == before and engine.module.num_stages == STAGES
+    assert stage.engine.module.parts == before and stage.engine.module.num_stages == STAGES
 
 
 @pytest.mark.parametrize(("bytes_per_s", "advised"), [(1e9, True), (100.0, False), (None, True)])
 def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advised: bool) -> None:
     """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
-    engine = engine_on("seq1f1b", 1, slices=(8,), layers=2)
+    stage = stage_on("seq1f1b", 1, slices=(8,), layers=2)
 
     shares = [[LayerShare(1.0, 1.0, 50)]] * 2
     parts = MeasuredParts([Whole(), Whole()], shares, bytes_per_s)
-    result, lines = best_of(engine, parts)
+    result, lines = best_of(stage, parts)
     assert result.chunks_per_stage == 1 and result.extra_s == 0
     assert ("would take" in lines[-1]) == advised
     if advised:
         assert ("the sum of gradients not counted" in lines[-1]) == (bytes_per_s is None)
     row = next(line for line in lines if line.startswith("chimera "))
     assert {1e9: "+0.00 ms", 100.0: "+4.000 s", None: "unknown"}[bytes_per_s] in row
-    standing, _ = best_of(engine_on("chimera", 2, slices=(8,), layers=2), parts)
+    standing, _ = best_of(stage_on("chimera", 2, slices=(8,), layers=2), parts)
     assert standing.extra_s == (None if bytes_per_s is None else 400 / bytes_per_s)
 
 
 def test_a_limit_that_only_another_layout_meets() -> None:
-    engine = engine_on("chimera", 2)
+    stage = stage_on("chimera", 2)
     memory = MemoryModel((PartMemory(100, 0.0),) * 2)
     with pytest.raises(MemoryLimitError, match="stage") as caught:
-        best_of(engine, measured(2), memory, 150)
+        best_of(stage, measured(2), memory, 150)
     name = str(caught.value).split("Schedule '")[1].split("'")[0]
     chunks = 2 if name == "zbv" or "interleaved" in name else 1
     assert str(caught.value).endswith(f'set "schedule": "{name}", "chunks_per_stage": {chunks}')
     assert caught.value.need_bytes == 200 and "chimera" not in name  # both parts on each stage
     with pytest.raises(MemoryLimitError) as nothing:
-        best_of(engine, measured(2), memory, 50)
+        best_of(stage, measured(2), memory, 50)
     assert "fits, but" not in str(nothing.value)
 
 
 @pytest.mark.parametrize("keeps_apart", [False, True])
 def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> None:
     """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
-    engine = engine_on("seq1f1b", 1, slices=(8,), layers=2)
-    engine.optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
+    optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
+    stage = stage_on("seq1f1b", 1, slices=(8,), layers=2, optimizer=optimizer)
 
     parts = MeasuredParts([Whole(), Whole()], [[LayerShare(1.0, 1.0, 50)]] * 2, 1e9)
-    _, lines = best_of(engine, parts)
+    _, lines = best_of(stage, parts)
     assert any("would take" in line for line in lines) == (not keeps_apart)
     chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))
-    assert (problem_of_copies(chimera, engine.optimizer) is not None) == keeps_apart
+    assert (problem_of_copies(chimera, optimizer) is not None) == keeps_apart
     assert can_have("chimera", raw={"data_types": {"grad_accum_dtype": "fp32"}}) is False and can_have("zbv")
+
+
+# -- before the layers move; the rest has real ranks in tests/distributed/test_first_layout.py -------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({"gradient_accumulation_steps": 6}, 6),
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2}, 8),  # over three replicas
+        ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, 8),
+        ({"train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}, 1),
+        ({"train_batch_size": 48}, 1),
+        ({"gradient_accumulation_steps": True}, 1),
+        ({}, 1),
+    ],
+)
+def test_micro_batches(raw: dict[str, Any], expected: int) -> None:
+    assert micro_batches_of(raw, SimpleNamespace(_grid=SimpleNamespace(data_parallel_size=3))) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "schedule", "chunks"),
+    [
+        ({"schedule": "zbv"}, "zbv", 2),
+        ({"schedule": "auto"}, "1f1b", 1),
+        ({"schedule": "auto", "chunks_per_stage": 3}, "interleaved", 3),
+        ({"schedule": "auto", "chunks_per_stage": 2, "planner": {"profile": "none.json"}}, "interleaved", 2),
+        ({"schedule": "seq1f1b", "planner": {"profile": "none.json"}}, "seq1f1b", 1),
+    ],
+)
+def test_no_profile_is_read_where_it_decides_nothing(section: dict[str, Any], schedule: str, chunks: int) -> None:
+    config = TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True, **section}})
+    given = iter([1])
+    layout, parameters = first_layout(config, {}, SimpleNamespace(num_stages=4), given)
+    assert layout.placement == placement_for(schedule, 4, chunks) and parameters is given

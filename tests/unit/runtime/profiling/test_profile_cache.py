@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerShare, LinkSample, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.planning import auto_planner
-from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
-from terapipe_ds.runtime.profiling.all_parts import PartCosts
+from terapipe_ds.runtime.planning.auto_planner import _read_profile
+from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartCosts
 from terapipe_ds.runtime.profiling.cache import combine, memory_of
-from terapipe_ds.runtime.profiling.key import LayersOfPart, describe_part, profile_key
-from terapipe_ds.runtime.profiling.link_times import LinkTimes
+from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
 from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
@@ -88,30 +79,16 @@ def test_shares_of_layers_are_known_where_every_rank_of_the_stage_knows_them() -
     assert [part.layer_shares for part in parts] == [shares, None]
 
 
-@pytest.mark.parametrize(("section", "multiple", "warns"), [
-    ({}, 3, False), ({}, 1, True), ({"granularity_tokens": 192}, 1, False), ({"granularity_tokens": 96}, 1, True),
-])  # fmt: skip
+@pytest.mark.parametrize(("granularity", "warns"), [(192, False), (96, True)])
 def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
-    section: dict[str, Any],
-    multiple: int,
-    warns: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    granularity: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The granularity is what plans are cut at: raised to the module's multiple where nobody has set it."""
-    key = dataclasses.replace(KEY, sequence_length=768)
+    key, path = dataclasses.replace(KEY, sequence_length=768), str(tmp_path / "profile.json")
     samples = tuple(CostSample(tokens, 0, 1.0, 1.0) for tokens in (192, 768))
-    path = tmp_path / "profile.json"
     ranks = [dataclasses.replace(rank(i, 0, (1.0, 1.0)), times=PartTimes(samples)) for i in (0, 1)]
     combine(key, ranks).save(path)
-    config = TeraPipeConfig(enabled=True, planner={"profile": str(path)}, **section).with_multiple(multiple)
-    alone: Any = SimpleNamespace(world=None)
-    planner = AutoPlanner(SimpleNamespace(terapipe_config=config), alone, pytest.fail)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
-    monkeypatch.setattr(auto_planner, "key_of", lambda engine, groups, length, rows: key)
     with caplog.at_level("WARNING", logger="terapipe_ds"):
-        given = planner._profile_for(768, [], [MicroBatchShape(2, 768)])
+        given = _read_profile(path, key, granularity)
     assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns
     assert memory_of(Profile.load(path)) is not None and memory_of(given) is None  # that of another optimizer, maybe
 
@@ -124,34 +101,6 @@ def _key(**changes: Any) -> ProfileKey:
     module.activation_checkpoint_interval = 0  # type: ignore[assignment]
     described = LayersOfPart([[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], 0], [])
     return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
-
-
-class _Cut:
-    """What a stage knows of seven layers, from ``start`` to ``stop``; the last is the first one again, tied."""
-
-    def __init__(self, start: int, stop: int, width: int = 3, interval: int = 0) -> None:
-        self._layer_specs = [LayerSpec(nn.Linear, width, width, bias=n % 2 == 0) for n in range(6)]
-        self._layer_specs.append(TiedLayerSpec("tied", nn.Linear, width, width, forward_fn=len))
-        self._local_start, self._local_stop, self.activation_checkpoint_interval = start, stop, interval
-        built = [spec.build() for spec in self._layer_specs]
-        self.forward_funcs = [*built[:6], functools.partial(len, built[6])][start:stop]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return nn.ModuleList(f for f in self.forward_funcs if isinstance(f, nn.Module)).parameters()
-
-
-def _of_cut(bounds: list[int], **model: int) -> ProfileKey:
-    stages = [_Cut(start, stop, **model) for start, stop in itertools.pairwise(bounds)]
-    options: dict[str, Any] = {"module": stages[0], "device": torch.device("cpu"), "rows": 2, "length": 64}
-    return profile_key([describe_part(stage) for stage in stages], **options)
-
-
-def test_one_fingerprint_of_layers_for_every_cut() -> None:
-    keys = [_of_cut(bounds) for bounds in ([0, 3, 7], [0, 4, 7], [0, 1, 2, 6, 7], [0, 7])]
-    assert len({key.layers_fingerprint for key in keys}) == 1 and None not in {key.layers_fingerprint for key in keys}
-    assert len({key.model_fingerprint for key in keys}) == len(keys)
-    for other in ({"width": 4}, {"interval": 1}):
-        assert _of_cut([0, 3, 7], **other).layers_fingerprint != keys[0].layers_fingerprint
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
-"""Slices that are run for their time alone, on a small decoder in one process."""
+"""Slices that are run for their time alone, whole and layer by layer, on small parts in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
@@ -13,73 +15,154 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
+from terapipe_ds.runtime.profiling.rounds import layer_shares
+from terapipe_ds.runtime.profiling.slice_timer import LayerByLayer, SliceTimer
 
-LENGTH, ROWS = 24, 2
+LENGTH, ROWS = 16, 2
 
 
-class Watched(nn.Module):
-    """Layers that note what slice they were run on."""
+class Named(NamedTuple):
+    x: Tensor
+    twice: Tensor
 
-    def __init__(self, layers: list[nn.Module]) -> None:
+
+class Clock:
+    """Seconds that pass only while a layer works: as many as the layer says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Slow(torch.autograd.Function):
+    """x + 1, at a price."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, forward_s: float, backward_s: float) -> Tensor:
+        clock.now_s += forward_s
+        ctx.price = clock, backward_s
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        clock, seconds = ctx.price
+        clock.now_s += seconds
+        return grad, None, None, None
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: (x, 2 * x), lambda x: {"x": [x], "n": 3, "no": None}, lambda x: Named(x, 2 * x)]
+)
+def test_gradients_are_those_of_the_whole(wrap: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def unwrap(value: Any) -> Tensor:
+        if isinstance(value, dict):
+            return value["x"][0]
+        if isinstance(value, Named):
+            return value.x + value.twice
+        return value if torch.is_tensor(value) else value[0] + value[1]
+
+    functions: list[Callable[[Any], Any]] = [
+        lambda x: wrap(first(x)),
+        lambda x: last(unwrap(x)).relu_() + 0,
+        lambda x: x.mul_(2),
+    ]
+    x, gradients = torch.randn(2, 4), []
+    parameters = [*first.parameters(), *last.parameters()]
+    for layered in (False, True):
+        for parameter in parameters:
+            parameter.grad = None
+        layers = LayerByLayer(functions)
+        y = layers(x) if layered else functions[2](functions[1](functions[0](x)))
+        y.square().sum().backward()
+        if layered:
+            assert len(layers.backward()) == 3
+        gradients.append([parameter.grad for parameter in parameters])
+    for whole, mine in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, whole)
+
+
+# -- on a part
+
+
+class Part(nn.Module):
+    """As much of a PipelineModule as a timer asks for; notes what slices it was run on."""
+
+    activation_checkpoint_interval = 0
+
+    def __init__(self, functions: list[Any]) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*layers)
-        self.seen: list[ActiveSlice | None] = []
-        self.shapes: list[tuple[int, ...]] = []
+        self.forward_funcs = functions
+        self.held = nn.ModuleList(each for each in functions if isinstance(each, nn.Module))
+        self.seen: list[tuple[ActiveSlice | None, tuple[int, ...]]] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(active_slice())
-        self.shapes.append(tuple(x.shape))
-        return self.layers(x)
-
-
-def _layers() -> list[nn.Module]:
-    config = GPTConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, max_sequence_length=64)
-    return [spec.build() for spec in gpt_layers(config)]
+    def forward(self, x: Any) -> Any:
+        self.seen.append((active_slice(), tuple(x.shape)))
+        for function in self.forward_funcs:
+            x = function(x)
+        return x
 
 
-def _tokens(seed: int) -> Tensor:
-    return torch.randint(31, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
-
-
-def timer_of(layers: list[nn.Module], first: bool, last: bool) -> SliceTimer:
-    module = Watched(layers)
-    labels = SliceableTensors.of_labels(_tokens(1), 1)
-    inputs = SliceableTensors.of_inputs(_tokens(0), LENGTH, 1)
-    return SliceTimer(
-        module,
+def timer_of(functions: list[Any], first: bool, last: bool) -> SliceTimer:
+    """Return a timer that knows slices of 2, 4 and LENGTH tokens."""
+    tokens = torch.randint(31, (ROWS, LENGTH))
+    timer = SliceTimer(
+        Part(functions),
         LENGTH,
         torch.device("cpu"),
         SliceStore(),
-        inputs=inputs if first else None,
-        labels=labels if last else None,
+        inputs=SliceableTensors.of_inputs(tokens, LENGTH, 1) if first else None,
+        labels=SliceableTensors.of_labels(tokens, 1) if last else None,
         is_last=last,
         loss_fn=gpt_loss,
     )
+    for length in (2, 4, LENGTH):
+        if not first:
+            timer.receive(length, MessageSpec((TensorSpec((ROWS, length, 16), torch.float32, True),), False))
+        timer.output_spec(length)
+    return timer
 
 
-@pytest.fixture(params=[(True, True), (True, False), (False, True), (False, False)])
-def timer(request: pytest.FixtureRequest) -> Iterator[SliceTimer]:
-    first, last = request.param
-    layers = _layers()
-    timer = timer_of(layers[None if first else 1 : None if last else -2], first, last)
-    if not first:
-        for tokens in (4, 8, LENGTH):
-            spec = TensorSpec((ROWS, tokens, 16), torch.float32, requires_grad=True)
-            timer.receive(tokens, MessageSpec((spec,), is_tuple=False))
+@pytest.mark.parametrize(("first", "last"), [(True, True), (True, False), (False, True), (False, False)])
+def test_any_slice_runs_in_any_order(first: bool, last: bool) -> None:
+    config = GPTConfig(vocab_size=31, hidden_size=16, num_layers=2, num_heads=2, max_sequence_length=64)
+    layers = [spec.build() for spec in gpt_layers(config)][None if first else 1 : None if last else -2]
+    timer = timer_of(layers, first, last)
+    assert isinstance(timer.module, Part)
     with untouched(timer.module):
-        yield timer
+        for tokens, prefix in [(2, 14), (4, 0), (LENGTH, 0), (4, 12), (4, 12)]:
+            seconds, live = timer.forward(tokens, prefix)
+            assert seconds > 0 and timer.backward(live) > 0
+            active, shape = timer.module.seen[-1]
+            assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
+            assert shape[:2] == (ROWS, tokens)
+        assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in timer.module.parameters())
 
 
-def test_any_slice_runs_in_any_order(timer: SliceTimer) -> None:
-    for tokens in (4, 8, LENGTH):
-        timer.output_spec(tokens)
-    module = timer.module
-    assert isinstance(module, Watched)
-    for tokens, prefix in [(8, 16), (4, 0), (LENGTH, 0), (4, 12), (4, 12)]:
-        seconds, live = timer.forward(tokens, prefix)
-        assert seconds > 0 and timer.backward(live) > 0
-        active = module.seen[-1]
-        assert active is not None and (active.start, active.stop, active.mode) == (prefix, prefix + tokens, "probe")
-        assert module.shapes[-1][:2] == (ROWS, tokens)
-    assert all((p.grad is not None) and p.grad.abs().sum() > 0 for p in module.parameters())
+def test_frozen_parameters_are_counted_apart() -> None:
+    layers = [nn.Linear(16, 16), nn.Linear(16, 16)]
+    layers[0].requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    shares = layer_shares(timer_of([*layers, torch.relu], False, False), [4, LENGTH])
+    assert shares is not None
+    assert [(share.parameters, share.trained) for share in shares] == [(272, 0), (272, 256), (0, 0)]
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    """Layers of 1 s and a head of 2 s each way, and a loss whose forward takes 4 s and its backward 12 s."""
+    clock = Clock()
+    monkeypatch.setattr(Part, "activation_checkpoint_interval", interval)
+    linears = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 31)]
+    layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 1.0, 2.0), strict=True)]
+    timer = timer_of(layers, False, True)
+    timer.loss_fn = lambda y, labels: Slow.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0)
+    timer.clock = clock
+    assert timer.forward(4, 0)[0] == 1 + 1 + 2 + 4
+    again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
+    backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
+    assert timer.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, strict=True))

@@ -1,33 +1,33 @@
-"""What of a batch the check looks at."""
+"""What of a batch the check compares, whose layers, which tokens belong together, and what counts as equal."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
+from terapipe_ds.runtime.verify.compare import Tolerance, compare_tokens, compare_values
 from terapipe_ds.runtime.verify.cut import Cut, choose_window, cuttable, window_plan
 from terapipe_ds.runtime.verify.first_batch import all_own
+from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
 
 
-@pytest.mark.parametrize("length", [64, 127, 130, 512, 4096, 16384, 131072])
-@pytest.mark.parametrize("cut_rows", [1, 2, 16])
-def test_a_window_is_short_and_its_slices_are_unequal(length: int, cut_rows: int) -> None:
-    for granularity, slices in itertools.product([1, 2, 64, 384, 1024, 8192], [4, 32]):
-        check_window(length, cut_rows, min(granularity, length // 2), slices)
-
-
-def check_window(length: int, cut_rows: int, granularity: int, slices: int) -> None:
+@given(st.integers(64, 131072), st.sampled_from([1, 2, 16]), st.integers(1, 8192), st.sampled_from([4, 32]))
+def test_a_window_is_short_and_its_slices_are_unequal(
+    length: int, cut_rows: int, granularity: int, slices: int
+) -> None:
+    granularity = min(granularity, length // 2)
     plan = SlicePlan.equal(length, min(slices, -(-length // granularity)), granularity)
     found, unit = window_plan(plan, granularity, 1, 16, 8, 4, cut_rows)
     tokens, slices_found = found.sequence_length, found.num_slices
@@ -94,11 +94,8 @@ def test_the_window_is_where_some_labels_count_and_some_do_not() -> None:
     assert {232, 233} < set(window(sliceable(labels)))
     assert window(sliceable(labels), unit=16).start % 16 == 0
     assert window(sliceable(torch.full((2, 300), -100))).start == 0
-
-
-def test_a_loss_mask_beside_the_labels_counts() -> None:
     labels, mask = torch.zeros(2, 300, dtype=torch.long), torch.zeros(2, 300)
-    mask[:, 100:160] = 1
+    mask[:, 100:160] = 1  # beside the labels
     tokens = set(window(sliceable(labels, mask), None, slice_weight=lambda labels: labels[1].sum()))
     assert {99, 100} < tokens or {159, 160} < tokens
 
@@ -107,68 +104,103 @@ class Derived(gpt.DecoderLayer):
     pass
 
 
-class Held:
-    """What `all_own` looks at of a PipelineModule."""
-
-    def __init__(self, functions: list[Any], loss_fn: Any = gpt.gpt_loss) -> None:
-        self.forward_funcs, self.loss_fn = functions, loss_fn
-
-
 CONFIG = gpt.GPTConfig(vocab_size=8, hidden_size=16, num_layers=1, num_heads=2)
-SPECS: list[LayerSpec] = gpt.gpt_layers(CONFIG)
 
 
-def _with_a_foreign_mlp() -> nn.Module:
-    layer = gpt.DecoderLayer(CONFIG, 0)
-    layer.mlp = Derived(CONFIG, 1)
-    return layer
+def own_layers() -> list[Any]:
+    return [spec.build() for spec in gpt.gpt_layers(CONFIG)]
+
+
+def are_own(functions: list[Any], loss_fn: Any = gpt.gpt_loss) -> bool:
+    """As `all_own` says of a stage with these layers."""
+    return all_own(SimpleNamespace(forward_funcs=functions, loss_fn=loss_fn))
 
 
 def test_whose_layers_they_are() -> None:
-    own = [spec.build() for spec in SPECS]
-    assert all_own(Held(own)) and all_own(Held(own, None)) and all_own(Held([partial(gpt.gpt_loss, own[0])]))
-    assert not all_own(Held([*own, Derived(CONFIG, 0)]))
-    assert not all_own(Held([nn.Linear(2, 2)]))  # torch's, but no layer of ours
-    assert not all_own(Held([_with_a_foreign_mlp()]))
-    assert not all_own(Held([lambda x: x]))
-    assert not all_own(Held([partial(lambda layer, x: x, own[0])]))
-    assert not all_own(Held(own, nn.CrossEntropyLoss()))
-    assert not all_own(Held(own, lambda outputs, labels: outputs.mean()))
+    own = own_layers()
+    assert are_own(own) and are_own(own, None) and are_own([partial(gpt.gpt_loss, own[0])])
+    foreign = gpt.DecoderLayer(CONFIG, 0)
+    foreign.mlp = Derived(CONFIG, 1)
+    for layer in (Derived(CONFIG, 0), nn.Linear(2, 2), foreign, lambda x: x, partial(lambda layer, x: x, own[0])):
+        assert not are_own([*own, layer])
+    assert not are_own(own, nn.CrossEntropyLoss()) and not are_own(own, lambda outputs, labels: outputs.mean())
 
 
-def _hooked(layer: nn.Module) -> None:
-    layer.feed_forward.register_forward_hook(lambda module, inputs, output: output - output.mean(1, keepdim=True))
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda layer: layer.feed_forward.register_forward_hook(lambda module, inputs, output: output - 1),
+    "hook of torch": lambda layer: nn.utils.spectral_norm(layer.feed_forward.down),
+    "parametrization": lambda layer: nn.utils.parametrizations.spectral_norm(layer.feed_forward.down),
+    "forward": lambda layer: setattr(layer, "forward", lambda x: x.cumsum(1)),
+    "activation": lambda layer: setattr(
+        layer.feed_forward, "activation", partial(lambda x, dim: x.softmax(dim), dim=1)
+    ),
+}
 
 
-def _with_a_hook_of_torch(layer: nn.Module) -> None:
-    nn.utils.spectral_norm(layer.feed_forward.down)
-
-
-def _parametrized(layer: nn.Module) -> None:
-    nn.utils.parametrizations.spectral_norm(layer.feed_forward.down)
-
-
-def _with_another_forward(layer: nn.Module) -> None:
-    layer.forward = lambda x: x.cumsum(1)
-
-
-def _with_another_activation(layer: nn.Module) -> None:
-    layer.feed_forward.activation = partial(lambda x, dim: x.softmax(dim), dim=1)
-
-
-@pytest.mark.parametrize(
-    "change", [_hooked, _with_a_hook_of_torch, _parametrized, _with_another_forward, _with_another_activation]
-)
-def test_a_layer_of_the_package_that_somebody_changed(change: Callable[[nn.Module], None]) -> None:
-    own = [spec.build() for spec in SPECS]
-    change(own[1])
-    assert not all_own(Held(own))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_of_the_package_that_somebody_changed(change: str) -> None:
+    own = own_layers()
+    CHANGES[change](own[1])
+    assert not are_own(own)
 
 
 def test_what_measures_or_is_of_torch_changes_nothing() -> None:
-    own = [spec.build() for spec in SPECS]
+    own = own_layers()
     hook = lambda *arguments: None  # noqa: E731
     hook.__module__ = "deepspeed.profiling.flops_profiler.profiler"
     own[1].register_forward_hook(hook)
     own[1].feed_forward.activation = partial(nn.functional.silu, inplace=False)
-    assert all_own(Held(own))
+    assert are_own(own)
+
+
+# -- where the tokens of a tensor are, and what counts as equal --------------------------------------------------------
+
+PLAN = SlicePlan((4, 2, 6))
+SLICING = Slicing(PLAN, (0.5, 0.25, 0.25))
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {  # of [B, T, H], what a layer may make of it
+    "batch first": lambda x: x,
+    "tokens first": lambda x: x.transpose(0, 1),
+    "tokens last": lambda x: x.transpose(1, 2),
+    "flat, rows first": lambda x: x.flatten(0, 1),
+    "flat, tokens first": lambda x: x.transpose(0, 1).flatten(0, 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_tokens_are_found(form: str) -> None:
+    x = torch.arange(3.0 * 12 * 5).view(3, 12, 5)
+    whole, parts = FORMS[form](x), [FORMS[form](x[:, slice(*PLAN.span(i))]) for i in range(3)]
+    fitting = []
+    for layout in SLICING.layouts_of(whole, parts):
+        if all(torch.equal(SLICING.cut(layout, whole, i), part) for i, part in enumerate(parts)):
+            fitting.append(layout)
+            joined = SLICING.joined(layout, parts)
+            assert joined.shape[0] == 12
+            assert torch.equal(joined, SLICING.whole().joined(layout, [whole]))
+            assert torch.equal(layout.tokens_back(joined), whole)
+    assert len(fitting) == 1
+
+
+def test_a_size_that_happens_to_be_the_length_is_no_token_dimension() -> None:
+    whole = torch.zeros(12, 12)
+    assert SLICING.layouts_of(whole, [whole[:, :n] for n in PLAN.lengths]) == [TokenDim(1)]
+    assert SLICING.layouts_of(whole, [whole] * 3) == SLICING.layouts_of(torch.zeros(()), [torch.zeros(())] * 3) == []
+
+
+def test_one_wrong_token_does_not_drown() -> None:
+    b = torch.ones(10_000, 4)
+    a = b.clone()
+    a[777] += 0.01
+    assert compare_values("output", a, b, Tolerance(2e-4, 0.1)) is None  # over all tokens it would pass
+    found = compare_tokens("output", a, b, Tolerance(2e-4, 0.1))
+    assert found is not None and found.tokens is not None and found.tokens.nonzero().flatten().tolist() == [777]
+
+
+def test_not_finite() -> None:
+    b = torch.tensor([[1.0], [float("-inf")]])
+    every = Tolerance(1.0, 1.0)
+    assert compare_tokens("output", b, b, every) is compare_values("output", b, b, every) is None
+    for a in (torch.ones(2, 1), torch.full((2, 1), math.nan)):
+        found = compare_tokens("output", a, b, every)
+        assert found is not None and "not comparable" in str(found)
+        assert "not comparable" in str(compare_values("output", b, a, every))

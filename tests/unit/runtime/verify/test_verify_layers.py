@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
@@ -20,8 +19,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.layer import Activations, NamedLayer
 from terapipe_ds.runtime.verify.loss import LossCheck, weights_of
-from terapipe_ds.runtime.verify.report import Finding, Findings
-from terapipe_ds.runtime.verify.stage import StageCheck
+from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
 from terapipe_ds.runtime.verify.tokens import Same, Slicing, TokenDim
 from tests.distributed import faulty_layers
 from tests.distributed.faulty_layers import LAYERS, WIDTH
@@ -201,27 +199,3 @@ def test_the_findings_of_all_ranks() -> None:
     peers = [Findings(num_layers=2, findings=[last]), Findings(num_layers=3, findings=[first, last], notes=["n"])]
     joined = Findings.of_all([*peers, *peers], copies=2)
     assert (joined.num_layers, joined.findings, joined.notes) == (5, [first, last], ["n"])
-
-
-def _stale_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of the prefix are those of another batch."""
-    keys_values = SliceEntry.keys_values
-
-    def stale(self: SliceEntry, start: int, stop: int) -> Any:
-        half = stop // 2
-        return tuple(torch.cat([0.5 * t[:, :, :half], t[:, :, half:]], 2) for t in keys_values(self, start, stop))
-
-    monkeypatch.setattr(SliceEntry, "keys_values", stale)
-
-
-def _doubled_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """dK and dV of a slice are handed back twice as large."""
-    end_backward = SliceStore.end_backward
-    monkeypatch.setattr(SliceStore, "end_backward", lambda self, *span: tuple(2 * g for g in end_backward(self, *span)))
-
-
-@pytest.mark.parametrize("fault", [_stale_prefix, _doubled_gradient])
-def test_faults_of_the_slice_store_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault(monkeypatch)
-    found = verify_gpt("float32")
-    assert [f.layer_id for f in found.findings] == [1, 2]  # both decoder layers, and no other

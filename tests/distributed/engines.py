@@ -269,7 +269,7 @@ def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else 1.0
-        gradients = {name: _gradient(p) for name, p in engine.module.named_parameters()}
+        gradients = {name: gradient_of(p) for name, p in engine.module.named_parameters()}
         run.gradients.append(
             {name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None}
         )
@@ -283,7 +283,7 @@ def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
     return forget
 
 
-def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
+def gradient_of(parameter: torch.nn.Parameter) -> Tensor | None:
     if hasattr(parameter, "_hp_mapping"):  # ZeRO and bf16 keep gradients of their own
         return deepspeed.utils.safe_get_full_grad(parameter)
     return None if parameter.grad is None else parameter.grad.detach()

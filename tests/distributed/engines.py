@@ -23,6 +23,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models import gpt
+from tests.distributed.compare import relative_error, worst_error
 
 VOCAB_SIZE = 31
 LENGTH = 23
@@ -212,7 +213,7 @@ class Run:
 def train(engine: PipelineEngine, data: Sequence[Batch], before_step: Callable[[int], None] | None = None) -> Run:
     """One optimizer step for each batch."""
     run = Run()
-    forget = _record_gradients(engine, run)
+    forget = record_gradients(engine, run.gradients.append)
     for step, batch in enumerate(data):
         if before_step is not None:
             before_step(step)
@@ -263,16 +264,15 @@ def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str,
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
-def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
-    """Keep each gradient as the optimizer meets it, without the loss scale. Returns what ends this."""
+def record_gradients(engine: PipelineEngine, keep: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:
+    """Hand each step's gradients to `keep` as the optimizer meets them, without the loss scale: reduced and, where
+    neither ZeRO nor bf16, clipped. Returns what ends this."""
     optimizer_step = engine.optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else 1.0
-        gradients = {name: gradient_of(p) for name, p in engine.module.named_parameters()}
-        run.gradients.append(
-            {name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None}
-        )
+        gradients = {name: _gradient(p) for name, p in engine.module.named_parameters()}
+        keep({name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None})
         return optimizer_step(*args, **kwargs)
 
     engine.optimizer.step = step
@@ -283,22 +283,13 @@ def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
     return forget
 
 
-def gradient_of(parameter: torch.nn.Parameter) -> Tensor | None:
+def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
     if hasattr(parameter, "_hp_mapping"):  # ZeRO and bf16 keep gradients of their own
         return deepspeed.utils.safe_get_full_grad(parameter)
     return None if parameter.grad is None else parameter.grad.detach()
 
 
 # -- comparison ----------------------------------------------------------------------------------------------
-
-
-def relative_error(value: Any, expected: Any, floor: float = 0.0) -> float:
-    """||a - b|| / max(||b||, floor); infinite where shapes differ or a number is not finite."""
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, expected))
-    if a.shape != b.shape or not torch.isfinite(a).all():
-        return float("inf")
-    difference = float((a - b).norm())
-    return difference / max(float(b.norm()), floor, 1e-300) if difference else 0.0
 
 
 def error_of(ours: Any, stock: Any) -> float:
@@ -334,10 +325,7 @@ def _worst_number(ours: list[float], stock: list[float]) -> float:
 
 
 def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor], names: set[str]) -> float:
-    if not ours or ours.keys() != stock.keys() & names:
-        return float("inf")
-    largest = max(float(value.norm()) for value in stock.values())
-    return max(relative_error(value, stock[name], 1e-3 * largest) for name, value in ours.items())
+    return worst_error(ours, stock).error if ours and ours.keys() == stock.keys() & names else float("inf")
 
 
 def violations(errors: Sequence[dict[str, float]], limit: float = EXACT, **limits: float) -> dict[str, float]:

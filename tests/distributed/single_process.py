@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     if reduction == "mean_valid":
         return flat.sum() / (labels != IGNORE_INDEX).sum()
@@ -164,7 +165,7 @@ def _train(c: Case) -> list[RankRecord]:
     returned = [sum(record.losses[step] for record in records) / c.data_parallel for step in range(c.steps)]
     for record in records:
         record.returned = returned
-        record.parameters = {name: to_numpy(parameter) for name, parameter in model.named()}
+        record.parameters = to_numpy(dict(model.named()))
     return records
 
 
@@ -173,12 +174,12 @@ def _finish_gradients(c: Case, model: Whole, records: list[RankRecord], step: in
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad *= 2 if c.hook else 1
-    before = {name: to_numpy(parameter.grad) for name, parameter in model.named()}
+    before = to_numpy({name: parameter.grad for name, parameter in model.named()})
     if c.clipping:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for record in records if c.zero_stage else ():  # the plain engine does not tell it
             record.norms.append(float(norm))
-    after = before if c.zero_stage else {name: to_numpy(parameter.grad) for name, parameter in model.named()}
+    after = before if c.zero_stage else to_numpy({name: parameter.grad for name, parameter in model.named()})
     for record in records:
         record.gradients[step] = after
 
@@ -189,5 +190,5 @@ def _evaluated(c: Case, model: Whole, replica: int, step: int) -> float:
         return sum(loss_function(c.loss_reduction)(model(x), y).item() for x, y in batch) / c.micro_batches
 
 
-def to_numpy(tensor: Tensor) -> npt.NDArray[np.floating]:
-    return tensor.detach().double().cpu().numpy().copy()
+def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.floating]]:
+    return {name: tensor.detach().double().cpu().numpy().copy() for name, tensor in tensors.items()}

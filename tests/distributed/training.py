@@ -6,13 +6,12 @@ import contextlib
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tests.distributed.cases import CLIP_NORM, Case
 from tests.distributed.compare import RankRecord
-from tests.distributed.engines import engine_of, gradient_of, section
+from tests.distributed.engines import engine_of, record_gradients, section
 from tests.distributed.single_process import (
     ADAM_EPS,
     LEARNING_RATE,
@@ -98,7 +97,8 @@ class DoublingModule(DrawnModule):
 def _train(engine: PipelineEngine, case: Case) -> RankRecord:
     replica = engine.grid.get_data_parallel_id()
     record = RankRecord(engine.global_rank, engine.stage_id, replica, type(engine).__name__)
-    snapshots = record_gradients(engine)
+    snapshots: list[dict[str, Any]] = []
+    record_gradients(engine, lambda gradients: snapshots.append(to_numpy(gradients)))
     for step in range(1, case.steps + 1):
         returned = engine.train_batch(iter(micro_batches(case, replica, step)))
         # the last stage returns fp64, the others what they were sent
@@ -112,21 +112,6 @@ def _train(engine: PipelineEngine, case: Case) -> RankRecord:
             evaluation = engine.eval_batch(iter(data), bcast_loss=False)
             record.evaluations += [float(evaluation)] if engine.is_last_stage() else []
     record.gradients = dict(enumerate(snapshots, 1))
-    record.parameters = {name: to_numpy(parameter) for name, parameter in engine.module.named_parameters()}
+    record.parameters = to_numpy(dict(engine.module.named_parameters()))
+    assert all(gradients.keys() == record.parameters.keys() for gradients in snapshots), "some have no gradient"
     return record
-
-
-def record_gradients(engine: PipelineEngine) -> list[dict[str, npt.NDArray[np.floating]]]:
-    """Keep each gradient as the optimizer meets it: reduced and, where neither ZeRO nor bf16, clipped."""
-    snapshots: list[dict[str, npt.NDArray[np.floating]]] = []
-    optimizer_step = engine.optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        gradients = {name: gradient_of(p) for name, p in engine.module.named_parameters()}
-        missing = [name for name, gradient in gradients.items() if gradient is None]
-        assert not missing, f"no gradient of {missing} at the optimizer step"
-        snapshots.append({name: to_numpy(gradient) for name, gradient in gradients.items()})
-        return optimizer_step(*args, **kwargs)
-
-    engine.optimizer.step = step
-    return snapshots

@@ -33,7 +33,7 @@ from tests.distributed.engines import (
     train,
 )
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.test_tensor_parallel import parallel
+from tests.distributed.tensor_parallel import parallel
 
 GRID = (2, 1, 2)
 

@@ -146,7 +146,7 @@ class FlatHead(Head):
 
 
 def flat_layers() -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(BareDecoder, 0), LayerSpec(BareDecoder, 1), LayerSpec(FlatHead)]
+    return [LayerSpec(Embedding), LayerSpec(PassingDecoder, 0), LayerSpec(PassingDecoder, 1), LayerSpec(FlatHead)]
 
 
 def flat_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -204,18 +204,12 @@ def doubling_layers() -> list[LayerSpec]:
     """With two stages, what `Doubling` gives crosses between them."""
     return [
         LayerSpec(Embedding),
-        LayerSpec(BareDecoder, 0),
+        LayerSpec(PassingDecoder, 0),
         LayerSpec(Doubling),
         LayerSpec(Merging),
-        LayerSpec(BareDecoder, 1),
+        LayerSpec(PassingDecoder, 1),
         LayerSpec(Head),
     ]
-
-
-class BareDecoder(DecoderInside):
-    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
-        [hidden] = unpacked(inputs)
-        return self.decoder(hidden)
 
 
 class SummingEmbedding(Embedding):
@@ -263,10 +257,11 @@ class LossHead(Head):
 
 
 class PassingDecoder(DecoderInside):
-    """A decoder layer that hands one passenger on."""
+    """A decoder layer that hands on the passengers, if there are any."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.decoder(inputs[0]), *inputs[1:]
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        hidden, *passengers = unpacked(inputs)
+        return (self.decoder(hidden), *passengers) if passengers else self.decoder(hidden)
 
 
 def own_loss_layers() -> list[LayerSpec]:

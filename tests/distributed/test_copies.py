@@ -11,8 +11,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import PipelineModule
-from torch import Tensor
+from deepspeed.pipe import LayerSpec, PipelineModule
+from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.models import gpt
@@ -162,15 +162,31 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 OPTIONS = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 
 
-def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = False) -> dict[str, Tensor]:
-    """The weights of this rank after some steps, each replica with data of its own.
+class Unused(nn.Module):
+    """A layer of no use, whose weights must stay as they are at both places."""
 
-    ``alone``: no copy takes its owner's weights.
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=not frozen)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = False) -> dict[str, Tensor]:
+    """The weights of this rank after some steps, each replica with data of its own. The last step has one micro-batch,
+    which goes down alone: the copies of the way up have no gradients of their own.
+
+    `alone`: no copy takes its owner's weights.
     """
     options = {**PRECISIONS[precision], **OPTIONS}
+    layers = gpt_layers(dtype="float32")
+    layers[-2:-2] = [LayerSpec(Unused, frozen) for frozen in (False, True)]
     left = mock.patch.object(batch_end, "take_owners_weights", lambda module: None) if alone else nullcontext()
-    with left, engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
-        return train(engine, batches(NUM_STEPS, first_seed=1000 * engine.grid.get_data_parallel_id())).parameters
+    with left, engine_of(layers, terapipe, **options) as engine:
+        first_seed = 1000 * engine.grid.get_data_parallel_id()
+        data = [*batches(NUM_STEPS, first_seed=first_seed), *batches(1, 1, first_seed=first_seed + 500)]
+        return train(engine, data, lambda step: engine.set_train_batch_size(2 * REPLICAS * len(data[step]))).parameters
 
 
 def copies_that_differ(ranks: Sequence[dict[str, Tensor]]) -> list[str]:

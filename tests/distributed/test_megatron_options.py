@@ -112,20 +112,6 @@ def test_the_stock_engine_is_refused_with_tensor_parallelism() -> None:
         rank_pool(2).run(train, layout="tp2", ds_config={"terapipe": None}, qk_layernorm=True)
 
 
-def evaluate(layout: str) -> tuple[float, torch.Tensor]:
-    case = case_of(layout)
-    with engine_of(case) as engine:
-        loss, logits = engine.eval_batch(iter(data(case, 1)[0]), return_logits=True)
-        return float(loss), logits if logits is None else logits[0] if isinstance(logits, (list, tuple)) else logits
-
-
-def test_logits_of_an_evaluation_are_shares_of_the_vocabulary() -> None:
-    (loss, left), (other_loss, right) = rank_pool(2).run(evaluate, layout="tp2")
-    whole_loss, whole = rank_pool(2).run(evaluate, layout="pp2")[1]
-    assert loss == other_loss == pytest.approx(whole_loss, rel=1e-6)
-    torch.testing.assert_close(torch.cat([left, right], dim=-1), whole, rtol=1e-5, atol=1e-5)
-
-
 def test_a_layer_spec_of_the_user_gets_sliced_attention_as_well() -> None:
     """With Megatron's own attention in it each slice would see its own tokens alone."""
     options = {"transformer_layer_spec": get_gpt_layer_local_spec()}

@@ -1,4 +1,4 @@
-"""What surrounds a step under tensor parallelism: evaluation, checkpoints, traces, and ranks that fail."""
+"""What surrounds a step under tensor parallelism: evaluation, traces, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
     LENGTH,
-    ZERO1,
     Batch,
     batches,
     engine_of,
@@ -85,45 +84,6 @@ def test_evaluation_gives_every_rank_the_loss_and_the_last_stage_its_part_of_the
     for errors in last:
         assert errors["losses"] <= FP32_SCALAR
         assert max(errors[name] for name in ("exact", "logits", "outputs")) <= EXACT, errors
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def _resumed(folder: str, changes: dict[str, Any], terapipe: dict[str, Any]) -> tuple[bool, list[str], list[str]]:
-    """Return whether a fresh engine with another plan goes on as the one that saved, the files, and the parameters that
-    differ."""
-    dtype, data = "bfloat16" if "bf16" in changes else "float64", batches(4)
-    options = {**parallel(GRID), **changes}
-    with engine_of(tp.layers(dtype), section(), **options) as engine:
-        train(engine, data[:2])
-        engine.save_checkpoint(folder, tag="two", client_state={"note": "kept"})
-        through = train(engine, data[2:])
-    with engine_of(tp.layers(dtype), terapipe, **options) as engine:
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.zero_()
-        _, state = engine.load_checkpoint(folder)
-        assert state["note"] == "kept" and engine.global_steps == 2
-        after = train(engine, data[2:])
-    limit = EXACT if dtype == "float64" else 2e-2
-    wrong = [n for n, p in after.parameters.items() if relative_error(p, through.parameters[n]) > limit]
-    same = relative_error(after.returned[-1], through.returned[-1]) <= max(limit, FP32_SCALAR)
-    return same, sorted(path.name for path in Path(folder, "two").iterdir()), wrong
-
-
-@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}, **ZERO1}], ids=["fp64", "bf16-zero1"])
-@pytest.mark.sample(1)
-def test_a_checkpoint_of_divided_layers_goes_on_under_another_plan(changes: dict[str, Any], tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "changes": changes, "terapipe": section(slices=[9, 13, 1], schedule="terapipe")}
-    results = rank_pool(4).run(_resumed, **job)
-    assert all(same and not wrong for same, _, wrong in results), results
-    files = results[0][1]
-    for layer in range(1, 5):
-        names = [f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for rank in (0, 1)]
-        assert set(names) <= set(files), files
-    shares = [torch.load(tmp_path / "two" / f"layer_01-model_0{rank}-model_states.pt")["q"] for rank in (0, 1)]
-    assert [list(share.shape) for share in shares] == [[8, 16]] * 2 and not torch.equal(*shares)
 
 
 # -- traces ------------------------------------------------------------------------------------------------------

@@ -61,9 +61,7 @@ class Case:
         return self.length - (3 * (step + micro_batch_id) % 4 if self.mixed else 0)
 
     def __str__(self) -> str:
-        """All that differs from the defaults."""
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return "-".join(f"{name}={value}".replace(" ", "") for name, value in changed) or "defaults"
+        return changed(self)
 
     def stock(self) -> Case:
         """The run of DeepSpeed's own engine that this one must equal: it knows neither slices nor schedule.
@@ -79,6 +77,12 @@ class Case:
             stages=1 if self.clipping or self.mixed else self.stages,
             checkpointing=self.checkpointing.removesuffix("_all"),
         )
+
+
+def changed(case: Any) -> str:
+    """All that differs from the defaults of a case."""
+    pairs = [(f.name, getattr(case, f.name)) for f in fields(case) if getattr(case, f.name) != f.default]
+    return "-".join(f"{name}={value}".replace(" ", "") for name, value in pairs) or "defaults"
 
 
 def case_key(case: Case) -> tuple[Any, ...]:

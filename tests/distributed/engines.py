@@ -117,6 +117,15 @@ def config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def pipeline_module(
+    layers: Sequence[Any], stages: int | None = 2, module_class: type[PipelineModule] = PipelineModule, **options: Any
+) -> PipelineModule:
+    """A module of the layers, cut by their number unless told otherwise."""
+    return module_class(
+        **{"layers": layers, "num_stages": stages, "loss_fn": gpt.gpt_loss, "partition_method": "uniform", **options}
+    )
+
+
 def build(
     layers: Sequence[Any],
     terapipe: dict[str, Any] | None,
@@ -130,8 +139,7 @@ def build(
 ) -> PipelineEngine:
     """An engine of DeepSpeed's own where `terapipe` is None, else ours. `changes` go into DeepSpeed's
     config."""
-    options = {"partition_method": "uniform", **(module or {})}
-    model = module_class(layers=layers, num_stages=stages, loss_fn=loss_fn, **options)
+    model = pipeline_module(layers, stages, module_class, **{"loss_fn": loss_fn, **(module or {})})
     ds_config = config(**changes)
     start = deepspeed.initialize
     if terapipe is not None:

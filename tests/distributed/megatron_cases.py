@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.distributed import compare
-from tests.distributed.cases import FULL, covering_set, product
+from tests.distributed.cases import FULL, changed, covering_set, product
 from tests.distributed.compare import KINDS, RankRecord, Worst
 
 Array = npt.NDArray[np.floating]
@@ -51,7 +51,7 @@ QUERY_GROUPS = {"mha": 4, "gqa": 2, "mqa": 1}  # of 4 heads; with 2 tensor-paral
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. The readable id leaves most of the plain values out."""
+    """One training run."""
 
     layout: str = "tp2_pp2"
     schedule: str = "seq1f1b"
@@ -104,12 +104,7 @@ class Case:
         return dict.fromkeys(KINDS, limit)
 
     def __str__(self) -> str:
-        words = [self.layout, self.schedule, self.plan, f"m{self.accumulation}", self.precision]
-        words += [self.block, self.heads, self.positions, self.labels]
-        words += [f"layers{self.num_layers}"] * (self.num_layers != NUM_LAYERS)
-        words += ["clip"] * self.clipping + ["tied"] * self.tied + ["qknorm"] * self.qk_norm
-        words += [f"re_{self.recompute}"] * (self.recompute != "off")
-        return "-".join(words)
+        return changed(self)
 
 
 DIMENSIONS: dict[str, Sequence[Any]] = {
@@ -165,27 +160,20 @@ def shard(name: str, full: Array, rank: int, size: int, gated: bool) -> Array:
     Rows of the QKV projection stand by query group, each group with its queries, its key and its value, so that a
     rank's rows are those of its groups.
     """
+    if not is_cut(name):
+        return full
     if name.endswith(_COLUMNS_CUT):
         return np.split(full, size, axis=1)[rank]
-    if name.endswith(_GATED) and gated:
-        return np.concatenate([np.split(half, size)[rank] for half in np.split(full, 2)])
-    if name.endswith(_ROWS_CUT + _GATED):
-        return np.split(full, size)[rank]
-    return full
+    halves = np.split(full, 2 if gated and name.endswith(_GATED) else 1)
+    return np.concatenate([np.split(half, size)[rank] for half in halves])
 
 
 def gather(name: str, shards: Sequence[Array], gated: bool) -> Array:
-    """The unsliced parameter from the shards of all tensor-parallel ranks; of replicated ones the first copy."""
-    if len(shards) == 1:
-        return shards[0]
+    """The unsliced parameter, one that is cut, from the shards of all tensor-parallel ranks."""
     if name.endswith(_COLUMNS_CUT):
         return np.concatenate(shards, axis=1)
-    if name.endswith(_GATED) and gated:
-        halves = [np.split(each, 2) for each in shards]
-        return np.concatenate([each[0] for each in halves] + [each[1] for each in halves])
-    if name.endswith(_ROWS_CUT + _GATED):
-        return np.concatenate(shards)
-    return shards[0]
+    halves = [np.split(each, 2 if gated and name.endswith(_GATED) else 1) for each in shards]
+    return np.concatenate([part for same_half in zip(*halves, strict=True) for part in same_half])
 
 
 def is_cut(name: str) -> bool:

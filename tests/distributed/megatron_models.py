@@ -313,7 +313,6 @@ def train(engine: Any, case: Case, steps: Iterable[int], replica: int = 0) -> li
 def job_ours(
     case: Case,
     weights: Weights,
-    num_steps: int = NUM_STEPS,
     prepare: Callable[[], Any] | None = None,
     watch: Callable[[Any], Any] | None = None,
 ) -> Record:
@@ -325,7 +324,7 @@ def job_ours(
         engine = build_engine(model, case)
         watched = None if watch is None else watch(engine)
         try:
-            record = _train(engine, case, num_steps)
+            record = _train(engine, case)
         finally:
             engine.destroy()
     record.caught, record.watched = list(caught or []), watched
@@ -345,7 +344,7 @@ def job_build(case: Case) -> tuple[Record, dict[str, tuple[bool, int]]]:
     return record, marks
 
 
-def _train(engine: Any, case: Case, num_steps: int) -> Record:
+def _train(engine: Any, case: Case) -> Record:
     record = _place(engine.grid)
     record.initial = _parameters_of(engine.module)
     steps = itertools.count()
@@ -354,7 +353,7 @@ def _train(engine: Any, case: Case, num_steps: int) -> Record:
         record.gradients[next(steps)] = _arrays({megatron_name(name): g for name, g in gradients.items()})
 
     record_gradients(engine, keep)
-    record.losses = train(engine, case, range(num_steps), record.data_parallel_id)
+    record.losses = train(engine, case, range(NUM_STEPS), record.data_parallel_id)
     record.parameters = _parameters_of(engine.module)
     missing = [name for name in record.parameters if name not in record.gradients[0]]
     assert not missing, f"no gradient for {missing}"

@@ -21,7 +21,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import terapipe_ds
-from terapipe_ds.models import gpt
 from tests.distributed.checkpoint_states import convert, states_of
 from tests.distributed.engines import (
     ZERO1,
@@ -30,6 +29,7 @@ from tests.distributed.engines import (
     engine_of,
     error_of,
     gpt_layers,
+    pipeline_module,
     raised_by,
     reduce_in_fp64,
     relative_error,
@@ -243,9 +243,7 @@ class Grouped:
 
     def engine(self) -> PipelineEngine:
         dtype = "float64" if self.precision == "fp64" else "float32"
-        model = PipelineModule(
-            layers=gpt_layers(dtype=dtype), num_stages=2, loss_fn=gpt.gpt_loss, partition_method=self.method
-        )
+        model = pipeline_module(gpt_layers(dtype), partition_method=self.method)
         ds_config, terapipe = config(**PRECISIONS[self.precision]), SYSTEMS[self.system]
         if terapipe is None:
             return deepspeed.initialize(model=model, model_parameters=self.groups(model), config=ds_config)[0]

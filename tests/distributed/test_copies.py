@@ -11,11 +11,10 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import terapipe_ds
-from terapipe_ds.models import gpt
 from terapipe_ds.runtime.engine import batch_end
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed.engines import (
@@ -25,6 +24,7 @@ from tests.distributed.engines import (
     differences,
     engine_of,
     gpt_layers,
+    pipeline_module,
     reduce_in_fp64,
     relative_error,
     section,
@@ -89,15 +89,9 @@ def freeze(model: Any, frozen: bool = True) -> None:
             parameter.requires_grad_(not frozen)
 
 
-def module_of(stages: int, dtype: str) -> PipelineModule:
-    return PipelineModule(
-        layers=gpt_layers(dtype=dtype), num_stages=stages, loss_fn=gpt.gpt_loss, partition_method="uniform"
-    )
-
-
 def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
     """Norms are frozen when the layers are laid out, and for a step; the optimizer has them from the start."""
-    model = module_of(2 if terapipe else 1, "float64")
+    model = pipeline_module(gpt_layers(), 2 if terapipe else 1)
     freeze(model)
     start, settings = deepspeed.initialize, config()
     if terapipe:
@@ -119,7 +113,7 @@ def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
 def job_frozen_after(one_place: bool = False) -> list[float]:
     """bf16, norms frozen once the layers have moved: by BF16_Optimizer, which knows what it trains alone."""
     settings = config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS}
-    model = module_of(2, "float32")
+    model = pipeline_module(gpt_layers("float32"))
     terapipe_ds.lay_out(model, settings)
     if not one_place or dist.get_rank() == 0:
         freeze(model)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.models import gpt
 from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
@@ -30,6 +29,7 @@ from tests.distributed.engines import (
     engine_of,
     error_of,
     gpt_layers,
+    pipeline_module,
     raised_by,
     reduce_in_fp64,
     run_training,
@@ -105,7 +105,7 @@ def job_values(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
     torch.manual_seed(torch.distributed.get_rank())  # other values on every rank
     embed, *decoder, norm, head = gpt_layers()
     layers = [embed, LayerSpec(Counting), *decoder, LayerSpec(Counting), norm, head]
-    module = PipelineModule(layers=layers, num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    module = pipeline_module(layers)
     for parameter in module.parameters():  # as loading a checkpoint of another kind does
         parameter.data += 1.0
     before, drawn = state(module), torch.get_rng_state()
@@ -135,7 +135,7 @@ def test_values_stay_when_layers_move(layout: str) -> None:
 
 def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
     """Two parameter groups, made before the layers move or after; or an optimizer of them."""
-    module = PipelineModule(layers=gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    module = pipeline_module(gpt_layers())
     ds_config = config(terapipe=section(**changes))
     if not early:
         terapipe_ds.lay_out(module, ds_config)
@@ -255,14 +255,6 @@ def test_evaluation_checks_and_profilers(layout: str) -> None:
 
 
 # -- what else must go on ------------------------------------------------------------------------------------
-
-
-def job_one_stage() -> dict[str, float]:
-    return differences(run_training(gpt_layers, section(**LOOP), batches(2), stages=1), stock_run())
-
-
-def test_several_parts_on_one_stage() -> None:
-    assert not violations(rank_pool(1).run(job_one_stage))
 
 
 def job_v() -> tuple[int, list[list[int]]]:

@@ -26,12 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from tests.distributed import compare
+from tests.distributed.cases import Case
 from tests.distributed.compare import RankRecord
-from tests.distributed.configurations import Configuration
 from tests.distributed.faults import FAULTS, Fault
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.random_training import train_configuration
 from tests.distributed.single_process import train_alone
+from tests.distributed.training import train_case
 
 TIMEOUT_S = 60.0
 SURVIVED = "SURVIVED"
@@ -89,8 +89,8 @@ def caught_by(fault: Fault) -> Verdict:
     configuration = fault.configuration
     try:
         run = rank_pool(configuration.world_size).run(
-            train_configuration,
-            configuration=configuration,
+            train_case,
+            case=configuration,
             fault=fault.name,
             timeout_s=TIMEOUT_S,
             **{"verify": "off", **fault.section},
@@ -114,8 +114,8 @@ def caught_by_verify(fault: Fault) -> Verdict:
     configuration = fault.configuration
     try:
         rank_pool(configuration.world_size).run(
-            train_configuration,
-            configuration=configuration,
+            train_case,
+            case=configuration,
             fault=fault.name,
             verify="first_batch",
             timeout_s=TIMEOUT_S,
@@ -129,22 +129,22 @@ def caught_by_verify(fault: Fault) -> Verdict:
     return Verdict(SURVIVED, "verify passed it")
 
 
-def is_right(configuration: Configuration) -> bool:
+def is_right(configuration: Case) -> bool:
     """Nothing is broken, and nothing is found."""
-    run = rank_pool(configuration.world_size).run(train_configuration, configuration=configuration)
+    run = rank_pool(configuration.world_size).run(train_case, case=configuration)
     found = _violations(run, configuration, None)
     if found:
         print(f"without a fault, {configuration}: {'; '.join(found)}")
     return not found
 
 
-def _violations(run: list[RankRecord], configuration: Configuration, fault: Fault | None) -> list[str]:
+def _violations(run: list[RankRecord], configuration: Case, fault: Fault | None) -> list[str]:
     found = compare.errors(run, _reference(configuration, None if fault is None else fault.name))
     return compare.violations(found, compare.contract(configuration))
 
 
 @functools.cache
-def _reference(configuration: Configuration, fault: str | None) -> list[RankRecord]:
+def _reference(configuration: Case, fault: str | None) -> list[RankRecord]:
     """Under a fault in a layer the reference has the same layer, on whole sequences."""
     with contextlib.nullcontext() if fault is None else FAULTS[fault].broken():
         return train_alone(configuration)

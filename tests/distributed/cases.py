@@ -1,4 +1,4 @@
-"""What is trained to compare our engine with DeepSpeed's: dimensions, a case, and a covering set of cases."""
+"""What is trained to compare our engine with others: a case, the dimensions of cases, and a covering set of them."""
 
 from __future__ import annotations
 
@@ -6,41 +6,44 @@ import itertools
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 FULL = os.environ.get("TERAPIPE_TEST_FULL", "") not in ("", "0")  # make test-full
 
-BATCH_SIZE = 2
-SEQUENCE_LENGTH = 24
-MIXED_LENGTHS = (24, 16, 21, 5)  # tokens of the micro-batches that follow one another
-NUM_STEPS = 5 if FULL else 3
-LEARNING_RATE = 1e-3
-ADAM_EPS = 1e-8
-LOSS_SCALE = 2.0**-12
-CLIP_NORM = 0.25 * LOSS_SCALE  # below the gradient norm of every step, so that clipping is at work in each
-
-PLANS: dict[str, int | list[int]] = {"equal": 3, "uneven": [5, 10, 2, 7], "single_last": [14, 9, 1]}
+MAX_LENGTH = 24
+CLIP_NORM = 0.05  # below the gradient norm of every step, so that clipping is at work in each
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. The defaults are the plain values, and the readable id leaves most of them out."""
+    """One training run. A tuple of slices gives the length of the sequences."""
 
-    stages: int = 1
+    stages: int = 2
     data_parallel: int = 1
-    micro_batches: int = 1
-    plan: str = "equal"
+    micro_batches: int = 2
+    rows: int = 2
+    length: int = 12  # of the sequences, in tokens
+    mixed: bool = False  # shorter sequences in some micro-batches; only where `slices` is a number
+    slices: int | tuple[int, ...] = 3
     schedule: str = "seq1f1b"
-    tied: bool = False
-    checkpointing: str = "off"  # off | reentrant | reentrant_all (the embedding too) | non_reentrant
-    masked: bool = False
     precision: str = "fp64"  # fp64 | fp32 | bf16, with "_zero1" for ZeRO-1
+    checkpointing: str = "off"  # off | reentrant | reentrant_all (the embedding too) | non_reentrant
+    tied: bool = False
+    kv_heads: int = 4  # of 4 heads
+    positions: str = "rope"  # rope | learned
+    gpt3: bool = False  # LayerNorm, GELU and biases for RMSNorm, SwiGLU and none
+    masked: bool = False
+    loss_reduction: str = "mean_valid"  # mean_valid | mean | sum
     clipping: bool = False
-    gqa: bool = False
-    learned: bool = False  # positions
-    mixed: bool = False  # sequence lengths differ between the micro-batches and the steps
+    hook: bool = False  # the module doubles its gradients in `before_reduce`
+    steps: int = 2
+    data_seed: int = 0
     decoder_layers: int = 4
+
+    def __post_init__(self) -> None:
+        if isinstance(self.slices, tuple):
+            object.__setattr__(self, "length", sum(self.slices))
 
     @property
     def world_size(self) -> int:
@@ -54,33 +57,32 @@ class Case:
     def zero_stage(self) -> int:
         return int(self.precision.endswith("_zero1"))
 
+    def length_of(self, step: int, micro_batch_id: int) -> int:
+        return self.length - (3 * (step + micro_batch_id) % 4 if self.mixed else 0)
+
     def __str__(self) -> str:
-        parallel = f"K{self.stages}" + (f"xDP{self.data_parallel}" if self.data_parallel > 1 else "")
-        words = [parallel, f"m{self.micro_batches}", self.plan, self.schedule]
-        words += ["tied"] * self.tied
-        words += [f"ckpt_{self.checkpointing}"] * (self.checkpointing != "off")
-        words += ["masked"] * self.masked
-        words += [self.precision] * (self.precision != "fp64")
-        words += ["clip"] * self.clipping + ["gqa"] * self.gqa
-        words += ["learned"] * self.learned + ["mixed"] * self.mixed
-        words += [f"layers{self.decoder_layers}"] * (self.decoder_layers != 4)
-        return "-".join(words)
+        return changed(self)
 
     def stock(self) -> Case:
-        """The run of DeepSpeed's own engine that this one must equal: it knows neither plan nor schedule.
+        """The run of DeepSpeed's own engine that this one must equal: it knows neither slices nor schedule.
 
         What the stock engine gets wrong is stepped around. With several stages its fp32 clip norm leaves out
         replicated parameters, and lengths may not change: both are compared with one stage. With reentrant
         checkpointing the embedding must stay outside.
         """
-        reentrant = self.checkpointing.startswith("reentrant")
         return replace(
             self,
-            plan="whole",
+            slices=1,
             schedule="stock",
             stages=1 if self.clipping or self.mixed else self.stages,
-            checkpointing="reentrant" if reentrant else self.checkpointing,
+            checkpointing=self.checkpointing.removesuffix("_all"),
         )
+
+
+def changed(case: Any) -> str:
+    """All that differs from the defaults of a case."""
+    pairs = [(f.name, getattr(case, f.name)) for f in fields(case) if getattr(case, f.name) != f.default]
+    return "-".join(f"{name}={value}".replace(" ", "") for name, value in pairs) or "defaults"
 
 
 def case_key(case: Case) -> tuple[Any, ...]:
@@ -93,7 +95,7 @@ def case_key(case: Case) -> tuple[Any, ...]:
 DIMENSIONS: dict[str, Sequence[Any]] = {
     "parallel": ((1, 1), (2, 1), (3, 1), (2, 2)),  # stages, data parallel
     "micro_batches": (1, 2, 4),
-    "plan": tuple(PLANS),
+    "slices": (3, (5, 10, 2, 7), (14, 9, 1)),
     "schedule": (
         "gpipe",
         "1f1b",
@@ -112,16 +114,17 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "masked": (False, True),
     "precision": ("fp64", "fp32", "fp32_zero1", "bf16", "bf16_zero1"),
     "clipping": (False, True),
-    "gqa": (False, True),
-    "learned": (False, True),
+    "kv_heads": (4, 2),
+    "positions": ("rope", "learned"),
     "mixed": (False, True),
 }
+OF_ALL = {"length": 24, "steps": 3, "data_seed": 2}
 # What a slice engine can get wrong: in fp64 every triple of these by default, in the full run their product.
-PRODUCT = ("parallel", "micro_batches", "plan", "schedule", "tied", "checkpointing", "masked")
+PRODUCT = ("parallel", "micro_batches", "slices", "schedule", "tied", "checkpointing", "masked")
 TRIPLES_OF = {"schedule": ("gpipe", "1f1b", "terapipe", "seq1f1b")}  # the others are in every pair: time
 
 Assignment = Mapping[str, Any]
-Tuple = frozenset[tuple[str, Any]]  # values of a few dimensions: {("plan", "equal"), ("tied", True)}
+Tuple = frozenset[tuple[str, Any]]  # values of a few dimensions: {("slices", 3), ("tied", True)}
 
 
 def is_valid(assignment: Assignment) -> bool:
@@ -130,7 +133,7 @@ def is_valid(assignment: Assignment) -> bool:
     (All conditions are on pairs: `covering_set` needs that.)
     """
     one_pipeline = assignment.get("parallel", (1, 1))[1] == 1
-    any_length = assignment.get("plan", "equal") == "equal"
+    any_length = assignment.get("slices", 3) == 3
     mixed = assignment.get("mixed", False)
     both_ways = assignment.get("schedule", "").startswith("chimera")
     if both_ways and assignment.get("parallel", (2, 1))[0] % 2:
@@ -141,7 +144,7 @@ def is_valid(assignment: Assignment) -> bool:
 def to_case(assignment: Assignment) -> Case:
     values = dict(assignment)
     values["stages"], values["data_parallel"] = values.pop("parallel", (1, 1))
-    return Case(**values)
+    return Case(**{**OF_ALL, **values})
 
 
 def tuples_of(assignment: Assignment, strength: int) -> set[Tuple]:
@@ -223,7 +226,7 @@ def default_cases() -> list[Case]:
 def all_cases() -> list[Case]:
     """The default cases and, in fp64, the whole product of PRODUCT; queries and positions take turns there."""
     everything = product({name: DIMENSIONS[name] for name in PRODUCT})
-    turns = itertools.cycle(product({name: DIMENSIONS[name] for name in ("gqa", "learned")}))
+    turns = itertools.cycle(product({name: DIMENSIONS[name] for name in ("kv_heads", "positions")}))
     exact = [{**assignment, **turn} for assignment, turn in zip(everything, turns, strict=False)]
     return sorted({*_cases(exact), *default_cases()}, key=case_key)
 

@@ -1,4 +1,4 @@
-"""Training configurations drawn at random, the same ones in every run: what `single_process.py` is compared with.
+"""Cases drawn at random, the same ones in every run: what `single_process.py` is compared with.
 
 No torch here: the process that collects tests does not need it.
 """
@@ -7,71 +7,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
+from tests.distributed.cases import MAX_LENGTH, Case
 
 COUNT = 200
-MAX_LENGTH = 24
-CLIP_NORM = 0.05
 SCHEDULES = tuple(name for name in SCHEDULE_NAMES if name != "dapple")
 """What is drawn: dapple is 1f1b by another name."""
 NUM_LAYERS = 7  # of the model, with embedding, norm and head
 _GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # (stages, data parallel) by the number of ranks
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One training run, by our engine on some ranks and by a plain loop in one process."""
-
-    stages: int = 2
-    data_parallel: int = 1
-    micro_batches: int = 2
-    rows: int = 2
-    length: int = 12  # of the sequences, in tokens
-    mixed: bool = False  # shorter sequences in some micro-batches; only where `slices` is a number
-    slices: int | tuple[int, ...] = 3
-    schedule: str = "seq1f1b"
-    precision: str = "fp64"  # fp64 | fp32 | fp32_zero1
-    checkpointing: str = "off"  # off | reentrant | non_reentrant
-    tied: bool = False
-    kv_heads: int = 4  # of 4 heads
-    positions: str = "rope"  # rope | learned
-    gpt3: bool = False  # LayerNorm, GELU and biases for RMSNorm, SwiGLU and none
-    masked: bool = False
-    loss_reduction: str = "mean_valid"  # mean_valid | mean | sum
-    clipping: bool = False
-    hook: bool = False  # the module doubles its gradients in `before_reduce`
-    steps: int = 2
-    data_seed: int = 0
-
-    @property
-    def world_size(self) -> int:
-        return self.stages * self.data_parallel
-
-    @property
-    def chunks_per_stage(self) -> int:
-        return 2 if "interleaved" in self.schedule else 1
-
-    @property
-    def dtype(self) -> str:
-        return self.precision.removesuffix("_zero1")
-
-    @property
-    def zero_stage(self) -> int:
-        return int(self.precision.endswith("_zero1"))
-
-    def length_of(self, step: int, micro_batch_id: int) -> int:
-        return self.length - (3 * (step + micro_batch_id) % 4 if self.mixed else 0)
-
-    def __str__(self) -> str:
-        """All that differs from the defaults."""
-        changed = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
-        return ", ".join(f"{name}={value!r}" for name, value in changed) or "defaults"
 
 
 @st.composite
@@ -89,12 +38,12 @@ def _can_run(schedule: str, stages: int) -> bool:
 
 
 @st.composite
-def configurations(draw: st.DrawFn) -> Configuration:
+def configurations(draw: st.DrawFn) -> Case:
     stages, data_parallel = draw(st.sampled_from(_GRIDS[draw(st.sampled_from(sorted(_GRIDS)))]))
     length = draw(st.integers(6, MAX_LENGTH))
     mixed = draw(st.booleans())
     slices = draw(st.integers(1, 3) if mixed else st.integers(1, 6) | slice_lengths(length))
-    return Configuration(
+    return Case(
         stages,
         data_parallel,
         draw(st.integers(1, 4)),
@@ -118,9 +67,9 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 
 @functools.cache
-def drawn() -> tuple[Configuration, ...]:
+def drawn() -> tuple[Case, ...]:
     """`COUNT` different configurations, sorted such that those of one number of ranks stand together."""
-    found: dict[Configuration, None] = {}
+    found: dict[Case, None] = {}
 
     @seed(0)
     @settings(
@@ -131,7 +80,7 @@ def drawn() -> tuple[Configuration, ...]:
         suppress_health_check=list(HealthCheck),
     )
     @given(configurations())
-    def collect(configuration: Configuration) -> None:
+    def collect(configuration: Case) -> None:
         names = [name for name in SCHEDULES if _can_run(name, configuration.stages)]
         schedule = names[len(found) % len(names)]  # in turns: hypothesis likes the first values of a list best
         found[replace(configuration, schedule=schedule)] = None
@@ -142,11 +91,11 @@ def drawn() -> tuple[Configuration, ...]:
     return tuple(sorted(chosen, key=lambda each: (each.world_size, each.stages)))
 
 
-def covering(count: int) -> tuple[Configuration, ...]:
+def covering(count: int) -> tuple[Case, ...]:
     """`count` of the drawn ones on two ranks which together have as many pairs of values as possible."""
     waiting = [each for each in drawn() if each.world_size == 2]
     seen: set[Any] = set()
-    chosen: list[Configuration] = []
+    chosen: list[Case] = []
     while len(chosen) < count:
         best = max(waiting, key=lambda each: len(_pairs(each) - seen))
         waiting.remove(best)
@@ -155,7 +104,7 @@ def covering(count: int) -> tuple[Configuration, ...]:
     return tuple(chosen)
 
 
-def _pairs(configuration: Configuration) -> set[Any]:
+def _pairs(configuration: Case) -> set[Any]:
     """What stands together in a configuration; numbers of tokens and the seed do not matter."""
     values = {f.name: getattr(configuration, f.name) for f in fields(configuration)}
     listed = isinstance(values.pop("slices"), tuple)

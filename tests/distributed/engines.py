@@ -23,6 +23,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models import gpt
+from tests.distributed.compare import relative_error, worst_error
 
 VOCAB_SIZE = 31
 LENGTH = 23
@@ -116,6 +117,15 @@ def config(**changes: Any) -> dict[str, Any]:
     }
 
 
+def pipeline_module(
+    layers: Sequence[Any], stages: int | None = 2, module_class: type[PipelineModule] = PipelineModule, **options: Any
+) -> PipelineModule:
+    """A module of the layers, cut by their number unless told otherwise."""
+    return module_class(
+        **{"layers": layers, "num_stages": stages, "loss_fn": gpt.gpt_loss, "partition_method": "uniform", **options}
+    )
+
+
 def build(
     layers: Sequence[Any],
     terapipe: dict[str, Any] | None,
@@ -129,8 +139,7 @@ def build(
 ) -> PipelineEngine:
     """An engine of DeepSpeed's own where `terapipe` is None, else ours. `changes` go into DeepSpeed's
     config."""
-    options = {"partition_method": "uniform", **(module or {})}
-    model = module_class(layers=layers, num_stages=stages, loss_fn=loss_fn, **options)
+    model = pipeline_module(layers, stages, module_class, **{"loss_fn": loss_fn, **(module or {})})
     ds_config = config(**changes)
     start = deepspeed.initialize
     if terapipe is not None:
@@ -212,7 +221,7 @@ class Run:
 def train(engine: PipelineEngine, data: Sequence[Batch], before_step: Callable[[int], None] | None = None) -> Run:
     """One optimizer step for each batch."""
     run = Run()
-    forget = _record_gradients(engine, run)
+    forget = record_gradients(engine, run.gradients.append)
     for step, batch in enumerate(data):
         if before_step is not None:
             before_step(step)
@@ -263,16 +272,15 @@ def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str,
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
-def _record_gradients(engine: PipelineEngine, run: Run) -> Callable[[], None]:
-    """Keep each gradient as the optimizer meets it, without the loss scale. Returns what ends this."""
+def record_gradients(engine: PipelineEngine, keep: Callable[[dict[str, Tensor]], None]) -> Callable[[], None]:
+    """Hand each step's gradients to `keep` as the optimizer meets them, without the loss scale: reduced and, where
+    neither ZeRO nor bf16, clipped. Returns what ends this."""
     optimizer_step = engine.optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
         scale = engine._get_optimizer_loss_scale() if engine.fp16_enabled() else 1.0
         gradients = {name: _gradient(p) for name, p in engine.module.named_parameters()}
-        run.gradients.append(
-            {name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None}
-        )
+        keep({name: g.float() / scale if scale != 1.0 else g.clone() for name, g in gradients.items() if g is not None})
         return optimizer_step(*args, **kwargs)
 
     engine.optimizer.step = step
@@ -290,15 +298,6 @@ def _gradient(parameter: torch.nn.Parameter) -> Tensor | None:
 
 
 # -- comparison ----------------------------------------------------------------------------------------------
-
-
-def relative_error(value: Any, expected: Any, floor: float = 0.0) -> float:
-    """||a - b|| / max(||b||, floor); infinite where shapes differ or a number is not finite."""
-    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (value, expected))
-    if a.shape != b.shape or not torch.isfinite(a).all():
-        return float("inf")
-    difference = float((a - b).norm())
-    return difference / max(float(b.norm()), floor, 1e-300) if difference else 0.0
 
 
 def error_of(ours: Any, stock: Any) -> float:
@@ -334,10 +333,7 @@ def _worst_number(ours: list[float], stock: list[float]) -> float:
 
 
 def _worst_tensor(ours: dict[str, Tensor], stock: dict[str, Tensor], names: set[str]) -> float:
-    if not ours or ours.keys() != stock.keys() & names:
-        return float("inf")
-    largest = max(float(value.norm()) for value in stock.values())
-    return max(relative_error(value, stock[name], 1e-3 * largest) for name, value in ours.items())
+    return worst_error(ours, stock).error if ours and ours.keys() == stock.keys() & names else float("inf")
 
 
 def violations(errors: Sequence[dict[str, float]], limit: float = EXACT, **limits: float) -> dict[str, float]:

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from tests.distributed.configurations import Configuration
+from tests.distributed.cases import Case
 
-UNEVEN = Configuration(slices=(5, 4, 3), masked=True, tied=True)
-EQUAL = Configuration(slices=3, kv_heads=2)
+UNEVEN = Case(slices=(5, 4, 3), masked=True, tied=True)
+EQUAL = Case(slices=3, kv_heads=2)
 ALL_FORWARD_FIRST = replace(EQUAL, schedule="gpipe")
 SPLIT = replace(EQUAL, schedule="seq1f1b-zb")
 CHECKPOINTED = replace(EQUAL, checkpointing="non_reentrant")
-REPLICAS = Configuration(stages=1, data_parallel=2, slices=(5, 4, 3))
+REPLICAS = Case(stages=1, data_parallel=2, slices=(5, 4, 3))
 LEARNED = replace(UNEVEN, positions="learned")
 
 
@@ -31,7 +31,7 @@ class Fault:
     name: str
     where: str  # attention | store | loss | engine | schedule | runtime | layer
     says: str
-    configuration: Configuration
+    configuration: Case
     broken: Callable[[], contextlib.AbstractContextManager[Any]]
     # A layer or a loss that is right on whole sequences and wrong on slices: the reference runs it as well, and the
     # slice-safety check (`"verify": "first_batch"`) must name it.
@@ -46,7 +46,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    where: str, configuration: Configuration, says: str, *targets: str, **options: Any
+    where: str, configuration: Case, says: str, *targets: str, **options: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter a fault by the name of a function.
 

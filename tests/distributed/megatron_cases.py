@@ -5,14 +5,16 @@ No torch here: the process that compares does not need it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tests.distributed.cases import FULL, covering_set, product
+from tests.distributed import compare
+from tests.distributed.cases import FULL, changed, covering_set, product
+from tests.distributed.compare import KINDS, RankRecord, Worst
 
 Array = npt.NDArray[np.floating]
 Weights = dict[str, Array]  # by megatron-core's names in an unsliced GPTModel
@@ -36,17 +38,20 @@ LAYOUTS = {  # tensor parallel, stages, data parallel, sequence parallel
     "tp2_dp2": (2, 1, 2, False),
     "tp2_pp2_dp2_sp": (2, 2, 2, True),
     "pp2": (1, 2, 1, False),
+    "tp2": (2, 1, 1, False),
     "tp2_sp": (2, 1, 1, True),
+    "tp4": (4, 1, 1, False),
+    "dp4": (1, 1, 4, False),
     "one": (1, 1, 1, False),
 }
-PLANS: dict[str, int | list[int]] = {"whole": 1, "uneven": [5, 10, 2, 7]}
+PLANS: dict[str, int | list[int]] = {"whole": 1, "equal": 2, "uneven": [5, 10, 2, 7]}
 SEQUENCE_PARALLEL_PLAN = [6, 10, 2, 6]  # uneven as well, and in pairs of tokens
 QUERY_GROUPS = {"mha": 4, "gqa": 2, "mqa": 1}  # of 4 heads; with 2 tensor-parallel ranks mqa shares one group
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training run. The readable id leaves most of the plain values out."""
+    """One training run."""
 
     layout: str = "tp2_pp2"
     schedule: str = "seq1f1b"
@@ -54,13 +59,15 @@ class Case:
     accumulation: int = 1
     clipping: bool = False
     recompute: str = "off"  # off | uniform | block | core_attn | layernorm | mlp
-    precision: str = "fp64"  # fp64 | fp32 | fp32_megatron (Megatron's own cross entropy on both sides)
-    block: str = "swiglu"  # swiglu (RMSNorm, no biases) | gelu (LayerNorm, biases) | moe
+    precision: str = "fp64"  # fp32_megatron: Megatron's own cross entropy on both sides; more in megatron_models.py
+    block: str = "swiglu"  # swiglu (RMSNorm, no biases) | swiglu_biases | gelu (LayerNorm, biases) | moe
     heads: str = "mha"
     qk_norm: bool = False
     tied: bool = False
     positions: str = "rope"  # rope | rope_part (of a head, interleaved) | learned | learned_given (in the inputs)
     labels: str = "plain"  # plain | ignored (-100) | mask (a tuple with float weights)
+    num_layers: int = NUM_LAYERS
+    vocab_size: int = VOCAB_SIZE
 
     @property
     def data_parallel(self) -> int:
@@ -94,14 +101,10 @@ class Case:
         limit = 1e-5
         if self.precision == "fp64":
             limit = 1e-6 if self.clipping else 1e-9
-        return {"loss": limit, "gradient": limit, "parameter": limit}
+        return dict.fromkeys(KINDS, limit)
 
     def __str__(self) -> str:
-        words = [self.layout, self.schedule, self.plan, f"m{self.accumulation}", self.precision]
-        words += [self.block, self.heads, self.positions, self.labels]
-        words += ["clip"] * self.clipping + ["tied"] * self.tied + ["qknorm"] * self.qk_norm
-        words += [f"re_{self.recompute}"] * (self.recompute != "off")
-        return "-".join(words)
+        return changed(self)
 
 
 DIMENSIONS: dict[str, Sequence[Any]] = {
@@ -157,27 +160,20 @@ def shard(name: str, full: Array, rank: int, size: int, gated: bool) -> Array:
     Rows of the QKV projection stand by query group, each group with its queries, its key and its value, so that a
     rank's rows are those of its groups.
     """
+    if not is_cut(name):
+        return full
     if name.endswith(_COLUMNS_CUT):
         return np.split(full, size, axis=1)[rank]
-    if name.endswith(_GATED) and gated:
-        return np.concatenate([np.split(half, size)[rank] for half in np.split(full, 2)])
-    if name.endswith(_ROWS_CUT + _GATED):
-        return np.split(full, size)[rank]
-    return full
+    halves = np.split(full, 2 if gated and name.endswith(_GATED) else 1)
+    return np.concatenate([np.split(half, size)[rank] for half in halves])
 
 
 def gather(name: str, shards: Sequence[Array], gated: bool) -> Array:
-    """The unsliced parameter from the shards of all tensor-parallel ranks; of replicated ones the first copy."""
-    if len(shards) == 1:
-        return shards[0]
+    """The unsliced parameter, one that is cut, from the shards of all tensor-parallel ranks."""
     if name.endswith(_COLUMNS_CUT):
         return np.concatenate(shards, axis=1)
-    if name.endswith(_GATED) and gated:
-        halves = [np.split(each, 2) for each in shards]
-        return np.concatenate([each[0] for each in halves] + [each[1] for each in halves])
-    if name.endswith(_ROWS_CUT + _GATED):
-        return np.concatenate(shards)
-    return shards[0]
+    halves = [np.split(each, 2 if gated and name.endswith(_GATED) else 1) for each in shards]
+    return np.concatenate([part for same_half in zip(*halves, strict=True) for part in same_half])
 
 
 def is_cut(name: str) -> bool:
@@ -201,84 +197,53 @@ def megatron_name(name: str) -> str:
 
 
 @dataclass
-class Record:
-    """What one rank (or the one process of the reference) has seen, by megatron-core's names."""
+class Record(RankRecord):
+    """What one rank (or one replica of the reference) has seen, by megatron-core's names."""
 
-    stage: int = 0
     tensor_rank: int = 0
-    pipeline: int = 0  # which replica
-    losses: dict[int, list[float]] = field(default_factory=dict)  # of each step, by replica; last stage only
-    gradients: list[Weights] = field(default_factory=list)  # of each step, as the optimizer meets them
-    parameters: Weights = field(default_factory=dict)
     initial: Weights = field(default_factory=dict)
-    norms: list[float] = field(default_factory=list)  # of the gradient before clipping; the reference's alone
     caught: list[str] = field(default_factory=list)  # errors that a test let pass
     watched: Any = None  # what a test has asked for
+    states: dict[str, Weights] = field(default_factory=dict)  # by kind: the parameters, and the optimizer's of them
 
 
-FLOOR = 1e-3
 NOTHING = 1e-7
 
 
-def errors(run: Sequence[Record], reference: Record, gated: bool) -> dict[str, float]:
-    """The largest relative error of each kind, as max over tensors of ||a-b|| / max(||b||, FLOOR * the largest).
-    What is below NOTHING * the largest is measured by the largest.
-
-    Each replica's shards are put together; each tensor-parallel copy of what is not cut is compared. What is missing
-    is an infinite error.
-    """
-    found = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
-    losses: dict[int, list[list[float]]] = {}
-    for record in run:
-        for pipeline, values in record.losses.items():
-            losses.setdefault(pipeline, []).append(values)
-    if losses.keys() != reference.losses.keys():
-        found["loss"] = float("inf")
-    for pipeline, ranks in losses.items():
-        for values in ranks:
-            found["loss"] = max(found["loss"], _error(np.array(values), np.array(reference.losses[pipeline]), 0.0))
-    for pipeline in reference.losses:
-        mine = [record for record in run if record.pipeline == pipeline]
-        for step, expected in enumerate(reference.gradients):
-            whole = _whole([(record, record.gradients[step]) for record in mine], gated)
-            found["gradient"] = max(found["gradient"], _worst(whole, expected))
-        whole = _whole([(record, record.parameters) for record in mine], gated)
-        found["parameter"] = max(found["parameter"], _worst(whole, reference.parameters))
-    return found
+def errors(run: Sequence[Record], reference: Sequence[Record], gated: bool) -> dict[str, Worst]:
+    """The worst error of each kind: shards put together within each replica, and every copy of what is not cut."""
+    whole = [
+        replace(
+            record,
+            gradients={
+                step: whole_of(run, record, lambda peer, step=step: peer.gradients[step], gated)
+                for step in record.gradients
+            },
+            parameters=whole_of(run, record, lambda peer: peer.parameters, gated),
+        )
+        for record in run
+    ]
+    return compare.errors(whole, reference, NOTHING)
 
 
-def _whole(parts: Sequence[tuple[Record, Weights]], gated: bool) -> dict[str, list[Array]]:
-    """Every version of each full tensor that the ranks of a replica hold: one per stage, times one per copy."""
-    shards: dict[tuple[str, int], dict[int, Array]] = {}
-    for record, tensors in parts:
-        for name, value in tensors.items():
-            shards.setdefault((name, record.stage), {})[record.tensor_rank] = value
-    whole: dict[str, list[Array]] = {}
-    for (name, _), by_rank in shards.items():
-        in_order = [by_rank[rank] for rank in sorted(by_rank)]
-        whole.setdefault(name, []).extend([gather(name, in_order, gated)] if is_cut(name) else in_order)
-    return whole
-
-
-def _worst(whole: dict[str, list[Array]], expected: Weights) -> float:
-    if whole.keys() != expected.keys():
-        return float("inf")
-    largest = max(float(np.linalg.norm(value)) for value in expected.values())
-    floors = {
-        # zero but for rounding: a key's bias shifts all scores of a query alike
-        name: largest if float(np.linalg.norm(value)) < NOTHING * largest else FLOOR * largest
-        for name, value in expected.items()
+def whole_of(run: Sequence[Record], record: Record, tensors_of: Callable[[Record], Weights], gated: bool) -> Weights:
+    """The tensors of a rank, those that are cut put together with the shards of its tensor-parallel peers."""
+    place = record.stage_id, record.data_parallel_id
+    peers = sorted(
+        (peer for peer in run if (peer.stage_id, peer.data_parallel_id) == place), key=lambda peer: peer.tensor_rank
+    )
+    shards = [tensors_of(peer) for peer in peers]
+    return {
+        name: gather(name, [shard[name] for shard in shards], gated) if is_cut(name) else value
+        for name, value in tensors_of(record).items()
     }
-    return max(_error(value, expected[name], floors[name]) for name, values in whole.items() for value in values)
 
 
-def _error(value: Array, expected: Array, floor: float) -> float:
-    if value.shape != expected.shape or not np.isfinite(value).all():
-        return float("inf")
-    difference = float(np.linalg.norm(value - expected))
-    return difference / max(float(np.linalg.norm(expected)), floor) if difference else 0.0
-
-
-def violations(found: dict[str, float], limits: dict[str, float]) -> dict[str, float]:
-    """What is above its limit, by kind; empty where two trainings are the same."""
-    return {kind: error for kind, error in found.items() if not error <= limits[kind]}
+def merged(run: Sequence[Record], gated: bool) -> dict[str, Weights]:
+    """The states of all ranks. What several have must be equal bit by bit: copies of tied layers, replicas."""
+    found: dict[str, Weights] = {kind: {} for kind in run[0].states}
+    for kind, tensors in found.items():
+        for record in run:
+            for name, value in whole_of(run, record, lambda peer, kind=kind: peer.states[kind], gated).items():
+                assert np.array_equal(value, tensors.setdefault(name, value)), f"ranks differ in {kind} of {name}"
+    return found

@@ -16,10 +16,9 @@ from torch.distributed import distributed_c10d
 from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
 from terapipe_ds.models.megatron import module as megatron_module
 from terapipe_ds.models.megatron.gradients import ReplicatedGradientError
-from terapipe_ds.runtime.batch.sliceable import BatchError
 from tests.distributed import megatron_models
-from tests.distributed.megatron_cases import LAYOUTS, Case, Weights
-from tests.distributed.megatron_models import build_engine, build_model, load_weights, micro_batch, own_parallel_state
+from tests.distributed.megatron_cases import LAYOUTS, Case
+from tests.distributed.megatron_models import build_model, own_parallel_state
 
 
 def refusal(case: Case, **options: Any) -> str:
@@ -111,12 +110,6 @@ def without_the_sum() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def without_the_sum_nor_mercy() -> Iterator[None]:
-    with mock.patch.object(megatron_module, "sum_partial_gradients", lambda *_: None):
-        yield
-
-
-@contextlib.contextmanager
 def with_an_unmarked_norm() -> Iterator[list[str]]:
     """One norm of the second layer does not say that its gradient is partial under sequence parallelism."""
     load = megatron_models.load_weights
@@ -140,22 +133,4 @@ def job_large_replica() -> str:
         gradients.require_equal_replicas(layer, torch.optim.SGD(layer.parameters(), lr=1.0), torch_dist.group.WORLD)
     except ReplicatedGradientError as error:
         return str(error)
-    return ""
-
-
-# -- data -----------------------------------------------------------------------------------------------------
-
-
-def job_other_samples(case: Case, weights: Weights) -> str:
-    """The second tensor-parallel rank draws other samples."""
-    model = build_model(case)
-    load_weights(model, weights, case)
-    engine = build_engine(model, case)
-    try:
-        step = engine.grid.get_slice_parallel_rank()
-        engine.train_batch(iter([micro_batch(case, 0, step, index) for index in range(case.accumulation)]))
-    except BatchError as error:
-        return str(error)
-    finally:
-        engine.destroy()
     return ""

@@ -1,4 +1,5 @@
-"""The two trainings that are compared: megatron-core's own GPTModel in one process, and ours. Runs inside the ranks.
+"""Small GPTs of megatron-core layers in any layout, and two trainings: megatron-core's own GPTModel in one process, and
+ours. Runs inside the ranks.
 
 The reference is plain: ``GPTModel`` from the local layer spec with Megatron's own ``DotProductAttention`` and torch's
 norms, whole sequences, a loop over micro-batches, ``torch.optim.Adam``, torch's gradient clipping. Of terapipe_ds it
@@ -10,10 +11,12 @@ sides.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import deepspeed
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
@@ -26,7 +29,8 @@ from torch import Tensor
 import terapipe_ds
 from terapipe_ds.models.megatron import MegatronGPT, VocabParallelLoss
 from terapipe_ds.models.megatron.kernels import stand_in_for_cuda, stand_in_for_transformer_engine
-from tests.distributed.engines import reduce_in_fp64
+from tests.distributed.checkpoint_states import MOMENTS, states_of
+from tests.distributed.engines import config, record_gradients, reduce_in_fp64, section
 from tests.distributed.megatron_cases import (
     ADAM_EPS,
     CLIP_NORM,
@@ -34,11 +38,9 @@ from tests.distributed.megatron_cases import (
     LEARNING_RATE,
     LENGTH,
     MAX_LENGTH,
-    NUM_LAYERS,
     NUM_STEPS,
     QUERY_GROUPS,
     ROWS,
-    VOCAB_SIZE,
     Case,
     Record,
     Weights,
@@ -47,14 +49,33 @@ from tests.distributed.megatron_cases import (
 )
 
 IGNORE_INDEX = -100
-_GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False}
+_GATED = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu}
+_EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.0}
 _FEED_FORWARD: dict[str, dict[str, Any]] = {
-    "swiglu": _GATED,
+    "swiglu": {**_GATED, "add_bias_linear": False},
+    "swiglu_biases": _GATED,
     "gelu": {"normalization": "LayerNorm", "activation_func": F.gelu, "add_qkv_bias": True},
     "moe": {
-        **_GATED, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.0,
-        "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp64",
+        **_GATED, **_EXPERTS, "add_bias_linear": False, "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp64",
     },
+}  # fmt: skip
+_BF16, _FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64.0}}
+_ZERO1, _FP32_SUMS = {"zero_optimization": {"stage": 1}}, {"data_types": {"grad_accum_dtype": "fp32"}}
+PRECISIONS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # of the model, and what DeepSpeed is told
+    "fp64": (torch.float64, {}),
+    "fp32": (torch.float32, {}),
+    "fp32_megatron": (torch.float32, {}),
+    "fp32_zero1": (torch.float32, _ZERO1),
+    "bf16": (torch.bfloat16, _BF16),
+    "bf16_zero1": (torch.bfloat16, {**_BF16, **_ZERO1, **_FP32_SUMS}),
+    "bf16_immediate": (
+        torch.bfloat16, {"bf16": {"enabled": True, "immediate_grad_update": True}, **_ZERO1, **_FP32_SUMS},
+    ),
+    "bf16_zero1_bf16": (torch.bfloat16, {**_BF16, **_ZERO1, "data_types": {"grad_accum_dtype": "bf16"}}),
+    "fp16": (torch.float16, _FP16),
+    "fp16_zero1": (torch.float16, {**_FP16, **_ZERO1}),
+    "fp16_zero1_fp32": (torch.float16, {**_FP16, **_ZERO1, **_FP32_SUMS}),
 }  # fmt: skip
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "off": {},
@@ -67,34 +88,34 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def dtype_of(case: Case) -> torch.dtype:
-    return {"fp64": torch.float64, "bf16": torch.bfloat16}.get(case.precision, torch.float32)
-
-
-def transformer_config(case: Case, **layout: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=NUM_LAYERS,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_query_groups=QUERY_GROUPS[case.heads],
-        ffn_hidden_size=48,
-        qk_layernorm=case.qk_norm,
-        rotary_interleaved=case.positions == "rope_part",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype_of(case),
-        pipeline_dtype=dtype_of(case),
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
+def transformer_config(case: Case, **changes: Any) -> TransformerConfig:
+    dtype, _ = PRECISIONS[case.precision]
+    fields: dict[str, Any] = {
+        "num_layers": case.num_layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": QUERY_GROUPS[case.heads],
+        "ffn_hidden_size": 48,
+        "qk_layernorm": case.qk_norm,
+        "rotary_interleaved": case.positions == "rope_part",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.2,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
         **_FEED_FORWARD[case.block],
-        **layout,
-    )
+    }
+    return TransformerConfig(**{**fields, **changes})
 
 
 def model_options(case: Case) -> dict[str, Any]:
     """What GPTModel and MegatronGPT take by the same names."""
     return {
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": case.vocab_size,
         "max_sequence_length": MAX_LENGTH,
         "position_embedding_type": "learned_absolute" if case.positions.startswith("learned") else "rope",
         "rotary_percent": 0.5 if case.positions == "rope_part" else 1.0,
@@ -109,7 +130,7 @@ def micro_batch(case: Case, pipeline: int, step: int, index: int) -> tuple[Any, 
     """Inputs and labels as the data iterator gives them: tokens or (tokens, position ids), labels or (labels,
     mask)."""
     generator = torch.Generator().manual_seed(10_000 * pipeline + 10 * step + index)
-    text = torch.randint(VOCAB_SIZE, (ROWS, LENGTH + 1), generator=generator)
+    text = torch.randint(case.vocab_size, (ROWS, LENGTH + 1), generator=generator)
     inputs: Any = text[:, :-1].contiguous()
     labels: Any = text[:, 1:].clone()
     if case.positions == "learned_given":  # positions begin again after a document's end, and not at 0
@@ -126,8 +147,8 @@ def micro_batch(case: Case, pipeline: int, step: int, index: int) -> tuple[Any, 
 # -- the reference --------------------------------------------------------------------------------------------
 
 
-def job_reference(case: Case) -> Record:
-    """Train megatron-core's own model, unsliced, in this process alone."""
+def job_reference(case: Case) -> list[Record]:
+    """Train megatron-core's own model, unsliced, in this process alone; a record for each replica."""
     with own_parallel_state():
         model = GPTModel(
             transformer_config(case),
@@ -137,32 +158,34 @@ def job_reference(case: Case) -> Record:
                 normalization=_FEED_FORWARD[case.block]["normalization"],
             ),
             **model_options(case),
-        ).to(dtype_of(case))
+        ).to(PRECISIONS[case.precision][0])
         draw_weights(model)
-        record = Record(initial=_arrays(dict(model.named_parameters())))
-        record.losses = {pipeline: [] for pipeline in range(case.data_parallel)}
+        initial = _arrays(dict(model.named_parameters()))
+        records = [Record(replica, 0, replica, "Megatron", initial=initial) for replica in range(case.data_parallel)]
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS)
         for step in range(NUM_STEPS):
-            _reference_step(model, optimizer, case, step, record)
-        record.parameters = _arrays(dict(model.named_parameters()))
-        return record
+            gradients = _reference_step(model, optimizer, case, step, records)
+            for record in records:
+                record.gradients[step] = gradients
+        for record in records:
+            record.parameters = _arrays(dict(model.named_parameters()))
+        return records
 
 
-def _reference_step(model: Any, optimizer: Any, case: Case, step: int, record: Record) -> None:
+def _reference_step(model: Any, optimizer: Any, case: Case, step: int, records: list[Record]) -> Weights:
     optimizer.zero_grad()
-    for pipeline in range(case.data_parallel):
+    for record in records:
         total = 0.0
         for index in range(case.accumulation):
-            loss = _reference_loss(model, case, *micro_batch(case, pipeline, step, index))
+            loss = _reference_loss(model, case, *micro_batch(case, record.data_parallel_id, step, index))
             (loss / (case.accumulation * case.data_parallel)).backward()
             total += loss.item()
-        record.losses[pipeline].append(total / case.accumulation)
+        record.losses.append(total / case.accumulation)
     if case.clipping:
-        gradients = [p.grad for p in model.parameters()]
-        record.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-    record.gradients.append(_arrays({name: p.grad for name, p in model.named_parameters()}))
+    gradients = _arrays({name: p.grad for name, p in model.named_parameters()})
     optimizer.step()
+    return gradients
 
 
 def _reference_loss(model: Any, case: Case, inputs: Any, labels: Any) -> Tensor:
@@ -212,17 +235,16 @@ def draw_weights(model: torch.nn.Module) -> None:
 # -- ours -----------------------------------------------------------------------------------------------------
 
 
-def build_model(case: Case, model_class: type[MegatronGPT] = MegatronGPT, **options: Any) -> MegatronGPT:
+def build_model(
+    case: Case, model_class: type[MegatronGPT] = MegatronGPT, changes: dict[str, Any] | None = None, **options: Any
+) -> MegatronGPT:
+    """Return this rank's part of our model. `changes` go into the TransformerConfig, `options` to the model."""
     tensor, stages, _, sequence_parallel = LAYOUTS[case.layout]
-    config = transformer_config(
-        case,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=stages,
-        sequence_parallel=sequence_parallel,
-        **_RECOMPUTE[case.recompute],
-    )
+    layout = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages}
+    fields = {**layout, "sequence_parallel": sequence_parallel, **_RECOMPUTE[case.recompute], **(changes or {})}
     cross_entropy = "megatron" if case.precision == "fp32_megatron" else "exact"
-    return model_class(config, loss_fn=VocabParallelLoss(cross_entropy), **model_options(case), **options)
+    options = {**model_options(case), "loss_fn": VocabParallelLoss(cross_entropy), **options}
+    return model_class(transformer_config(case, **fields), **options)
 
 
 def load_weights(model: MegatronGPT, weights: Weights, case: Case) -> None:
@@ -241,28 +263,56 @@ def is_gated(case: Case) -> bool:
 
 
 def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": case.accumulation,
-        "optimizer": {
+    """Return an engine of ours, or of DeepSpeed's own for `terapipe=None`. `changes` go into DeepSpeed's config."""
+    ds_config = config(
+        train_micro_batch_size_per_gpu=ROWS,
+        gradient_accumulation_steps=case.accumulation,
+        optimizer={
             "type": "Adam",
             "params": {"lr": LEARNING_RATE, "eps": ADAM_EPS, "torch_adam": True, "adam_w_mode": False},
         },
-        "gradient_clipping": CLIP_NORM if case.clipping else 0.0,
-        "steps_per_print": 10**9,
-        "terapipe": {"enabled": True, "schedule": case.schedule, "slices": case.slices, "granularity_tokens": 1},
-        **changes,
-    }
-    engine = terapipe_ds.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        gradient_clipping=CLIP_NORM if case.clipping else 0.0,
+        **PRECISIONS[case.precision][1],
+    )
+    ds_config |= {"terapipe": section(schedule=case.schedule, slices=case.slices), **changes}
+    start = terapipe_ds.initialize
+    if ds_config["terapipe"] is None:
+        start = deepspeed.initialize
+        del ds_config["terapipe"]
+    engine = start(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
     if case.precision == "fp64":
         reduce_in_fp64(engine)
     return engine
 
 
+@contextlib.contextmanager
+def engine_of(
+    case: Case, changes: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **ds_config: Any
+) -> Iterator[Any]:
+    """A model, built as by `build_model` from its own initial weights, and its engine, for the block."""
+    engine = build_engine(build_model(case, changes=changes, **(options or {})), case, **ds_config)
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Any, case: Case, steps: Iterable[int], replica: int = 0) -> list[float]:
+    """One optimizer step on the data of each of `steps`; the losses where the last stage is.
+
+    All replicas are fed the same data unless told otherwise, so that every layout trains alike.
+    """
+    losses = []
+    for step in steps:
+        engine.train_batch(iter([micro_batch(case, replica, step, index) for index in range(case.accumulation)]))
+        if engine.is_last_stage():
+            losses.append(float(engine.total_loss) / case.accumulation)
+    return losses
+
+
 def job_ours(
     case: Case,
     weights: Weights,
-    num_steps: int = NUM_STEPS,
     prepare: Callable[[], Any] | None = None,
     watch: Callable[[Any], Any] | None = None,
 ) -> Record:
@@ -274,7 +324,7 @@ def job_ours(
         engine = build_engine(model, case)
         watched = None if watch is None else watch(engine)
         try:
-            record = _train(engine, case, num_steps)
+            record = _train(engine, case)
         finally:
             engine.destroy()
     record.caught, record.watched = list(caught or []), watched
@@ -285,8 +335,7 @@ def job_build(case: Case) -> tuple[Record, dict[str, tuple[bool, int]]]:
     """Build our model alone: its initial weights, and of each parameter Megatron's marks (cut or not, which
     dimension)."""
     model = build_model(case)
-    grid = model.mpu()
-    record = Record(grid.get_stage_id(), grid.get_slice_parallel_rank(), grid.get_data_parallel_id())
+    record = _place(model.mpu())
     record.initial = _parameters_of(model)
     marks = {
         megatron_name(name): (getattr(p, "tensor_model_parallel", False), getattr(p, "partition_dim", -1))
@@ -295,35 +344,40 @@ def job_build(case: Case) -> tuple[Record, dict[str, tuple[bool, int]]]:
     return record, marks
 
 
-def _train(engine: Any, case: Case, num_steps: int) -> Record:
-    grid = engine.grid
-    record = Record(grid.get_stage_id(), grid.get_slice_parallel_rank(), grid.get_data_parallel_id())
+def _train(engine: Any, case: Case) -> Record:
+    record = _place(engine.grid)
     record.initial = _parameters_of(engine.module)
-    optimizer_step = engine.optimizer.step
+    steps = itertools.count()
 
-    def step_and_record(*args: Any, **kwargs: Any) -> Any:
-        gradients = {megatron_name(name): p.grad for name, p in engine.module.named_parameters()}
-        record.gradients.append(_arrays(gradients))
-        return optimizer_step(*args, **kwargs)
+    def keep(gradients: dict[str, Tensor]) -> None:
+        record.gradients[next(steps)] = _arrays({megatron_name(name): g for name, g in gradients.items()})
 
-    engine.optimizer.step = step_and_record
-    losses = []
-    for step in range(num_steps):
-        data = [micro_batch(case, record.pipeline, step, index) for index in range(case.accumulation)]
-        engine.train_batch(iter(data))
-        if engine.is_last_stage():
-            losses.append(float(engine.total_loss) / case.accumulation)
-    if losses:
-        record.losses = {record.pipeline: losses}
+    record_gradients(engine, keep)
+    record.losses = train(engine, case, range(NUM_STEPS), record.data_parallel_id)
     record.parameters = _parameters_of(engine.module)
+    missing = [name for name in record.parameters if name not in record.gradients[0]]
+    assert not missing, f"no gradient for {missing}"
     return record
+
+
+def held_by(engine: Any) -> Record:
+    """What this rank holds between two steps: parameters and the optimizer's states of them, in fp32."""
+    record, states = _place(engine.grid), states_of(engine)
+    record.states = {
+        kind: {name: state[kind].float().numpy() for name, state in states.items()}
+        for kind in ("value", "copy", *MOMENTS)
+    }
+    return record
+
+
+def _place(grid: Any) -> Record:
+    rank, replica = torch.distributed.get_rank(), grid.get_data_parallel_id()
+    return Record(rank, grid.get_stage_id(), replica, "ours", tensor_rank=grid.get_slice_parallel_rank())
 
 
 def _parameters_of(module: torch.nn.Module) -> Weights:
     return _arrays({megatron_name(name): p for name, p in module.named_parameters()})
 
 
-def _arrays(tensors: dict[str, Tensor | None]) -> Weights:
-    missing = [name for name, tensor in tensors.items() if tensor is None]
-    assert not missing, f"no gradient for {missing}"
-    return {name: t.detach().double().numpy().copy() for name, t in tensors.items() if t is not None}
+def _arrays(tensors: dict[str, Tensor]) -> Weights:
+    return {name: t.detach().double().numpy().copy() for name, t in tensors.items()}

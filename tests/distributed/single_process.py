@@ -1,4 +1,4 @@
-"""The reference of the random configurations: the same layers trained by a plain loop, whole sequences, one process.
+"""What cases train, and their plainest reference: the same layers in a loop, whole sequences, one process.
 
 No pipeline, no slices, no DeepSpeed engine and no attention of ours: torch's modules one after the other, a backward
 for each micro-batch of each replica, torch's own clipping and AdamW.
@@ -7,18 +7,20 @@ for each micro-batch of each replica, torch's own clipping and AdamW.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
+from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case
 from tests.distributed.compare import RankRecord
-from tests.distributed.configurations import CLIP_NORM, MAX_LENGTH, Configuration
 from tests.distributed.engines import torch_attention
-from tests.distributed.training import to_numpy
 
 VOCAB_SIZE = 29
 IGNORE_INDEX = -100
@@ -27,29 +29,28 @@ IGNORE_INDEX = -100
 LEARNING_RATE = 1e-3
 ADAM_EPS = 1e-3
 WEIGHT_DECAY = 0.01
-EVALUATION_STEP = 1000  # seeds data that no training step sees
+EVALUATION_STEP = 1000  # from here on steps seed data that no training step sees
 
 
 # -- what both sides train -----------------------------------------------------------------------------------------
 
 
-def layers(configuration: Configuration) -> list[Any]:
-    """Layer specs; their weights depend on the place of the layer alone."""
+def layers(case: Case) -> list[Any]:
+    """Layer specs, for weights of `draw_weights`."""
     return gpt.gpt_layers(
         gpt.GPTConfig(
             vocab_size=VOCAB_SIZE,
-            hidden_size=16,
-            num_layers=4,
+            hidden_size=32,
+            num_layers=case.decoder_layers,
             num_heads=4,
-            num_kv_heads=configuration.kv_heads,
-            ffn_size=24,
+            num_kv_heads=case.kv_heads,
+            ffn_size=48,
             max_sequence_length=MAX_LENGTH,
-            init_std=0.3,
-            tied_embedding=configuration.tied,
-            positions=configuration.positions,
-            gated_mlp=not configuration.gpt3,
-            bias=configuration.gpt3,
-            dtype="float64" if configuration.dtype == "fp64" else "float32",
+            tied_embedding=case.tied,
+            positions=case.positions,
+            gated_mlp=not case.gpt3,
+            bias=case.gpt3,
+            dtype="float64" if case.dtype == "fp64" else "float32",
         )
     )
 
@@ -60,24 +61,42 @@ def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _loss(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
     if reduction == "mean_valid":
         return flat.sum() / (labels != IGNORE_INDEX).sum()
     return flat.mean() if reduction == "mean" else flat.sum() / 16
 
 
-def micro_batches(configuration: Configuration, replica: int, step: int) -> list[tuple[Tensor, Tensor]]:
+def draw_weights(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Draw weights by the parameter's name alone: large enough that tokens matter to later ones, and numbers that bf16
+    can hold, so that runs in all precisions start from the very same model.
+    """
+    for name, parameter in named:
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+        drawn = drawn / drawn.shape[-1] ** 0.5 if drawn.dim() > 1 else name.endswith("weight") + 0.1 * drawn
+        with torch.no_grad():
+            parameter.copy_(drawn.bfloat16())
+
+
+def evaluation_data(case: Case, replica: int, step: int) -> list[tuple[Tensor, Tensor]]:
+    """Return what is evaluated after this step: something in between, which may not disturb training, and at the
+    end."""
+    return micro_batches(case, replica, EVALUATION_STEP + step) if step in (1, case.steps) else []
+
+
+def micro_batches(case: Case, replica: int, step: int) -> list[tuple[Tensor, Tensor]]:
     """Token ids and labels of one step of one replica, [rows, length] each."""
-    return [_micro_batch(configuration, replica, step, index) for index in range(configuration.micro_batches)]
+    return [_micro_batch(case, replica, step, index) for index in range(case.micro_batches)]
 
 
-def _micro_batch(configuration: Configuration, replica: int, step: int, index: int) -> tuple[Tensor, Tensor]:
-    seed = configuration.data_seed + 1_000_003 * replica + 1009 * step + index
+def _micro_batch(case: Case, replica: int, step: int, index: int) -> tuple[Tensor, Tensor]:
+    seed = case.data_seed + 1_000_003 * replica + 1009 * step + index
     generator = torch.Generator().manual_seed(seed)
-    shape = configuration.rows, configuration.length_of(step, index) + 1
+    shape = case.rows, case.length_of(step, index) + 1
     text = torch.randint(VOCAB_SIZE, shape, generator=generator)
     labels = text[:, 1:].clone()
-    if configuration.masked:  # none before some token, and few after it: whole slices are without a label
+    if case.masked:  # none before some token, and few after it: whole slices are without a label
         first = int(torch.randint(labels.shape[1], (), generator=generator))
         hidden = torch.rand(labels.shape, generator=generator) < 0.5
         hidden[:, :first] = True
@@ -104,6 +123,7 @@ class Whole(nn.Module):
             forward = getattr(spec, "forward_fn", None)
             self.calls.append(layer if forward is None else functools.partial(forward, layer))
         self.kept = nn.ModuleList(self.by_prefix.values())
+        draw_weights(self.named())
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for prefix, layer in self.by_prefix.items():
@@ -116,13 +136,13 @@ class Whole(nn.Module):
         return inputs
 
 
-def train_alone(configuration: Configuration) -> list[RankRecord]:
+def train_alone(case: Case) -> list[RankRecord]:
     """The training in this process, as one record per replica: each has losses of its own, all else is common."""
     with torch_attention():
-        return _train(configuration)
+        return _train(case)
 
 
-def _train(c: Configuration) -> list[RankRecord]:
+def _train(c: Case) -> list[RankRecord]:
     model, loss_of = Whole(layers(c)), loss_function(c.loss_reduction)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPS, weight_decay=WEIGHT_DECAY)
     records = [RankRecord(replica, 0, replica, "alone") for replica in range(c.data_parallel)]
@@ -138,30 +158,37 @@ def _train(c: Configuration) -> list[RankRecord]:
             record.losses.append(sum(losses) / c.micro_batches)
         _finish_gradients(c, model, records, step)
         optimizer.step()
-    evaluation = sum(_evaluated(c, model, record.data_parallel_id) for record in records) / c.data_parallel
+        if evaluation_data(c, 0, step):
+            evaluation = sum(_evaluated(c, model, record.data_parallel_id, step) for record in records)
+            for record in records:
+                record.evaluations.append(evaluation / c.data_parallel)
     returned = [sum(record.losses[step] for record in records) / c.data_parallel for step in range(c.steps)]
     for record in records:
-        record.evaluations, record.returned = [evaluation], returned
-        record.parameters = {name: to_numpy(parameter) for name, parameter in model.named()}
+        record.returned = returned
+        record.parameters = to_numpy(dict(model.named()))
     return records
 
 
-def _finish_gradients(c: Configuration, model: Whole, records: list[RankRecord], step: int) -> None:
+def _finish_gradients(c: Case, model: Whole, records: list[RankRecord], step: int) -> None:
     """The hook, the record and the clipping. ZeRO keeps gradients as they are and scales them in its step."""
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.grad *= 2 if c.hook else 1
-    before = {name: to_numpy(parameter.grad) for name, parameter in model.named()}
+    before = to_numpy({name: parameter.grad for name, parameter in model.named()})
     if c.clipping:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         for record in records if c.zero_stage else ():  # the plain engine does not tell it
             record.norms.append(float(norm))
-    after = before if c.zero_stage else {name: to_numpy(parameter.grad) for name, parameter in model.named()}
+    after = before if c.zero_stage else to_numpy({name: parameter.grad for name, parameter in model.named()})
     for record in records:
         record.gradients[step] = after
 
 
-def _evaluated(c: Configuration, model: Whole, replica: int) -> float:
+def _evaluated(c: Case, model: Whole, replica: int, step: int) -> float:
     with torch.no_grad():
-        batch = micro_batches(c, replica, EVALUATION_STEP)
+        batch = evaluation_data(c, replica, step)
         return sum(loss_function(c.loss_reduction)(model(x), y).item() for x, y in batch) / c.micro_batches
+
+
+def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.floating]]:
+    return {name: tensor.detach().double().cpu().numpy().copy() for name, tensor in tensors.items()}

@@ -65,18 +65,21 @@ def _built_for(ranks: _Ranks) -> Iterator[None]:
         _building = before
 
 
-def topology(pipe: int, data: int, model: int) -> PipeModelDataParallelTopology:
-    return PipeModelDataParallelTopology(num_pp=pipe, num_dp=data, num_mp=model)
+def parallel(grid: tuple[int, int, int], module_class: type[PipelineModule] = TensorParallelModule) -> dict[str, Any]:
+    """Return options of `engine_of` for stages, replicas and tensor-parallel ranks."""
+    pipe, data, model = grid
+    return {
+        "stages": pipe,
+        "module": {"topology": PipeModelDataParallelTopology(num_pp=pipe, num_dp=data, num_mp=model)},
+        "module_class": module_class,
+        "loss_fn": vocabulary_parallel_loss,
+    }
 
 
-def layers(dtype: str = "float64", tied: bool = True) -> list[Any]:
+def layers(dtype: str = "float64") -> list[Any]:
     """Token ids in, this rank's part of the logits [B, T, V / ranks] out."""
     middle = [LayerSpec(DecoderLayer, dtype, index) for index in range(NUM_LAYERS)]
-    if tied:
-        first: Any = TiedLayerSpec("embedding", Embedding, dtype)
-        last: Any = TiedLayerSpec("embedding", Embedding, dtype, forward_fn=_tied_logits)
-    else:
-        first, last = LayerSpec(Embedding, dtype), LayerSpec(Head, dtype)
+    first, last = (TiedLayerSpec("embedding", Embedding, dtype, forward_fn=fn) for fn in (None, _tied_logits))
     return [first, *middle, LayerSpec(Norm, dtype), last]
 
 
@@ -170,16 +173,6 @@ class Embedding(nn.Module):
 
 def _tied_logits(embedding: Embedding, hidden: Tensor) -> Tensor:
     return F.linear(_copy(hidden, embedding.ranks), embedding.weight)
-
-
-class Head(nn.Module):
-    def __init__(self, dtype: str) -> None:
-        super().__init__()
-        self.ranks = _building
-        self.weight = _part(_drawn(2, (VOCAB_SIZE, HIDDEN), dtype), _building, 0)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(_copy(hidden, self.ranks), self.weight)
 
 
 class Norm(nn.Module):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import cases, compare
-from tests.distributed.cases import DIMENSIONS, Case
+from tests.distributed.cases import DIMENSIONS
 from tests.distributed.compare import RankRecord, Worst
 
 
@@ -37,11 +37,6 @@ class TestCoveringSet:
         assert cases.default_cases() == cases.default_cases()
         assert len(cases.default_cases()) < 150, "the default run should stay short"
 
-    def test_what_has_no_reference_is_left_out(self) -> None:
-        for case in cases.all_cases():
-            assert case.data_parallel == 1 or not (case.clipping or case.mixed)
-            assert case.plan == "equal" or not case.mixed
-
 
 def record(rank: int = 0, **parameters: list[float]) -> RankRecord:
     values = {name: np.array(value) for name, value in parameters.items()}
@@ -68,4 +63,4 @@ class TestErrors:
     def test_what_is_not_finite_is_infinitely_wrong(self, wrong: float) -> None:
         found = compare.errors([record(a=[wrong])], [record(a=[1.0])])
         assert found["parameter"].error == math.inf
-        assert compare.violations(found, compare.contract(Case()))
+        assert compare.violations(found, compare.contract(cases.Case()))

@@ -11,11 +11,10 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import PipelineModule
-from torch import Tensor
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
 
 import terapipe_ds
-from terapipe_ds.models import gpt
 from terapipe_ds.runtime.engine import batch_end
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed.engines import (
@@ -25,6 +24,7 @@ from tests.distributed.engines import (
     differences,
     engine_of,
     gpt_layers,
+    pipeline_module,
     reduce_in_fp64,
     relative_error,
     section,
@@ -89,15 +89,9 @@ def freeze(model: Any, frozen: bool = True) -> None:
             parameter.requires_grad_(not frozen)
 
 
-def module_of(stages: int, dtype: str) -> PipelineModule:
-    return PipelineModule(
-        layers=gpt_layers(dtype=dtype), num_stages=stages, loss_fn=gpt.gpt_loss, partition_method="uniform"
-    )
-
-
 def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
     """Norms are frozen when the layers are laid out, and for a step; the optimizer has them from the start."""
-    model = module_of(2 if terapipe else 1, "float64")
+    model = pipeline_module(gpt_layers(), 2 if terapipe else 1)
     freeze(model)
     start, settings = deepspeed.initialize, config()
     if terapipe:
@@ -119,7 +113,7 @@ def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
 def job_frozen_after(one_place: bool = False) -> list[float]:
     """bf16, norms frozen once the layers have moved: by BF16_Optimizer, which knows what it trains alone."""
     settings = config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS}
-    model = module_of(2, "float32")
+    model = pipeline_module(gpt_layers("float32"))
     terapipe_ds.lay_out(model, settings)
     if not one_place or dist.get_rank() == 0:
         freeze(model)
@@ -162,15 +156,31 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 OPTIONS = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
 
 
-def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = False) -> dict[str, Tensor]:
-    """The weights of this rank after some steps, each replica with data of its own.
+class Unused(nn.Module):
+    """A layer of no use, whose weights must stay as they are at both places."""
 
-    ``alone``: no copy takes its owner's weights.
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=not frozen)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = False) -> dict[str, Tensor]:
+    """The weights of this rank after some steps, each replica with data of its own. The last step has one micro-batch,
+    which goes down alone: the copies of the way up have no gradients of their own.
+
+    `alone`: no copy takes its owner's weights.
     """
     options = {**PRECISIONS[precision], **OPTIONS}
+    layers = gpt_layers(dtype="float32")
+    layers[-2:-2] = [LayerSpec(Unused, frozen) for frozen in (False, True)]
     left = mock.patch.object(batch_end, "take_owners_weights", lambda module: None) if alone else nullcontext()
-    with left, engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
-        return train(engine, batches(NUM_STEPS, first_seed=1000 * engine.grid.get_data_parallel_id())).parameters
+    with left, engine_of(layers, terapipe, **options) as engine:
+        first_seed = 1000 * engine.grid.get_data_parallel_id()
+        data = [*batches(NUM_STEPS, first_seed=first_seed), *batches(1, 1, first_seed=first_seed + 500)]
+        return train(engine, data, lambda step: engine.set_train_batch_size(2 * REPLICAS * len(data[step]))).parameters
 
 
 def copies_that_differ(ranks: Sequence[dict[str, Tensor]]) -> list[str]:

@@ -8,17 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engines import Run, differences, engine_of, error_of, gpt_layers, micro_batch, section, train
+from tests.distributed.engines import (
+    CHECKPOINTING,
+    Run,
+    differences,
+    engine_of,
+    error_of,
+    gpt_layers,
+    micro_batch,
+    section,
+    train,
+)
 from tests.distributed.harness import rank_pool
 
 PLAN = [8, 9, 6]
 # attention's own dropout is done by the backend that replays its random state in the backward
 DROPPING = functools.partial(gpt_layers, "float32", dropout=0.1, attention_dropout=0.2)
-RECOMPUTING: dict[str, dict[str, Any]] = {
-    "off": {},
-    "reentrant": {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}},
-    "non_reentrant": {"pipeline": {"activation_checkpoint_interval": 2, "use_reentrant": False}},
-}
 
 
 def trained(seed: int, schedule: str, **options: Any) -> Run:
@@ -36,10 +41,15 @@ def trained(seed: int, schedule: str, **options: Any) -> Run:
 
 
 def job_twice(schedule: str, stages: int, recomputing: str, **options: Any) -> dict[str, Any]:
-    kinds = {kind: {**options, **RECOMPUTING[kind], "stages": stages} for kind in ("off", recomputing)}
+    kinds = {kind: {**options, **CHECKPOINTING[kind], "stages": stages} for kind in ("off", recomputing)}
     first, second = ({kind: trained(1, schedule, **kinds[kind]) for kind in kinds} for _ in range(2))
     plain = first["off"]
+    with engine_of(gpt_layers("float32"), section(slices=PLAN), **kinds["off"]) as engine:
+        undropped = float(engine.eval_batch(iter([micro_batch(7), micro_batch(8)])))
+    with engine_of(DROPPING(), section(slices=PLAN), **kinds["off"]) as engine:
+        evaluated = float(engine.eval_batch(iter([micro_batch(7), micro_batch(8)])))
     return {
+        "evaluation": evaluated - undropped,
         "twice": [error_of(vars(first[kind]), vars(second[kind])) for kind in kinds],
         "recomputed": max(differences(first[recomputing], plain).values()),
         "other seed": differences(trained(2, schedule, **kinds["off"]), plain),
@@ -52,6 +62,7 @@ def check(ranks: list[dict[str, Any]], recomputed: float) -> None:
         assert rank["twice"] == [0.0, 0.0]
         assert rank["recomputed"] <= recomputed, "a recomputed forward drops what the first one dropped"
         assert rank["other seed"]["returned"] > 1e-4, "there is dropout"
+        assert rank["evaluation"] == 0.0, "dropout is for training"
         assert rank["steps"] == [3, 3, True]
 
 

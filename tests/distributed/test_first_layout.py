@@ -10,10 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from deepspeed.pipe import PipelineModule
 
 import terapipe_ds
-from terapipe_ds.models import gpt
 from terapipe_ds.runtime.engine import build as engine_build
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 from terapipe_ds.runtime.planning import auto_planner
@@ -27,6 +25,7 @@ from tests.distributed.engines import (
     engine_of,
     gpt_layers,
     logged,
+    pipeline_module,
     raised_by,
     section,
     stock_run,
@@ -144,7 +143,7 @@ def job_fails(path: str, rank: int) -> str:
             raise LookupError("no such parameter")
         yield from module.parameters()
 
-    module = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    module = pipeline_module(gpt_layers())
     given = config(terapipe=section(**AUTO, planner={"profile": path}))
     with pytest.raises(LookupError) as caught:
         terapipe_ds.initialize(model=module, model_parameters=parameters(), config=given)
@@ -177,9 +176,9 @@ def test_a_profile_of_another_model_with_as_many_layers_is_refused_before_there_
 
 def job_early(path: str) -> tuple[bool, Any, Any]:
     terapipe = section(**AUTO, planner={"profile": path})
-    module = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    module = pipeline_module(gpt_layers())
     terapipe_ds.lay_out(module, config(terapipe=terapipe))
-    own = PipelineModule(gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    own = pipeline_module(gpt_layers())
     ds_config = config(terapipe=terapipe)
     del ds_config["optimizer"]
     sgd = torch.optim.SGD(own.parameters(), lr=0.1)

@@ -7,6 +7,8 @@ together over tensor-parallel ranks by what megatron-core says of its layers, no
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,69 +17,62 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-import torch.distributed as torch_dist
-
 from terapipe_ds.config import TeraPipeConfigError
 from tests.conftest import FULL
+from tests.distributed import megatron_cases
+from tests.distributed.checkpoint_states import convert
+from tests.distributed.compare import worst_error
+from tests.distributed.engines import error_of
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.megatron_layouts import (
-    Layout,
-    Training,
-    convert,
-    data,
-    engine_of,
-    merged,
-    saved_state,
-    train,
-    whole_state,
-    worst_errors,
-)
+from tests.distributed.megatron_cases import Case
+from tests.distributed.megatron_models import engine_of, held_by, is_gated, train
 
-TENSOR_STAGES = Layout(tensor=2, stages=2, sequence_parallel=True)
+BASE = Case(
+    "tp2_pp2_sp", accumulation=2, precision="fp32_zero1", block="swiglu_biases", heads="gqa", qk_norm=True, num_layers=2
+)
+TIED = replace(BASE, tied=True)
+HALF = replace(TIED, precision="bf16_zero1", block="gelu", positions="learned")
 # of four ranks: two, two, four replicas and one; the last with half a query group per tensor-parallel rank
-LAYOUTS = [Layout(1, 2), Layout(2, 1), Layout(1, 1), Layout(4, 1)]
-OTHER_PLAN = {"schedule": "terapipe", "slices": (6, 12, 2, 4)}
+LAYOUTS = ["pp2_dp2", "tp2_dp2", "dp4", "tp4"]
+OTHER_PLAN = {"schedule": "terapipe", "plan": "equal"}
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # what four roundings of bf16 in another order do to losses; moments of single tensors differ by up to 0.03 per step
 LIMITS = {"fp32": 1e-5, "bf16": 3e-3}
 
 
-def limit_of(training: Training) -> float:
-    return LIMITS[training.precision.split("_")[0]]
+def limit_of(case: Case) -> float:
+    return LIMITS[case.precision.split("_")[0]]
 
 
 # -- jobs ----------------------------------------------------------------------------------------------------
 
 
-def job_write(layout: Layout, training: Training, folder: str, converted: bool = False) -> dict[str, Any]:
-    """Two steps, a checkpoint, two steps more; what was saved and how it went on."""
-    with engine_of(layout, training) as engine:
-        train(engine, data(2))
+def job_write(case: Case, folder: str, universal: bool = False, told: bool = True) -> dict[str, Any]:
+    """Two steps, a checkpoint, two steps more; what was saved and how it went on. Unless `told`, the converter does not
+    know of gated and row-parallel weights: it concatenates all along dimension 0."""
+    with engine_of(case) as engine:
+        for key in ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"):
+            assert told or engine.module.universal_checkpoint_info.pop(key)
+        train(engine, case, range(2))
         engine.save_checkpoint(folder, tag="two", client_state={"epoch": 7})
-        found: dict[str, Any] = {"saved": saved_state(engine), "whole": whole_state(engine)}
-        found["losses"] = train(engine, data(2, first_seed=900))
-        found["later"] = saved_state(engine)
-        found["whole later"] = whole_state(engine)
-    if converted:
-        if torch_dist.get_rank() == 0:
-            convert(folder, "two")
-        torch_dist.barrier()
+        saved = held_by(engine)
+        losses = train(engine, case, range(9, 11))
+        found = {"saved": saved, "losses": losses, "later": held_by(engine)}
+    if universal:
+        convert(folder, "two")
     return found
 
 
-def job_read(layout: Layout, training: Training, folder: str, tag: str | None = None, **options: Any) -> dict[str, Any]:
+def job_read(case: Case, folder: str, ds_config: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """One step, so that there is something to overwrite, then what was saved, then two steps."""
-    with engine_of(layout, training) as engine:
-        train(engine, data(1, first_seed=400))
-        before = saved_state(engine)
-        _, client_state = engine.load_checkpoint(folder, tag=tag, **options)
-        found: dict[str, Any] = {"before": before, "saved": saved_state(engine)}
-        if training.universal:
-            found["whole"] = whole_state(engine)
-        found["steps"], found["epoch"] = engine.global_steps, client_state.get("epoch")
-        found["losses"] = train(engine, data(2, first_seed=900))
-        found["later"] = saved_state(engine)
-        found["whole later"] = whole_state(engine) if training.universal else None
-    return found
+    with engine_of(case, **(ds_config or {})) as engine:
+        train(engine, case, [4])
+        before = held_by(engine)
+        _, client_state = engine.load_checkpoint(folder, **options)
+        saved, steps = held_by(engine), engine.global_steps
+        losses = train(engine, case, range(9, 11))
+        found = {"before": before, "saved": saved, "losses": losses, "later": held_by(engine)}
+        return found | {"steps": steps, "epoch": client_state.get("epoch")}
 
 
 def losses(results: list[dict[str, Any]]) -> list[float]:
@@ -87,60 +82,57 @@ def losses(results: list[dict[str, Any]]) -> list[float]:
     return told[0]
 
 
-def errors_of(results: list[dict[str, Any]], expected: list[dict[str, Any]], when: str) -> dict[str, float]:
-    ours, theirs = (merged([result[when] for result in each]) for each in (results, expected))
-    return worst_errors(ours, theirs)
+def merged(results: Sequence[dict[str, Any]], when: str, gated: bool = True) -> dict[str, Any]:
+    return megatron_cases.merged([result[when] for result in results], gated)
+
+
+def errors_of(results: list[dict[str, Any]], expected: list[dict[str, Any]], when: str, case: Case) -> dict[str, float]:
+    ours, theirs = (merged(each, when, is_gated(case)) for each in (results, expected))
+    assert all(ours[kind].keys() == theirs[kind].keys() for kind in theirs)
+    return {kind: worst_error(ours[kind], theirs[kind]).error for kind in theirs}
 
 
 # -- the same layout -----------------------------------------------------------------------------------------
 
 
-def assert_all_equal(ours: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_array_equal(ours[name], value, err_msg=name)
-
-
 @pytest.mark.parametrize(
-    "training",
-    [
-        Training("fp32", tied=True, positions="learned_absolute"),
-        Training("fp32_zero1"),
-        Training("bf16_zero1", tied=True),
-    ],
+    "case",
+    [replace(TIED, precision="fp32", positions="learned"), BASE, replace(TIED, precision="bf16_zero1")],
     ids=str,
 )
-def test_training_goes_on_as_if_it_had_not_been_interrupted(training: Training, tmp_path: Path) -> None:
-    pool = rank_pool(4)
-    written = pool.run(job_write, layout=TENSOR_STAGES, training=training, folder=str(tmp_path))
-    read = pool.run(job_read, layout=TENSOR_STAGES, training=training, folder=str(tmp_path))
+def test_training_goes_on_as_if_it_had_not_been_interrupted(case: Case, tmp_path: Path) -> None:
+    written, read = (rank_pool(4).run(job, case=case, folder=str(tmp_path)) for job in (job_write, job_read))
     for writer, reader in zip(written, read, strict=True):
-        assert_all_equal(reader["saved"], writer["saved"])
-        assert_all_equal(reader["later"], writer["later"])
-        assert any(not np.array_equal(value, writer["saved"][name]) for name, value in reader["before"].items())
+        for when in ("saved", "later"):
+            assert bits(reader[when]) == bits(writer[when])
+        assert bits(reader["before"]) != bits(writer["saved"])
         assert (reader["steps"], reader["epoch"]) == (2, 7)
     assert losses(read) == losses(written)
-    if training.tied:
-        first, last = (read[rank]["saved"]["tied_modules.embedding.word_embeddings.weight"] for rank in (0, 2))
-        np.testing.assert_array_equal(first, last)
+    merged(read, "saved")  # tied copies are alike
+
+
+def bits(record: megatron_cases.Record) -> dict[str, dict[str, bytes]]:
+    return {kind: {name: value.tobytes() for name, value in tensors.items()} for kind, tensors in record.states.items()}
 
 
 def test_it_goes_on_under_another_plan_and_schedule(tmp_path: Path) -> None:
-    pool, training = rank_pool(4), Training("fp32_zero1", tied=True)
-    written = pool.run(job_write, layout=TENSOR_STAGES, training=training, folder=str(tmp_path))
-    other = Training("fp32_zero1", tied=True, **OTHER_PLAN)
-    read = pool.run(job_read, layout=TENSOR_STAGES, training=other, folder=str(tmp_path))
+    written = rank_pool(4).run(job_write, case=TIED, folder=str(tmp_path))
+    read = rank_pool(4).run(job_read, case=replace(TIED, **OTHER_PLAN), folder=str(tmp_path))
     for writer, reader in zip(written, read, strict=True):
-        assert_all_equal(reader["saved"], writer["saved"])
-    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
+        assert bits(reader["saved"]) == bits(writer["saved"])
+    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(TIED))
 
 
 # -- another layout, without conversion ----------------------------------------------------------------------
 
-REFUSED = [
-    (Layout(1, 2), {}, r"saved by 2 tensor-parallel ranks, and 1 would load it.*ds_to_universal"),
-    (Layout(1, 2), {"load_module_only": True}, r"saved by 2 tensor-parallel ranks, and 1 would load it"),
-    (Layout(2, 1), {}, r"saved by 2 stages, and 1 would load it.*load_module_only=True"),
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes of the case, options, what is said
+    ({"layout": "pp2_dp2"}, {}, r"saved by 2 tensor-parallel ranks, and 1 would load it.*ds_to_universal"),
+    ({"layout": "pp2_dp2"}, {"load_module_only": True}, r"saved by 2 tensor-parallel ranks, and 1 would load it"),
+    ({"layout": "tp2_dp2"}, {}, r"saved by 2 stages, and 1 would load it.*load_module_only=True"),
+    ({"tied": False}, {}, r"of another model: share_embeddings_and_output_weights=True there and False here"),
+    ({"vocab_size": 64}, {}, r"of another model: vocab_size=32 there and 64 here"),
+    ({"precision": "fp32"}, {}, r"universal checkpoint is loaded by ZeRO stage 1, not by stage 0"),
+    ({"precision": "bf16"}, {}, r"cannot load optimizer states in bf16 without ZeRO.*load_module_only=True"),
 ]
 
 
@@ -148,147 +140,99 @@ REFUSED = [
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """(folder, results) of a checkpoint that TP2 x PP2 wrote, embeddings tied."""
     folder = tmp_path_factory.mktemp("plain")
-    training = Training("fp32_zero1", tied=True)
-    return folder, rank_pool(4).run(job_write, layout=TENSOR_STAGES, training=training, folder=str(folder))
-
-
-def job_module_only(layout: Layout, training: Training, folder: str) -> dict[str, Any]:
-    with engine_of(layout, training) as engine:
-        train(engine, data(1, first_seed=400))
-        engine.load_checkpoint(folder, load_module_only=True)
-        return {"whole": whole_state(engine)}
+    return folder, rank_pool(4).run(job_write, case=TIED, folder=str(folder))
 
 
 def test_parameters_alone_are_loaded_by_another_number_of_stages(plain: Any) -> None:
     folder, written = plain
-    read = rank_pool(4).run(
-        job_module_only, layout=Layout(2, 1), training=Training("fp32_zero1", tied=True), folder=str(folder)
-    )
-    errors = errors_of(read, written, "whole")
-    assert (errors["lp"], errors["fp32"]) == (0.0, 0.0)
+    case = replace(TIED, layout="tp2_dp2")
+    read = rank_pool(4).run(job_read, case=case, folder=str(folder), load_module_only=True)
+    errors = errors_of(read, written, "saved", case)
+    assert (errors["value"], errors["copy"]) == (0.0, 0.0)
     assert errors["exp_avg"] > 0.1, "moments stay as they were"
 
 
 def job_refused(folder: str) -> list[str]:
     """What each engine says; one after the other, because nothing of them ends the ranks."""
     said = []
-    for layout, options, _ in REFUSED:
-        with engine_of(layout, Training("fp32_zero1", tied=True)) as engine:
-            said.append(_refusal(engine, folder, **options))
-    for training in OTHER_TRAININGS:
-        with engine_of(TENSOR_STAGES, training) as engine:
-            said.append(_refusal(engine, folder))
+    for changes, options, _ in REFUSED:
+        case = replace(TIED, **changes)
+        with engine_of(case, **(UNIVERSAL if case.precision == "fp32" else {})) as engine:
+            before = dict(engine.module.state_dict())
+            with pytest.raises(TeraPipeConfigError) as refused:
+                engine.load_checkpoint(folder, tag="two", **options)
+            assert error_of(dict(engine.module.state_dict()), before) == 0.0
+            said.append(str(refused.value))
     return said
-
-
-def _refusal(engine: Any, folder: str, **options: Any) -> str:
-    before = saved_state(engine)
-    with pytest.raises(TeraPipeConfigError) as refused:
-        engine.load_checkpoint(folder, tag="two", **options)
-    assert_all_equal(saved_state(engine), before)
-    return str(refused.value)
-
-
-OTHER_TRAININGS = [
-    Training("fp32_zero1"),
-    Training("fp32_zero1", tied=True, vocab_size=64),
-    Training("fp32", tied=True, universal=True),
-    Training("bf16", tied=True),
-]
-SAID = [
-    r"of another model: share_embeddings_and_output_weights=True there and False here",
-    r"of another model: vocab_size=32 there and 64 here",
-    r"universal checkpoint is loaded by ZeRO stage 1, not by stage 0",
-    r"cannot load optimizer states in bf16 without ZeRO.*load_module_only=True",
-]
 
 
 def test_what_would_be_loaded_wrongly_is_refused_on_every_rank(plain: Any) -> None:
     folder, _ = plain
     for said in rank_pool(4).run(job_refused, folder=str(folder)):
-        for text, pattern in zip(said, [pattern for *_, pattern in REFUSED] + SAID, strict=True):
+        for text, (*_, pattern) in zip(said, REFUSED, strict=True):
             assert re.search(pattern, text), text
 
 
 def test_another_number_of_replicas_is_refused_with_zero(tmp_path: Path) -> None:
-    training = Training("fp32_zero1")
-    rank_pool(2).run(job_write, layout=Layout(1, 2), training=training, folder=str(tmp_path))
+    rank_pool(2).run(job_write, case=replace(BASE, layout="pp2"), folder=str(tmp_path))
     with pytest.raises(RankFailure, match=r"saved by 1 data-parallel replicas, and 2 would load it: ZeRO splits"):
-        rank_pool(4).run(job_read, layout=Layout(1, 2), training=training, folder=str(tmp_path))
+        rank_pool(4).run(job_read, case=replace(BASE, layout="pp2_dp2"), folder=str(tmp_path))
 
 
 # -- another layout, through a universal checkpoint ----------------------------------------------------------
 
-UNIVERSAL = [Training("fp32_zero1"), Training("bf16_zero1", tied=True, gated=False, positions="learned_absolute")]
+
+def write_universal(case: Case, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    return rank_pool(4).run(job_write, case=case, folder=str(folder), universal=True, **options)
 
 
-@pytest.fixture(scope="module", params=UNIVERSAL, ids=str)
+def read_universal(case: Case, layout: str, folder: Path) -> list[dict[str, Any]]:
+    other = replace(case, layout=layout, **OTHER_PLAN)
+    return rank_pool(4).run(job_read, case=other, folder=str(folder), ds_config=UNIVERSAL)
+
+
+@pytest.fixture(scope="module", params=[BASE, HALF], ids=str)
 def universal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(training, folder, results) of a universal checkpoint that TP2 x PP2 wrote."""
+    """(case, folder, results) of a universal checkpoint that TP2 x PP2 wrote."""
     folder = tmp_path_factory.mktemp("universal")
-    results = rank_pool(4).run(
-        job_write, layout=TENSOR_STAGES, training=request.param, folder=str(folder), converted=True
-    )
-    return request.param, folder, results
+    return request.param, folder, write_universal(request.param, folder)
 
 
-def read_universal(layout: Layout, training: Training, folder: Path) -> list[dict[str, Any]]:
-    changes = {**vars(training), "universal": True, **OTHER_PLAN}
-    return rank_pool(4).run(job_read, layout=layout, training=Training(**changes), folder=str(folder))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.sample(4)
-def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: Layout, universal: Any) -> None:
-    training, folder, written = universal
-    if training.precision == "bf16_zero1" and layout != LAYOUTS[3] and not FULL:
+def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: str, universal: Any) -> None:
+    case, folder, written = universal
+    if case == HALF and layout != LAYOUTS[3] and not FULL:
         pytest.skip("only with TERAPIPE_TEST_FULL=1: fp32 goes to all four layouts, and bf16 to the farthest one")
-    read = read_universal(layout, training, folder)
-    assert errors_of(read, written, "whole") == {"lp": 0.0, "fp32": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
-    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
+    read = read_universal(case, layout, folder)
+    assert set(errors_of(read, written, "saved", case).values()) == {0.0}
+    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(case))
     assert {(result["steps"], result["epoch"]) for result in read} == {(2, 7)}
-    if training.precision == "fp32_zero1":
-        assert max(errors_of(read, written, "whole later").values()) <= 1e-5
+    if case.precision == "fp32_zero1":
+        assert max(errors_of(read, written, "later", case).values()) <= 1e-5
 
 
-@pytest.mark.full
-def test_and_back(tmp_path: Path) -> None:
-    """From four replicas, whose partitions cut through parameters, to TP2 x PP2."""
-    training = Training("fp32_zero1", tied=True)
-    written = rank_pool(4).run(job_write, layout=Layout(1, 1), training=training, folder=str(tmp_path), converted=True)
-    read = read_universal(TENSOR_STAGES, training, tmp_path)
-    assert set(errors_of(read, written, "whole").values()) == {0.0}
-    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
-
-
-def test_experts_move_too(tmp_path: Path) -> None:
-    training = Training("fp32_zero1", experts=3)
-    written = rank_pool(4).run(job_write, layout=TENSOR_STAGES, training=training, folder=str(tmp_path), converted=True)
-    read = read_universal(Layout(1, 2), training, tmp_path)
-    assert any("local_experts.2.linear_fc1" in name for name in read[0]["whole"])
-    assert set(errors_of(read, written, "whole").values()) == {0.0}
-    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(training))
-
-
-def job_write_without_patterns(folder: str) -> dict[str, Any]:
-    """The converter is not told of gated and row-parallel weights: it concatenates all along dim 0."""
-    with engine_of(TENSOR_STAGES, Training("fp32_zero1")) as engine:
-        for key in ("parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"):
-            assert engine.module.universal_checkpoint_info.pop(key)
-        train(engine, data(1))
-        engine.save_checkpoint(folder, tag="two")
-        found = {"whole": whole_state(engine)}
-    if torch_dist.get_rank() == 0:
-        convert(folder, "two")
-    torch_dist.barrier()
-    return found
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        # from four replicas, whose partitions cut through parameters, to TP2 x PP2
+        pytest.param(replace(TIED, layout="dp4"), BASE.layout, marks=pytest.mark.full),
+        (replace(BASE, block="moe"), "pp2_dp2"),
+    ],
+    ids=["and back", "experts"],
+)
+def test_further_universal_checkpoints(case: Case, layout: str, tmp_path: Path) -> None:
+    written = write_universal(case, tmp_path)
+    read = read_universal(case, layout, tmp_path)
+    assert any("local_experts.2.linear_fc1" in name for name in merged(read, "saved")["value"]) == (case.block == "moe")
+    assert set(errors_of(read, written, "saved", case).values()) == {0.0}
+    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(case))
 
 
 def test_what_the_converter_is_not_told_is_seen(tmp_path: Path) -> None:
-    written = rank_pool(4).run(job_write_without_patterns, folder=str(tmp_path))
-    read = read_universal(Layout(1, 2), Training("fp32_zero1"), tmp_path)
-    ours, expected = (merged([result["whole"] for result in each]) for each in (read, written))
-    wrong = {name for name in expected if not np.array_equal(ours[name]["exp_avg"], expected[name]["exp_avg"])}
+    written = write_universal(BASE, tmp_path, told=False)
+    ours, expected = (merged(each, "saved")["exp_avg"] for each in (read_universal(BASE, "pp2_dp2", tmp_path), written))
+    wrong = {name for name in expected if not np.array_equal(ours[name], expected[name])}
     kinds = ("linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_proj.weight")
     assert wrong == {name for name in expected if name.endswith(kinds)}
     assert len(wrong) == 2 * len(kinds)

@@ -7,6 +7,7 @@ came too late, leaves an error near 0.5 against tensor-parallel size 1.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,28 +16,21 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import terapipe_ds.models.megatron.gradients as gradients_module
+from terapipe_ds.models.megatron import module as megatron_module
+from tests.distributed.compare import worst_error
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.megatron_layouts import (
-    Layout,
-    Training,
-    data,
-    engine_of,
-    merged,
-    moment_of_one_rank,
-    train,
-    whole_state,
-    worst_error,
-)
+from tests.distributed.megatron_cases import Case, Weights, merged
+from tests.distributed.megatron_models import engine_of, held_by, train
 from tests.distributed.test_zero_bubble import count_products
 
-SPLIT = Layout(tensor=2, stages=2, sequence_parallel=True)
-REFERENCE = Layout(tensor=1, stages=2)
+SPLIT = Case("tp2_pp2_sp", accumulation=2, block="swiglu_biases", heads="gqa", qk_norm=True, num_layers=2)
+REFERENCE = replace(SPLIT, layout="pp2_dp2")
 # 8 bits of mantissa: a rounding of 2^-9 after each of some 20 operations, in another order with TP 2, gives 0.03 in
 # single tensors. fp16 has 3 bits more.
 LIMITS = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 1e-1}
 FORGOTTEN = 0.3
 OPTIMIZERS = {
-    "fp32": "AdamW",
+    "fp32": "Adam",
     "fp32_zero1": "DeepSpeedZeroOptimizer",
     "bf16": "BF16_Optimizer",
     "bf16_zero1": "BF16_Optimizer",
@@ -48,73 +42,54 @@ OPTIMIZERS = {
 }
 
 
-def job_one_step(training: Training, layouts: list[Layout], broken: bool = False) -> dict[str, Any]:
-    found = {}
+def job_one_step(case: Case, broken: bool = False) -> dict[str, Any]:
+    """With `broken` the gradients of ranks are not summed, and nothing looks whether they are alike."""
     with pytest.MonkeyPatch.context() as patch:
-        if broken:
-            _forget_sums(patch)
-        for layout in layouts:
-            with engine_of(layout, training) as engine:
-                products = count_products(engine)
-                losses = train(engine, data(1))
-                state, own = whole_state(engine), moment_of_one_rank(engine)
-                found[str(layout)] = {
-                    "losses": losses,
-                    "state": state,
-                    "own": own,
-                    "optimizer": type(engine.optimizer).__name__,
-                    "products": sum(products),
-                }
-    return found
+        for name in ("sum_partial_gradients", "require_equal_replicas") if broken else ():
+            patch.setattr(megatron_module, name, lambda *_: None)
+        with engine_of(case) as engine:
+            products = count_products(engine)
+            losses = train(engine, case, [0])
+            optimizer = type(engine.optimizer).__name__
+            return {"losses": losses, "held": held_by(engine), "optimizer": optimizer, "products": sum(products)}
 
 
-def _forget_sums(patch: pytest.MonkeyPatch) -> None:
-    from terapipe_ds.models.megatron import module
-
-    patch.setattr(module, "sum_partial_gradients", lambda *_: None)
-    patch.setattr(module, "require_equal_replicas", lambda *_: None)
-
-
-def gradients(results: list[dict[str, Any]], layout: Layout) -> dict[str, Any]:
-    state = merged([result[str(layout)]["state"] for result in results])
-    return {name: 10 * kinds["exp_avg"] for name, kinds in state.items()}
+def run(case: Case, **options: Any) -> tuple[list[dict[str, Any]], Weights]:
+    """What each rank tells, and the gradients that the optimizers have read; copies on all ranks must be the same."""
+    results = rank_pool(4).run(job_one_step, case=case, **options)
+    moments = merged([result["held"] for result in results], gated=True)["exp_avg"]
+    return results, {name: 10 * moment for name, moment in moments.items()}
 
 
 @pytest.mark.parametrize("precision", OPTIMIZERS)
 @pytest.mark.sample(4)
 def test_gradients_under_sequence_parallelism_are_those_of_one_tensor_rank(precision: str) -> None:
-    results = rank_pool(4).run(job_one_step, training=Training(precision), layouts=[REFERENCE, SPLIT])
-    assert {result[str(SPLIT)]["optimizer"] for result in results} == {OPTIMIZERS[precision]}
+    (theirs, expected), (results, ours) = (run(replace(case, precision=precision)) for case in (REFERENCE, SPLIT))
+    assert {result["optimizer"] for result in results} == {OPTIMIZERS[precision]}
     limit = LIMITS[precision.split("_")[0]]
-    ours, expected = gradients(results, SPLIT), gradients(results, REFERENCE)
-    assert worst_error(ours, expected)[0] <= limit
-    for first, second in ((0, 1), (2, 3)):  # tensor-parallel ranks of a stage
-        copies = [results[rank][str(SPLIT)]["own"] for rank in (first, second)]
-        assert worst_error(*copies)[0] == 0.0, "each rank's optimizer has read the same sum"
-    losses = [result[str(layout)]["losses"] for result in results[2:] for layout in (SPLIT, REFERENCE)]
-    assert np.ptp(losses) <= limit * np.mean(losses)
+    assert worst_error(ours, expected).error <= limit
+    losses = [result["losses"] for result in (*results, *theirs) if result["losses"]]
+    assert len(losses) == 4 and np.ptp(losses) <= limit * np.mean(losses)
 
 
 def test_gradients_that_w_hands_to_an_optimizer_that_collects_them() -> None:
     """BF16_Optimizer with ZeRO-1, told by hooks: split backwards against unsplit ones of one tensor rank."""
-    reference = rank_pool(4).run(job_one_step, training=Training("bf16_zero1"), layouts=[REFERENCE])
-    split = Training("bf16_zero1", schedule="seq1f1b-zb")
-    results = rank_pool(4).run(job_one_step, training=split, layouts=[SPLIT])
-    ours, expected = gradients(results, SPLIT), gradients(reference, REFERENCE)
-    assert worst_error(ours, expected)[0] <= LIMITS["bf16"]
+    _, expected = run(replace(REFERENCE, precision="bf16_zero1"))
+    results, ours = run(replace(SPLIT, precision="bf16_zero1", schedule="seq1f1b-zb"))
+    assert worst_error(ours, expected).error <= LIMITS["bf16"]
     for result in results:
-        assert result[str(SPLIT)]["optimizer"] == "BF16_Optimizer"
-        assert result[str(SPLIT)]["products"] > 0, "nothing was left to W"
+        assert result["optimizer"] == "BF16_Optimizer"
+        assert result["products"] > 0, "nothing was left to W"
 
 
 def test_a_forgotten_sum_is_far_above_the_tolerance_of_bf16() -> None:
-    reference = rank_pool(4).run(job_one_step, training=Training("bf16_zero1"), layouts=[REFERENCE])
-    broken = rank_pool(4).run(job_one_step, training=Training("bf16_zero1"), layouts=[SPLIT], broken=True)
-    ours, expected = gradients(broken, SPLIT), gradients(reference, REFERENCE)
+    _, expected = run(replace(REFERENCE, precision="bf16_zero1"))
+    first = rank_pool(4).run(job_one_step, case=replace(SPLIT, precision="bf16_zero1"), broken=True)
+    ours = {name: 10 * moment for rank in (0, 2) for name, moment in first[rank]["held"].states["exp_avg"].items()}
     norms = [name for name in expected if "norm" in name]
     assert len(norms) == 9
     for name in norms:
-        assert worst_error({name: ours[name]}, {name: expected[name]})[0] > FORGOTTEN, name
+        assert worst_error({name: ours[name]}, {name: expected[name]}).error > FORGOTTEN, name
 
 
 def job_gradient_elsewhere(precision: str) -> None:
@@ -125,11 +100,11 @@ def job_gradient_elsewhere(precision: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradients_module, "gradient_reader", nowhere)
-        with engine_of(SPLIT, Training(precision)) as engine:
-            train(engine, data(1))
+        with engine_of(replace(SPLIT, precision=precision)) as engine:
+            train(engine, SPLIT, [0])
 
 
 def test_a_gradient_that_is_not_where_the_optimizer_reads_ends_the_training() -> None:
-    with pytest.raises(RankFailure, match=r"of [67] parameters .* have none where AdamW reads it: \d.layer") as failed:
+    with pytest.raises(RankFailure, match=r"of [67] parameters .* have none where Adam reads it: \d.layer") as failed:
         rank_pool(4).run(job_gradient_elsewhere, precision="fp32")
     assert failed.value.first.status == "raised"

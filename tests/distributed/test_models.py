@@ -1,4 +1,4 @@
-"""Models that hand tuples on, freeze layers, bring their own loss, checkpoint or drop, against the stock engine."""
+"""Models that hand tuples on, freeze layers, bring their own loss, or checkpoint, against the stock engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -33,7 +32,6 @@ from tests.distributed.engines import (
     micro_batch,
     run_training,
     section,
-    stock_run,
     train,
     violations,
 )
@@ -95,24 +93,15 @@ MODELS = {
         tuple_models.guided_layers, REMEMBERED, {"sliced_inputs": [0, 1], "verify": "off"}, stock_stages=1
     ),
     GUESSED: Model(tuple_models.guided_layers, REMEMBERED, {"verify": "off"}, stock_stages=1),
-    "a second float with a gradient": Model(functools.partial(tuple_models.scaled_layers, True), stock_stages=1),
     "a second float that the last stage leaves unused": Model(  # its gradient is sent as zeros
-        functools.partial(tuple_models.scaled_layers, False), stock_stages=1, kinds=tuple(CHECKPOINTING)
+        tuple_models.scaled_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)
     ),
     **{
         f"frozen {kind}": Model(functools.partial(tuple_models.frozen_layers, kind), stock_stages=1)
-        for kind in ("embedding", "all but the scale", "whole stage")
+        for kind in ("all but the scale", "whole stage")
     },
     "another sequence_dim": Model(
         _transposed_layers, _transposed, {"slices": [2, 20, 1], "sequence_dim": 0}, stock_stages=1, evaluated=True
-    ),
-    "every layer checkpointed, one of them tied": Model(
-        functools.partial(gpt_layers, tied_embedding=True), kinds=("reentrant", "non_reentrant")
-    ),
-    "a mean": Model(terapipe={"loss_reduction": "mean"}, loss_fn=tuple_models.mean_square),
-    "a sum": Model(terapipe={"loss_reduction": "sum"}, loss_fn=tuple_models.sum_square),
-    "a loss with slice_weight and labels in a tuple": Model(
-        make=tuple_models.weighted_micro_batch, loss_fn=tuple_models.WeightedLoss()
     ),
     "a first label without a sequence": Model(
         make=tuple_models.weighted_rows_micro_batch,
@@ -163,7 +152,7 @@ def test_without_sliced_inputs_the_size_decides() -> None:
     assert min(rank["off"]["gradient"] for rank in rank_pool(2).run(job_model, name=GUESSED)) > 1e-3
 
 
-# -- hooks of the module -------------------------------------------------------------------------------------
+# -- losses that the module reports --------------------------------------------------------------------------
 
 
 def job_additional_losses() -> tuple[Errors, float, list[str]]:
@@ -185,31 +174,14 @@ def job_additional_losses() -> tuple[Errors, float, list[str]]:
     return differences(ours, stock), error_of(reported, stock_reported), list(reported[0])
 
 
-def job_before_reduce() -> tuple[list[tuple[int, bool]], float]:
-    """Double all gradients in the hook, and the loss of the stock engine."""
-    layers = functools.partial(gpt_layers, tied_embedding=True)
-    with engine_of(layers(), section(), module_class=tuple_models.HookedModule) as engine:
-        hooked = train(engine, batches(3))
-        engine.eval_batch(iter(batches(1)[0]))
-        calls = engine.module.calls
-    doubled = run_training(layers, None, batches(3), loss_fn=lambda logits, labels: 2 * gpt.gpt_loss(logits, labels))
-    return calls, differences(hooked, doubled)["gradient"]
+def test_additional_losses_are_reported() -> None:
+    errors, reported, names = zip(*rank_pool(2).run(job_additional_losses), strict=True)
+    assert violations(errors) == {}
+    assert reported[0] <= FP32_SCALAR and reported[1] <= EXACT
+    assert names == (["language", "size"],) * 2
 
 
-class TestHooks:
-    def test_additional_losses_are_reported(self) -> None:
-        errors, reported, names = zip(*rank_pool(2).run(job_additional_losses), strict=True)
-        assert violations(errors) == {}
-        assert reported[0] <= FP32_SCALAR and reported[1] <= EXACT
-        assert names == (["language", "size"],) * 2
-
-    def test_before_reduce_comes_once_per_batch_when_all_gradients_are_there(self) -> None:
-        for calls, error in rank_pool(2).run(job_before_reduce):
-            assert calls == [(0, True), (1, True), (2, True)]
-            assert error <= EXACT
-
-
-# -- recomputation under autocast, and dropout ---------------------------------------------------------------
+# -- recomputation under autocast ----------------------------------------------------------------------------
 
 
 def job_checkpointing_and_autocast() -> tuple[dict[str, Errors], list[Errors]]:
@@ -225,40 +197,8 @@ def job_checkpointing_and_autocast() -> tuple[dict[str, Errors], list[Errors]]:
     return kinds, [differences(run(terapipe=terapipe, **options), exact) for terapipe in (section(), None)]
 
 
-def job_dropout() -> dict[str, Any]:
-    """Train and evaluate a model with dropout, by seed and kind of checkpointing."""
-
-    def run(seed: int, kind: str = "off") -> tuple[Run, Any]:
-        with engine_of(gpt_layers(dropout=0.2), section(), **CHECKPOINTING[kind]) as engine:
-            evaluated = engine.eval_batch(iter(batches(1)[0]), return_logits=True)
-            torch.manual_seed(seed)
-            return train(engine, batches(2)), evaluated
-
-    (first, evaluated), (other, _) = run(1), run(2)
-    with engine_of(gpt_layers(), section()) as engine:
-        undropped = engine.eval_batch(iter(batches(1)[0]), return_logits=True)
-    return {
-        "same seed": error_of(vars(run(1)[0]), vars(first)),
-        "other seed": differences(other, first),
-        "without dropout": differences(first, stock_run()),
-        "recomputed": [differences(run(1, kind)[0], first) for kind in ("reentrant", "non_reentrant")],
-        "evaluation": error_of(undropped, evaluated),
-    }
-
-
 def test_a_forward_under_autocast_is_recomputed_under_it() -> None:
     for kinds, (ours, stock) in rank_pool(2).run(job_checkpointing_and_autocast):
         assert {kind: errors for kind, errors in kinds.items() if max(errors.values()) > 0.0} == {}
         for name in ("returned", "gradient", "parameter"):
             assert 0 < ours[name] <= 2 * stock[name] + 1e-3
-
-
-def test_dropout() -> None:
-    results = rank_pool(2).run(job_dropout)
-    for rank in results:
-        assert rank["same seed"] == 0.0
-        for other in ("other seed", "without dropout"):
-            assert rank[other]["returned"] > 1e-3
-        assert rank["evaluation"] == 0.0, "dropout is for training"
-    for kind in (0, 1):
-        assert violations([rank["recomputed"][kind] for rank in results]) == {}, "the same masks again"

@@ -7,23 +7,20 @@ import functools
 import os
 import re
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.models import gpt
 from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
     LENGTH,
-    SMALL_STEPS,
     ZERO1,
     batches,
     build,
@@ -32,6 +29,7 @@ from tests.distributed.engines import (
     engine_of,
     error_of,
     gpt_layers,
+    pipeline_module,
     raised_by,
     reduce_in_fp64,
     run_training,
@@ -107,7 +105,7 @@ def job_values(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
     torch.manual_seed(torch.distributed.get_rank())  # other values on every rank
     embed, *decoder, norm, head = gpt_layers()
     layers = [embed, LayerSpec(Counting), *decoder, LayerSpec(Counting), norm, head]
-    module = PipelineModule(layers=layers, num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    module = pipeline_module(layers)
     for parameter in module.parameters():  # as loading a checkpoint of another kind does
         parameter.data += 1.0
     before, drawn = state(module), torch.get_rng_state()
@@ -137,7 +135,7 @@ def test_values_stay_when_layers_move(layout: str) -> None:
 
 def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
     """Two parameter groups, made before the layers move or after; or an optimizer of them."""
-    module = PipelineModule(layers=gpt_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform")
+    module = pipeline_module(gpt_layers())
     ds_config = config(terapipe=section(**changes))
     if not early:
         terapipe_ds.lay_out(module, ds_config)
@@ -257,83 +255,6 @@ def test_evaluation_checks_and_profilers(layout: str) -> None:
 
 
 # -- what else must go on ------------------------------------------------------------------------------------
-
-
-def job_one_stage() -> dict[str, float]:
-    return differences(run_training(gpt_layers, section(**LOOP), batches(2), stages=1), stock_run())
-
-
-def test_several_parts_on_one_stage() -> None:
-    assert not violations(rank_pool(1).run(job_one_stage))
-
-
-def job_frozen_direction() -> tuple[dict[str, float], dict[str, Tensor]]:
-    """One micro-batch goes down only: the copies of the way up have no gradients of their own. And a layer without any
-    use leaves its weights alone on both."""
-
-    def layers() -> Sequence[Any]:
-        return [*gpt_layers()[:-2], LayerSpec(Unused), *gpt_layers()[-2:]]
-
-    ours = run_training(layers, section(**BOTH_WAYS), batches(2, 1), gradient_accumulation_steps=1)
-    stock = run_training(layers, None, batches(2, 1), gradient_accumulation_steps=1, stages=1)
-    return differences(ours, stock), ours.parameters
-
-
-class Unused(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float64, frozen: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=not frozen)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
-def test_copies_stay_the_same_to_the_last_bit() -> None:
-    ranks = rank_pool(2).run(job_frozen_direction)
-    assert not violations([errors for errors, _ in ranks])
-    (_, first), (_, second) = ranks
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "bf16_optimizer": {
-        "bf16": {"enabled": True},
-        **ZERO1,
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
-    "zero1": ZERO1,
-}
-
-
-def job_copies(precision: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Both ways, and then down alone: with a layer of no use, a frozen one, and clipping."""
-
-    def layers() -> Sequence[Any]:
-        unused = [LayerSpec(Unused, torch.float32), LayerSpec(Unused, torch.float32, frozen=True)]
-        return [*gpt_layers(dtype="float32")[:-2], *unused, *gpt_layers(dtype="float32")[-2:]]
-
-    options = {**PRECISIONS[precision], "gradient_clipping": 0.5, "optimizer": SMALL_STEPS}
-    norms: dict[str, list[float]] = {}
-    for name, changes in (("ours", section(**BOTH_WAYS)), ("plain", section(schedule="seq1f1b"))):
-        with engine_of(layers(), changes, **options) as engine:
-            norms[name] = []
-            for batch in (*batches(2), *batches(2, 1, first_seed=9)):
-                engine.set_train_batch_size(2 * len(batch))
-                engine.train_batch(iter(batch))
-                norms[name].append(float(engine.get_global_grad_norm()))
-            if name == "ours":
-                found = {key: p.detach().clone() for key, p in engine.module.named_parameters()}
-    return found, norms["ours"], norms["plain"]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.sample(1)
-def test_copies_stay_the_same_under_optimizers_that_collect_gradients(precision: str) -> None:
-    (first, ours, plain), (second, *_) = rank_pool(2).run(job_copies, precision=precision)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert ours == pytest.approx(plain, rel=0.02 if precision == "bf16_optimizer" else 1e-5)
 
 
 def job_v() -> tuple[int, list[list[int]]]:

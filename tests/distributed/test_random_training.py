@@ -8,76 +8,61 @@ TERAPIPE_TEST_FULL=1.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from tests.distributed import compare, configurations
+from tests.distributed.cases import CLIP_NORM, Case
 from tests.distributed.compare import RankRecord
-from tests.distributed.configurations import COUNT, Configuration
+from tests.distributed.configurations import COUNT
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.random_training import train_configuration
 from tests.distributed.single_process import IGNORE_INDEX, micro_batches, train_alone
+from tests.distributed.training import train_case
 
 BLOCK = 20
 
 
 @functools.cache
-def reference(configuration: Configuration) -> list[RankRecord]:
-    return train_alone(configuration)
+def reference(case: Case) -> list[RankRecord]:
+    return train_alone(case)
 
 
-def problems(configuration: Configuration, fault: str | None = None) -> list[str]:
+def problems(case: Case) -> list[str]:
     """What is above the contract; empty where both trainings are the same."""
-    run = rank_pool(configuration.world_size).run(train_configuration, configuration=configuration, fault=fault)
-    return compare.violations(compare.errors(run, reference(configuration)), compare.contract(configuration))
+    run = rank_pool(case.world_size).run(train_case, case=case)
+    return compare.violations(compare.errors(run, reference(case)), compare.contract(case))
 
 
-@pytest.mark.parametrize("configuration", configurations.covering(14), ids=lambda c: f"seed{c.data_seed}")
-def test_training_equals_a_plain_loop(configuration: Configuration) -> None:
-    assert not problems(configuration), str(configuration)
+@pytest.mark.parametrize("case", configurations.covering(14), ids=lambda c: f"seed{c.data_seed}")
+def test_training_equals_a_plain_loop(case: Case) -> None:
+    assert not problems(case), str(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", range(0, COUNT, BLOCK))
 def test_all_configurations(first: int) -> None:
     wrong = {}
-    for configuration in configurations.drawn()[first : first + BLOCK]:
+    for case in configurations.drawn()[first : first + BLOCK]:
         try:
-            found = problems(configuration)
+            found = problems(case)
         except RankFailure as failure:
             found = [str(failure)]
         if found:
-            wrong[str(configuration)] = found
+            wrong[str(case)] = found
     assert not wrong
 
 
 class TestConfigurations:
     """What is drawn is what the comparison claims to cover."""
 
-    def test_there_are_as_many_as_it_says_on_two_and_on_four_ranks(self) -> None:
-        drawn = configurations.drawn()
-        assert len(set(drawn)) == len(drawn) == COUNT
-        assert all(sum(each.world_size == ranks for each in drawn) >= COUNT // 4 for ranks in (2, 4))
-
     def test_every_schedule_and_every_value_occurs_in_the_default_run_too(self) -> None:
         few, many = configurations.covering(14), configurations.drawn()
+        assert len(set(many)) == COUNT and all(sum(c.world_size == n for c in many) >= COUNT // 4 for n in (2, 4))
         assert {each.schedule for each in few} == set(configurations.SCHEDULES)
-        for name in (
-            "precision",
-            "checkpointing",
-            "tied",
-            "kv_heads",
-            "positions",
-            "gpt3",
-            "masked",
-            "loss_reduction",
-            "clipping",
-            "hook",
-            "mixed",
-            "data_parallel",
-        ):
+        numbers = {"stages", "micro_batches", "rows", "length", "slices", "schedule", "steps", "data_seed"}
+        for name in {field.name for field in fields(Case)} - numbers - {"decoder_layers"}:
             values = {getattr(each, name) for each in many if each.world_size == 2}
             assert {getattr(each, name) for each in few} == values and len(values) > 1, name
 
@@ -95,11 +80,11 @@ class TestConfigurations:
 
 class TestReference:
     def test_clipping_and_the_hook_are_at_work(self) -> None:
-        plain = Configuration()
+        plain = Case()
         clipped, doubled = replace(plain, clipping=True), replace(plain, hook=True)
         norms = [norm(reference(each)[0]) for each in (plain, clipped, doubled)]
-        assert norms[0] > 2 * configurations.CLIP_NORM
-        assert norms[1] == pytest.approx(configurations.CLIP_NORM, rel=1e-4)  # its eps is 1e-6
+        assert norms[0] > 2 * CLIP_NORM
+        assert norms[1] == pytest.approx(CLIP_NORM, rel=1e-4)  # its eps is 1e-6
         assert norms[2] == pytest.approx(2 * norms[0])
 
 

@@ -19,19 +19,19 @@ from unittest import mock
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import terapipe_ds
-from terapipe_ds.models import gpt
 from tests.distributed.engines import (
     batches,
     config,
     engine_of,
     error_of,
     fp32_layers,
+    pipeline_module,
     raised_by,
     section,
     step_error,
@@ -48,12 +48,6 @@ def registered() -> Iterator[None]:
         terapipe_ds.unregister()
 
 
-def pipeline_module(layers: Any = None, **options: Any) -> PipelineModule:
-    return PipelineModule(
-        layers=layers or fp32_layers(), num_stages=2, loss_fn=gpt.gpt_loss, partition_method="uniform", **options
-    )
-
-
 def initialize(model: torch.nn.Module, ds_config: dict[str, Any]) -> Any:
     """The engine that `deepspeed.initialize` builds, which knows nothing of us."""
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
@@ -64,7 +58,9 @@ def job_registration() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def run(terapipe: dict[str, Any] | None) -> dict[str, Any]:
-        engine = initialize(pipeline_module(), config(**({} if terapipe is None else {"terapipe": terapipe})))
+        engine = initialize(
+            pipeline_module(fp32_layers()), config(**({} if terapipe is None else {"terapipe": terapipe}))
+        )
         losses = [float(engine.train_batch(iter(batch))) for batch in batches(2)]
         weights = [p.detach().clone() for p in engine.module.parameters()]
         engine.destroy()
@@ -96,7 +92,7 @@ def job_other_engines() -> dict[str, Any]:
         engine.destroy()
         partition_activations = mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", True)
         with partition_activations:
-            found["partition_activations"] = raised_by(lambda: initialize(pipeline_module(), enabled))[1]
+            found["partition_activations"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), enabled))[1]
     with engine_of(fp32_layers(), section()) as engine, partition_activations:
         found["partition_activations later"] = step_error(engine)[1]
     return found

@@ -25,6 +25,7 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
+from tests.distributed.tensor_parallel import parallel
 
 
 def sharded(engine: PipelineEngine, run: Run) -> Run:
@@ -37,16 +38,6 @@ def sharded(engine: PipelineEngine, run: Run) -> Run:
         return {n: t.chunk(size, dims[n])[rank] if n in dims else t for n, t in tensors.items()}
 
     return Run(run.losses, run.returned, [part(g) for g in run.gradients], part(run.parameters))
-
-
-def parallel(grid: tuple[int, int, int], module_class: Any = tp.TensorParallelModule) -> dict[str, Any]:
-    """Options of `engine_of` for stages, replicas and tensor-parallel ranks."""
-    return {
-        "stages": grid[0],
-        "module": {"topology": tp.topology(*grid)},
-        "module_class": module_class,
-        "loss_fn": tp.vocabulary_parallel_loss,
-    }
 
 
 def _against_the_whole(grid: tuple[int, int, int], terapipe: dict[str, Any]) -> dict[str, float]:

@@ -21,8 +21,8 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import tensor_parallel as tp
 from tests.distributed.engines import LENGTH, batches, engine_of, error_of, section, train
 from tests.distributed.harness import rank_pool
+from tests.distributed.tensor_parallel import parallel
 from tests.distributed.test_planning import cut_anyway
-from tests.distributed.test_tensor_parallel import parallel
 
 AUTO = {"slices": "auto", "granularity_tokens": 8}
 GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}

@@ -1,4 +1,4 @@
-"""What surrounds a step under tensor parallelism: evaluation, checkpoints, traces, and ranks that fail."""
+"""What surrounds a step under tensor parallelism: evaluation, traces, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.distributed.engines import (
     EXACT,
     FP32_SCALAR,
     LENGTH,
-    ZERO1,
     Batch,
     batches,
     engine_of,
@@ -33,7 +32,7 @@ from tests.distributed.engines import (
     train,
 )
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.test_tensor_parallel import parallel
+from tests.distributed.tensor_parallel import parallel
 
 GRID = (2, 1, 2)
 
@@ -85,45 +84,6 @@ def test_evaluation_gives_every_rank_the_loss_and_the_last_stage_its_part_of_the
     for errors in last:
         assert errors["losses"] <= FP32_SCALAR
         assert max(errors[name] for name in ("exact", "logits", "outputs")) <= EXACT, errors
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def _resumed(folder: str, changes: dict[str, Any], terapipe: dict[str, Any]) -> tuple[bool, list[str], list[str]]:
-    """Return whether a fresh engine with another plan goes on as the one that saved, the files, and the parameters that
-    differ."""
-    dtype, data = "bfloat16" if "bf16" in changes else "float64", batches(4)
-    options = {**parallel(GRID), **changes}
-    with engine_of(tp.layers(dtype), section(), **options) as engine:
-        train(engine, data[:2])
-        engine.save_checkpoint(folder, tag="two", client_state={"note": "kept"})
-        through = train(engine, data[2:])
-    with engine_of(tp.layers(dtype), terapipe, **options) as engine:
-        with torch.no_grad():
-            for parameter in engine.module.parameters():
-                parameter.zero_()
-        _, state = engine.load_checkpoint(folder)
-        assert state["note"] == "kept" and engine.global_steps == 2
-        after = train(engine, data[2:])
-    limit = EXACT if dtype == "float64" else 2e-2
-    wrong = [n for n, p in after.parameters.items() if relative_error(p, through.parameters[n]) > limit]
-    same = relative_error(after.returned[-1], through.returned[-1]) <= max(limit, FP32_SCALAR)
-    return same, sorted(path.name for path in Path(folder, "two").iterdir()), wrong
-
-
-@pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}, **ZERO1}], ids=["fp64", "bf16-zero1"])
-@pytest.mark.sample(1)
-def test_a_checkpoint_of_divided_layers_goes_on_under_another_plan(changes: dict[str, Any], tmp_path: Path) -> None:
-    job = {"folder": str(tmp_path), "changes": changes, "terapipe": section(slices=[9, 13, 1], schedule="terapipe")}
-    results = rank_pool(4).run(_resumed, **job)
-    assert all(same and not wrong for same, _, wrong in results), results
-    files = results[0][1]
-    for layer in range(1, 5):
-        names = [f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for rank in (0, 1)]
-        assert set(names) <= set(files), files
-    shares = [torch.load(tmp_path / "two" / f"layer_01-model_0{rank}-model_states.pt")["q"] for rank in (0, 1)]
-    assert [list(share.shape) for share in shares] == [[8, 16]] * 2 and not torch.equal(*shares)
 
 
 # -- traces ------------------------------------------------------------------------------------------------------
@@ -217,20 +177,19 @@ PEERS = (1, 1, 2)
 TRIED = {"slices": "auto", "schedule": "auto", "granularity_tokens": 5}  # a quarter of a sequence: timed twice
 
 
-def _fail_in(method: str, layer: bool, patch: pytest.MonkeyPatch) -> None:
-    """`SliceTimer`'s method, or a layer while that runs, raises on this rank."""
-    original, forward = getattr(SliceTimer, method), tp.DecoderLayer.forward
-
-    def broken(*_: Any) -> Any:
+def _broken(self: tp.DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+    if self.index == 1:
         raise BrokenError("the layer is broken")
+    return _forward(self, hidden)
 
-    def failing(self: SliceTimer, *arguments: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(tp.DecoderLayer, "forward", broken if layer else forward)
-            result = original(self, *arguments)
-        return result if layer else broken()
 
-    patch.setattr(SliceTimer, method, failing)
+_forward, _layer_seconds = tp.DecoderLayer.forward, SliceTimer.layer_seconds
+
+
+def _layer_seconds_of_broken(self: SliceTimer, *arguments: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tp.DecoderLayer, "forward", _broken)
+        return _layer_seconds(self, *arguments)
 
 
 def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.PATIENCE_S) -> tuple[list[float], bool]:
@@ -243,9 +202,9 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
             patch.setattr(rounds, name, 1)
         if kind == "verified":
             terapipe = {"slices": 3, "verify": "first_batch", "stall_timeout_s": 60}
-            patch.setattr(tp.DecoderLayer, "forward", _broken_when_whole if here else tp.DecoderLayer.forward)
+            patch.setattr(tp.DecoderLayer, "forward", _broken if here else _forward)
         elif here:
-            _fail_in(kind.partition(",")[0], kind.endswith("in a layer"), patch)
+            patch.setattr(SliceTimer, "layer_seconds", _layer_seconds_of_broken)
         with engine_of(tp.layers(), section(**terapipe), **parallel(PEERS)) as engine:
             assert isinstance(engine, TeraPipeEngine)
             losses, planner = train(engine, batches(1)).returned, engine._plans._planner
@@ -253,24 +212,13 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
             return losses, any(profile.parts[0].layer_shares is not None for profile in profiles)
 
 
-_forward = tp.DecoderLayer.forward
-
-
-def _broken_when_whole(self: tp.DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
-    if self.index == 1:
-        raise BrokenError("the layer is broken")
-    return _forward(self, hidden)
-
-
 @pytest.mark.usefixtures("whole_reports")
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("layer_seconds, in a layer", "timing the layers of part 0 one by one failed on rank 1"),
+        ("timed", "timing the layers of part 0 one by one failed on rank 1"),
         ("verified", "verifying layer 2 (DecoderLayer) failed on rank 1"),
-        pytest.param("weight, in a layer", "failed at measuring slices", marks=pytest.mark.full),
     ],
-    ids=["timed", "verified", "W"],
 )
 def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(kind: str, says: str) -> None:
     """The peer waits in a collective of the layer, which nothing can interrupt; without an end here, for a minute."""
@@ -281,16 +229,15 @@ def test_a_rank_that_fails_alone_in_layers_that_are_tried_ends_its_peer(kind: st
     assert "BrokenError: the layer is broken" in failed and "rank 1 (stage 0) ends: it failed at" in failed
     assert "rank 0 (stage 0) ends: rank 1 (stage 0) failed at" in waiting and says in waiting, waiting
     assert "BrokenError: the layer is broken" in waiting
-    if "layer_seconds" in kind:
+    if kind == "timed":
         assert "name a schedule in place of" in waiting and "its tensor-parallel peer, rank 0, has not come" in waiting
 
 
 def test_peers_do_without_the_times_of_layers_together() -> None:
-    """Where all fail alike, and where one fails that no peer waits for; the next run would find it waiting."""
-    undisturbed, alike, late = (
-        rank_pool(2).run(_tried_with_a_fault, kind=kind, ranks=ranks, timeout_s=40)[0]
-        for kind, ranks in [("", []), ("layer_seconds, in a layer", [0, 1]), ("layer_seconds, when all is done", [1])]
+    """Where all fail alike."""
+    undisturbed, alike = (
+        rank_pool(2).run(_tried_with_a_fault, kind="timed", ranks=ranks, timeout_s=40)[0] for ranks in ([], [0, 1])
     )
-    assert (undisturbed[1], alike[1], late[1]) == (True, False, False)
+    assert (undisturbed[1], alike[1]) == (True, False)
     # Other slices may be planned from other times: the same loss up to the order of its sums.
-    assert alike[0] == late[0] == pytest.approx(undisturbed[0], rel=1e-12)
+    assert alike[0] == pytest.approx(undisturbed[0], rel=1e-12)

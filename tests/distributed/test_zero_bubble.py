@@ -31,7 +31,7 @@ from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.mutations import train_mutated
 from tests.distributed.training import train_case
 
-CASE = Case(stages=2, micro_batches=4, plan="uneven", schedule="seq1f1b-zb")
+CASE = Case(stages=2, micro_batches=4, slices=(5, 10, 2, 7), schedule="seq1f1b-zb")
 
 
 def test_four_stages() -> None:

@@ -132,16 +132,10 @@ class ScaledDecoder(DecoderInside):
         return self.decoder(hidden * scale if self.use else hidden), scale
 
 
-def scaled_layers(use_at_the_end: bool) -> list[LayerSpec]:
-    """With two stages, the scale crosses between them; the last stage may leave it unused."""
-    return [
-        LayerSpec(Embedding),
-        LayerSpec(TrainedScale),
-        LayerSpec(ScaledDecoder, 0, True),
-        LayerSpec(ScaledDecoder, 1, use_at_the_end),
-        LayerSpec(ScaledDecoder, 2, use_at_the_end),
-        LayerSpec(Head),
-    ]
+def scaled_layers() -> list[LayerSpec]:
+    """With two stages, the scale crosses between them, and the last stage leaves it unused."""
+    decoders = [LayerSpec(ScaledDecoder, index, index == 0) for index in range(3)]
+    return [LayerSpec(Embedding), LayerSpec(TrainedScale), *decoders, LayerSpec(Head)]
 
 
 class FlatHead(Head):
@@ -152,7 +146,7 @@ class FlatHead(Head):
 
 
 def flat_layers() -> list[LayerSpec]:
-    return [LayerSpec(Embedding), LayerSpec(BareDecoder, 0), LayerSpec(BareDecoder, 1), LayerSpec(FlatHead)]
+    return [LayerSpec(Embedding), LayerSpec(PassingDecoder, 0), LayerSpec(PassingDecoder, 1), LayerSpec(FlatHead)]
 
 
 def flat_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -185,16 +179,12 @@ class Idle(nn.Module):
 
 
 def frozen_layers(kind: str) -> list[LayerSpec]:
-    """What two stages hand on: something that needs a gradient, a tuple of which only the scale needs one, or
-    nothing that needs one.
-    """
-    embedding, decoders = LayerSpec(Frozen, LayerSpec(Embedding)), [LayerSpec(PassingDecoder, i) for i in (0, 1)]
-    if kind == "embedding":
-        return [embedding, decoders[0], decoders[1], LayerSpec(Head)]
+    """What two stages hand on: a tuple of which only the scale needs a gradient, or nothing that needs one."""
+    embedding = LayerSpec(Frozen, LayerSpec(Embedding))
     if kind == "all but the scale":
         return [embedding, LayerSpec(TrainedScale), LayerSpec(ScaledDecoder, 0, True), LayerSpec(Head)]
     assert kind == "whole stage"
-    return [embedding, LayerSpec(Idle), decoders[0], LayerSpec(Head)]
+    return [embedding, LayerSpec(Idle), LayerSpec(PassingDecoder, 0), LayerSpec(Head)]
 
 
 class Doubling(nn.Module):
@@ -214,18 +204,12 @@ def doubling_layers() -> list[LayerSpec]:
     """With two stages, what `Doubling` gives crosses between them."""
     return [
         LayerSpec(Embedding),
-        LayerSpec(BareDecoder, 0),
+        LayerSpec(PassingDecoder, 0),
         LayerSpec(Doubling),
         LayerSpec(Merging),
-        LayerSpec(BareDecoder, 1),
+        LayerSpec(PassingDecoder, 1),
         LayerSpec(Head),
     ]
-
-
-class BareDecoder(DecoderInside):
-    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
-        [hidden] = unpacked(inputs)
-        return self.decoder(hidden)
 
 
 class SummingEmbedding(Embedding):
@@ -273,10 +257,11 @@ class LossHead(Head):
 
 
 class PassingDecoder(DecoderInside):
-    """A decoder layer that hands one passenger on."""
+    """A decoder layer that hands on the passengers, if there are any."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return self.decoder(inputs[0]), *inputs[1:]
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        hidden, *passengers = unpacked(inputs)
+        return (self.decoder(hidden), *passengers) if passengers else self.decoder(hidden)
 
 
 def own_loss_layers() -> list[LayerSpec]:
@@ -336,15 +321,6 @@ def patient_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return total / (labels != IGNORE_INDEX).sum().clamp_min(1)
 
 
-def mean_square(outputs: Tensor, labels: Tensor) -> Tensor:
-    """A mean over all tokens, whatever the labels are."""
-    return (outputs - F.one_hot(labels.clamp_min(0), VOCAB_SIZE)).square().mean()
-
-
-def sum_square(outputs: Tensor, labels: Tensor) -> Tensor:
-    return (outputs - F.one_hot(labels.clamp_min(0), VOCAB_SIZE)).square().sum() / 100
-
-
 class ReportingModule(PipelineModule):
     """Adds a second loss to the first and reports both, as models with auxiliary losses do."""
 
@@ -363,20 +339,6 @@ class ReportingModule(PipelineModule):
 
     def get_additional_losses(self) -> dict[str, Tensor]:
         return self.reported
-
-
-class HookedModule(PipelineModule):
-    """Notes when the engine calls its hook."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.calls: list[tuple[int, bool]] = []
-
-    def before_reduce(self, engine: Any) -> None:
-        """Tied gradients are still apart then, and doubled here; the stages of a tied weight must agree."""
-        self.calls.append((engine.global_steps, all(p.grad is not None for p in self.parameters())))
-        for parameter in self.parameters():
-            parameter.grad *= 2  # type: ignore[operator]
 
 
 class Faulty(nn.Module):

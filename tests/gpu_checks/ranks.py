@@ -74,12 +74,12 @@ def watched(settings: Settings) -> Iterator[Check]:
 def telling_cases(size: int, dry_run: bool) -> tuple[Case, ...]:
     """Return cases for `size` ranks: every precision, every kind of schedule, recomputation."""
     layers = max(4, 2 * size - 3)  # and three beside them: two parts per stage have a layer each
-    plain = Case(stages=size, micro_batches=2, gqa=True, decoder_layers=layers)
+    plain = Case(stages=size, micro_batches=2, kv_heads=2, decoder_layers=layers)
     if dry_run:
         return (replace(plain, precision="fp32"), replace(plain, precision="bf16_zero1"))
     found = [replace(plain, precision=p) for p in ("fp64", "fp32", "bf16", "bf16_zero1")]
     found += [
-        replace(plain, plan="single_last", schedule=schedule, precision=precision, masked=True)
+        replace(plain, slices=(14, 9, 1), schedule=schedule, precision=precision, masked=True)
         for schedule in SCHEDULES
         if not (schedule.startswith("chimera") and size % 2)
         for precision in ("fp32", "bf16_zero1")
@@ -141,7 +141,7 @@ def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
     if world.device == "cpu":
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     section = training.terapipe_section
-    training.terapipe_section = lambda case: {**section(case), **world.extra}
+    training.terapipe_section = lambda case: {**section(case), "verify": "off", **world.extra}
     control = distributed.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
     ends_s = time.monotonic() + world.seconds
     runs = _Runs(control)

@@ -1,0 +1,61 @@
+"""What a checkpoint must bring back: the states of parameters, as DeepSpeed's own functions tell them of an engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def states_of(engine: PipelineEngine) -> dict[str, dict[str, Tensor]]:
+    """Parameter -> its value, the copy that the optimizer trains, and what the optimizer has of it."""
+    return {name: _state_of(engine, p) for name, p in engine.module.named_parameters()}
+
+
+def _state_of(engine: PipelineEngine, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    if not hasattr(parameter, "_hp_mapping"):
+        state = engine.optimizer.state[trained_copy(engine, parameter)]
+    else:
+        mapping, tell = parameter._hp_mapping, deepspeed.utils.safe_get_full_optimizer_state
+        if mapping is not None:  # after a load DeepSpeed does so at the next step
+            flat = engine.optimizer.optimizer.param_groups[mapping.param_group_index]["params"][0]
+            mapping.set_optim_state_fragment(flat, engine.optimizer.optimizer.state[flat])
+        state = {key: tell(parameter, key) for key in MOMENTS}
+    found = {"value": parameter, "copy": trained_copy(engine, parameter), **state}
+    return {key: value.detach().clone() for key, value in found.items()}
+
+
+def trained_copy(engine: PipelineEngine, parameter: torch.nn.Parameter) -> Tensor:
+    """What the optimizer trains: the parameter itself or, in half precision and with ZeRO, a copy in fp32."""
+    if hasattr(parameter, "_hp_mapping"):
+        return deepspeed.utils.safe_get_full_fp32_param(parameter)
+    if hasattr(engine.optimizer, "fp32_groups"):
+        for group, copies in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True):
+            for half, copy in zip(group, copies, strict=True):
+                if half is parameter:
+                    return copy
+    return parameter
+
+
+def convert(folder: str, tag: str, inject_missing_state: bool = False) -> None:
+    """Run DeepSpeed's converter on rank 0, in this process: `folder`/`tag` -> `folder`/`tag`_universal."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments: dict[str, Any] = {
+        "input_folder": f"{folder}/{tag}",
+        "output_folder": f"{folder}/{tag}_universal",
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+        "strict": True,
+        "inject_missing_state": inject_missing_state,
+    }
+    if torch.distributed.get_rank() == 0:
+        ds_to_universal.main(argparse.Namespace(**arguments))
+    torch.distributed.barrier()

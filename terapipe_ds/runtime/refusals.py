@@ -51,31 +51,33 @@ def check_eval_call(*args: Any, **kwargs: Any) -> None:
         raise NotImplementedError(f"reduction type {reduction} not supported.")
 
 
-def problem_of_layers(engine: Any) -> str | None:
+def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool) -> str | None:
     """Return what of this stage's layers cannot run slice by slice; None where all can. Stages differ in it."""
-    if engine.has_moe_layers:
+    if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
-    unpatched = problem_of_insertions(engine.module)
-    if unpatched is not None:
+    unpatched = problem_of_insertions(module)
+    if unpatched is not None or config.is_one_slice:
         return unpatched
-    if engine.terapipe_config.is_one_slice:
-        return None
-    compiled = _compiled(engine.module)
+    compiled = _compiled(module)
     if compiled:
-        return f"layers of this stage ({', '.join(compiled[:4])}{' and more' * (len(compiled) > 4)}) {_COMPILED}"
-    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(engine.module, "")]
+        return f"layers of this stage ({_first_four(compiled)}) {_COMPILED}"
+    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(module, "")]
     if not names:
         return None
     return (
-        f"layers that mix the tokens of a sequence, and would see only those of a slice: {', '.join(names[:4])}"
-        f"{' and more' if len(names) > 4 else ''}. Only sliced_attention may do so; set terapipe.slices to 1 to train "
-        "this model. A layer that is right on slices all the same (it hands its state on itself, or mixes features and "
-        "no tokens) says so by the attribute slice_safe = True of its class, which goes for what it is made of as well."
+        f"layers that mix the tokens of a sequence, and would see only those of a slice: {_first_four(names)}. Only "
+        "sliced_attention may do so; set terapipe.slices to 1 to train this model. A layer that is right on slices all "
+        "the same (it hands its state on itself, or mixes features and no tokens) says so by the attribute slice_safe "
+        "= True of its class, which goes for what it is made of as well."
     )
+
+
+def _first_four(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
 def check_compile_call(config: TeraPipeConfig) -> None:
@@ -92,7 +94,7 @@ _COMPILED = (
 
 def _compiled(module: nn.Module) -> list[str]:
     """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
-    parts = getattr(module, "_held", (module,))  # of all chunks, where a stage holds several
+    parts = getattr(module, "held_parts", (module,))  # of all chunks, where a stage holds several
     layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
     functions = [each for each in layers if not isinstance(each, nn.Module)]
     modules = [
@@ -130,21 +132,14 @@ def slice_length_multiple(module: Any) -> int:
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str | None:
     """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
-    bad = [length for length in lengths if length % multiple]
+    bad = [str(length) for length in lengths if length % multiple]
     if not bad:
         return None
     return (
-        f"{what} = {list(lengths)}: slices of {', '.join(map(str, dict.fromkeys(bad[:4])))} tokens are no multiples of "
+        f"{what} = {list(lengths)}: slices of {', '.join(dict.fromkeys(bad[:4]))} tokens are no multiples of "
         f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
         "many ranks). Give multiples of it, or switch sequence parallelism off."
     )
-
-
-def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None:
-    """Return the same for the slices that the config lists."""
-    if not isinstance(config.slices, tuple):
-        return None
-    return problem_of_lengths("terapipe.slices", config.slices, multiple)
 
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
@@ -167,8 +162,8 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
 def problem_of_device_waits(receives_on_device: bool) -> str | None:
     """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
 
-    Such a wait ends when every receive that is posted ahead has its message, which may be a gradient that follows from
-    the very slice that is running. It may be switched on late.
+    Such a wait ends when every receive that is posted ahead has its message. That may be a gradient that follows from
+    the very slice that is running.
 
     Args:
         receives_on_device: whether receives that are posted ahead are at work on the device (`Wires.post_on_device`).
@@ -210,9 +205,9 @@ def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
         return
     if _mixes_tokens(module):
         yield name, module
-        return
-    for child, part in module.named_children():
-        yield from _mixing_layers(part, f"{name}.{child}" if name else child)
+    else:
+        for child, part in module.named_children():
+            yield from _mixing_layers(part, f"{name}.{child}" if name else child)
 
 
 def _classes_of(module: ModuleType) -> tuple[type, ...]:

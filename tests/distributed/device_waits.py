@@ -13,7 +13,7 @@ from unittest import mock
 from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terapipe_ds.runtime.engine.batch_end import CLOSING
+from terapipe_ds.runtime.engine.open_batch import CLOSING
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.schedule.action import Action
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.engine import batch_end
+from terapipe_ds.runtime.engine import open_batch
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed.engines import (
     ZERO1,
@@ -168,7 +168,7 @@ def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = 
     ``alone``: no copy takes its owner's weights.
     """
     options = {**PRECISIONS[precision], **OPTIONS}
-    left = mock.patch.object(batch_end, "take_owners_weights", lambda module: None) if alone else nullcontext()
+    left = mock.patch.object(open_batch, "take_owners_weights", lambda module: None) if alone else nullcontext()
     with left, engine_of(gpt_layers(dtype="float32"), terapipe, **options) as engine:
         return train(engine, batches(NUM_STEPS, first_seed=1000 * engine.grid.get_data_parallel_id())).parameters
 

@@ -22,7 +22,7 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     agree_on_batch,
 )
-from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_found
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
 
 logger = logging.getLogger("terapipe_ds")
@@ -34,9 +34,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass
 class DrawnMicroBatch:
-    """What the data iterator gave: the inputs on the first stage, the labels on the last and wherever there are any.
+    """What the data iterator gave: inputs where the first part is, labels where the last part is.
 
-    `seen` is the shape of the labels, on both stages.
+    `seen` is the shape of the labels, at both ends.
     """
 
     inputs: Any = None
@@ -45,13 +45,12 @@ class DrawnMicroBatch:
 
 
 class BatchSource:
-    """Draws batches for one rank.
+    """Draw batches for one rank.
 
     Args:
         next_batch: DeepSpeed's `PipelineEngine._next_batch`.
+        is_cut: whether sequences of a length are to be cut in slices.
         length_multiple: sequences must be multiples of so many tokens.
-        layout: where the parts are; None for one on each stage.
-        is_cut: whether sequences of a length are to be cut in slices; None for what the config says.
         tells: whether this rank writes to the log which inputs are cut.
         look_at: shown the labels of each micro-batch that is trained on; what it raises is raised on every rank.
         check: called before anything is drawn; what it raises is raised on every rank.
@@ -62,24 +61,19 @@ class BatchSource:
         config: TeraPipeConfig,
         next_batch: Callable[[], Any],
         place: PlaceInJob,
+        layout: Layout,
+        is_cut: Callable[[int], bool],
         length_multiple: int = 1,
-        layout: Layout | None = None,
-        is_cut: Callable[[int], bool] | None = None,
         tells: bool = True,
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
-        self._next_batch = next_batch
-        self._place = place
-        layout = Layout.plain(place.num_stages) if layout is None else layout
+        self._config, self._next_batch, self._place = config, next_batch, place
         self._is_first = place.stage_id in layout.stages_with_end(first=True)
         self._is_last = place.stage_id in layout.stages_with_end(first=False)
-        self._length_multiple = length_multiple
-        self._is_cut = is_cut if is_cut is not None else lambda length: not config.is_one_slice
+        self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = tells  # once
-        self._look_at = look_at
-        self._check = check
+        self._look_at, self._check = look_at, check
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -100,13 +94,13 @@ class BatchSource:
         try:
             self._check()
             drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
+            labels = [each.labels for each in drawn if each.labels is not None]
             if self._is_last:
-                shapes = tuple(self._shape(d) for d in drawn)
-                for each in drawn if training else ():
-                    if each.labels is not None:
-                        self._look_at(each.labels)
+                shapes = tuple(map(self._shape, labels))
+            for each in labels if training else ():
+                self._look_at(each)
             if self._place.peers is not None:
-                sums = self._sums(drawn)
+                sums = self._sums(drawn, labels)
         except Exception as caught:
             error = caught
         seen = tuple(each.seen for each in drawn if each.seen is not None)
@@ -114,15 +108,13 @@ class BatchSource:
         report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
-    def _sums(self, drawn: list[DrawnMicroBatch]) -> DataSums:
+    def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
         """Return the checksums of what this stage uses: the inputs on the first, the labels on the last."""
-        inputs = labels = None
-        if self._is_first:
-            inputs = checksum([as_tuple(each.inputs, "the inputs") for each in drawn])
-        if self._is_last:
-            given = [each.labels for each in drawn if each.labels is not None]
-            labels = checksum([each.value if isinstance(each, UncutLabels) else each.tensors for each in given])
-        return DataSums(inputs, labels)
+        values = [each.value if isinstance(each, UncutLabels) else each.tensors for each in labels]
+        return DataSums(
+            checksum([as_tuple(each.inputs, "the inputs") for each in drawn]) if self._is_first else None,
+            checksum(values) if self._is_last else None,
+        )
 
     def _check_inputs(self, drawn: Sequence[DrawnMicroBatch], shapes: Shapes) -> None:
         """Check the inputs of micro-batches whose labels this stage was not given."""
@@ -145,11 +137,9 @@ class BatchSource:
             drawn.seen = None if self._tells_nothing(labels) else _shape_of(drawn.labels)
         if self._is_first:
             drawn.inputs = _copied(inputs)
-            if not self._tells_nothing(labels):
-                # Only a check, as early as possible: the last stage's labels decide.
-                known = self._labels_of(labels)
-                drawn.seen = _shape_of(known)
-                self._sliceable(drawn.inputs, drawn.seen, self._is_cut(known.length))
+            if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
+                drawn.seen = _shape_of(self._labels_of(labels))
+                self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))
         return drawn
 
     def _tells_nothing(self, labels: Any) -> bool:
@@ -171,31 +161,28 @@ class BatchSource:
         return self._labels_of(chosen)
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
-        """Return labels to cut. In DeepSpeed's own order they may lack `sequence_dim` (one class per image): they are
-        one slice then."""
+        """Return labels to cut; in DeepSpeed's own order those without `sequence_dim` (a class per image) are whole."""
         dim = self._config.sequence_dim
         if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
             dim = 0
         return SliceableTensors.of_labels(labels, dim)
 
-    def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
-        assert drawn.labels is not None
-        length = drawn.labels.length
+    def _shape(self, labels: SliceableTensors) -> MicroBatchShape:
+        length = labels.length
         if length == 0:
-            raise BatchError(f"a batch with labels of shape {list(drawn.labels.deciding.shape)} has no tokens")
-        if isinstance(drawn.labels, UncutLabels) and self._is_cut(length):
-            raise BatchError(
-                f"labels of type {type(drawn.labels.value).__name__} cannot be cut: give tensors, or set no slices by "
-                "hand"
-            )
-        if length % self._length_multiple and not isinstance(drawn.labels, UncutLabels):
+            raise BatchError(f"a batch with labels of shape {list(labels.deciding.shape)} has no tokens")
+        if isinstance(labels, UncutLabels):
+            if self._is_cut(length):
+                kind = type(labels.value).__name__
+                raise BatchError(f"labels of type {kind} cannot be cut: give tensors, or set no slices by hand")
+        elif length % self._length_multiple:
             raise BatchError(
                 f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
                 "each slice divides over the ranks of sequence parallelism, and the whole sequence does not. Give "
                 f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens, or switch "
                 "sequence parallelism off."
             )
-        return _shape_of(drawn.labels)
+        return _shape_of(labels)
 
     def slice_inputs(self, inputs: Any, shape: MicroBatchShape, plan: SlicePlan) -> SliceableTensors:
         """Return the inputs of a micro-batch, with which of them are cut by `plan`."""
@@ -210,7 +197,7 @@ class BatchSource:
         is_whole = self._config.is_stock_order and not is_cut  # not with slices that were set by hand
         sliceable = SliceableTensors.of_inputs(inputs, shape.length, dim, indices, is_whole)
         if is_cut and indices is None and shape.length > 1:
-            check_found(sliceable, shape.length, shape.rows)
+            check_sizes(sliceable, shape.length, shape.rows)
         return sliceable
 
 
@@ -248,7 +235,7 @@ def _has_dimension(labels: Any) -> bool:
 
 
 def _length_of(inputs: Any, dim: int) -> int:
-    """Return the size of the first input that has the dimension; 1 where none has, as on a stage with labels only."""
+    """Return the size of the first input that has the dimension; 1 where none has, or its size is 0."""
     tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)
 

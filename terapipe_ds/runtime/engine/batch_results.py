@@ -1,4 +1,4 @@
-"""Put losses and outputs of a batch together from those of its slices."""
+"""Put the losses and outputs of a batch together from those of its slices."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows
     """Put the outputs of a micro-batch's slices together along the dimension that has the slice's tokens.
 
     Scalars are losses that the model returns itself: their weighted sum is returned. `[rows * tokens, ...]`, as some
-    models give their logits, comes back in the order that it has for the whole sequence.
+    models give their logits, comes back in the order of whole sequences.
     """
     if len(outputs) == 1:
         return outputs[0]

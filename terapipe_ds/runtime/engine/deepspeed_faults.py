@@ -20,9 +20,9 @@ logger = logging.getLogger("terapipe_ds")
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
 
-    It takes parameters without the mark of model parallelism for replicated over stages as well, and leaves those of
-    later stages out of the norm. The other optimizers count by the tensor-parallel rank, whatever the mark. Parameters
-    that are divided over tensor-parallel ranks have Megatron's mark, and count on each. See `tied_copies_left_out`.
+    It takes parameters without the mark of model parallelism for replicated over stages, and leaves those of later
+    stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and count on
+    each. See `tied_copies_left_out`.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return

@@ -19,21 +19,19 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints
-from terapipe_ds.runtime.engine.batch_end import CLOSING, BatchEnd
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
-from terapipe_ds.runtime.engine.open_batch import OpenBatch
+from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_losses
+from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_over_places
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
-from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.planning.auto_planner import require_profile
 from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call, check_train_call
@@ -59,30 +57,31 @@ class TeraPipeEngine(PipelineEngine):
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
     """
 
-    verify_only: bool = False  # the first batch is checked and then the process ends
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
 
         The layers move before DeepSpeed reads the module. What is refused is refused before groups are made, and a
         wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked.
+
+        Args:
+            verify_only: the first batch is checked, and then the process ends.
         """
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple = setup.slice_length_multiple
         with neighbours_staged():
             super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
-        show_log(self.global_rank)
-        self.terapipe_config = setup.config_for(self)
+        setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         require_profile(self, groups)
         self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        self._stage = stage = build_stage(self, self._layout, groups, self._wires)
+        self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(self, groups, stage.watchdog.note)
-        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires)
+        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires, verify_only)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts)
         self._batch_end = BatchEnd(self, self._layout, stage)
@@ -186,9 +185,9 @@ class TeraPipeEngine(PipelineEngine):
         If `latest` names a checkpoint that is not whole, load the newest whole one, with a warning.
 
         Raises:
-            TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded, or stages
-                whose optimizer states cannot be brought to those of this engine.
-            CheckpointError: on every rank, where `tag` is not whole, or nothing is, or a file cannot be read.
+            TeraPipeConfigError: on every rank: the checkpoint is of another TP x PP x DP, or its optimizer states
+                cannot be brought to the stages of this engine.
+            CheckpointError: on every rank: `tag` is not whole, or nothing is, or a file cannot be read.
         """
         options = LoadOptions(
             load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
@@ -197,9 +196,8 @@ class TeraPipeEngine(PipelineEngine):
 
     def destroy(self) -> None:
         """Stop the watch-dog, then let DeepSpeed give back what it holds."""
-        stage = vars(self).get("_stage")
-        if stage is not None:
-            stage.watchdog.close()
+        if "_stage" in vars(self):
+            self._stage.watchdog.close()
         super().destroy()
 
     @property
@@ -237,20 +235,21 @@ class TeraPipeEngine(PipelineEngine):
 
     def _aggregate_total_loss(self) -> Any:
         if self._layout.has_copies:
-            sum_losses(self, self._layout, self._groups)
+            booked = self.total_loss, self.total_additional_losses
+            ranks, control = self._groups.ranks, self._groups.control
+            booked = sum_over_places(booked, self._layout, self.stage_id, ranks, control, self.device)
+            self.total_loss, self.total_additional_losses = booked
         return super()._aggregate_total_loss()
 
     def set_dataloader(self, loader: Any) -> None:
         """Keep a loader where data is drawn."""
         if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader = loader
-            self.data_iterator = iter(loader)
+            self.training_dataloader, self.data_iterator = loader, iter(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Keep an iterator where data is drawn."""
         if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader = None
-            self.data_iterator = iterator
+            self.training_dataloader, self.data_iterator = None, iterator
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
         """Divide the loss by the number of micro-batches, but not what comes back from other parts.
@@ -329,16 +328,16 @@ class TeraPipeEngine(PipelineEngine):
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()
 
+    def _optimizer_step(self, action: Action) -> None:
+        self._batch_end.before_step()
+        self._exec_optimizer_step()
+        self._batch_end.after_step()
+
     def _exec_reduce_tied_grads(self) -> None:
         if self._layout.has_copies:
             sum_gradients(self.module, self.optimizer)
         else:
             super()._exec_reduce_tied_grads()
-
-    def _optimizer_step(self, action: Action) -> None:
-        self._batch_end.before_step()
-        self._exec_optimizer_step()
-        self._batch_end.after_step()
 
     def clip_fp32_gradients(self) -> None:
         """Clip as DeepSpeed does where no optimizer of its own clips; tied weights count once."""
@@ -347,10 +346,10 @@ class TeraPipeEngine(PipelineEngine):
 
     _ACTIONS = {
         Kind.LOAD: _load,
-        Kind.RECV_ACTIVATION: _on_its_part(PartRunner.post_activation),
+        Kind.RECV_ACTIVATION: lambda self, action: self._stage.links.post_activation(action),
         Kind.FORWARD: _on_its_part(PartRunner.forward),
         Kind.SEND_ACTIVATION: _on_its_part(PartRunner.send_activation),
-        Kind.RECV_GRAD: _on_its_part(PartRunner.post_gradients),
+        Kind.RECV_GRAD: lambda self, action: self._stage.links.post_gradients(action),
         Kind.BACKWARD: _on_its_part(PartRunner.backward),
         Kind.WEIGHT: _on_its_part(PartRunner.weight),
         Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),

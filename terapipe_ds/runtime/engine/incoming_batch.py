@@ -34,20 +34,20 @@ class IncomingBatches:
         plans: Plans,
         stage: Stage,
         wires: Wires,
+        verify_only: bool,
     ) -> None:
         self._engine, self._config, self._plans = engine, engine.terapipe_config, plans
-        self._stage_id, self._wires = stage.stage_id, wires
+        self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
         places = layout.places(stage.stage_id)
         self._has_first = any(place.is_first for place in places)
-        self._has_last = any(place.is_last for place in places)
         self._first_batch = FirstBatchCheck(self._stage_to_check(layout, groups, stage))
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
             self._config,
             engine._next_batch,
             groups.place(layout, stage.stage_id),
-            engine.slice_length_multiple,
             layout,
+            engine.slice_length_multiple,
             is_cut=plans.cuts,
             tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
             check=self._check_options,
@@ -83,7 +83,7 @@ class IncomingBatches:
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
-        self._first_batch.run(micro_batches, training, engine._compute_loss, engine.verify_only)
+        self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         return BatchInFlight(schedule, self._stage_id, training, micro_batches)
 
     def _check_options(self) -> None:
@@ -92,15 +92,9 @@ class IncomingBatches:
         check_batch_options(in_stock_order, self._wires.post_on_device)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
-        inputs = labels = None
-        weights: tuple[float, ...] = ()
-        if self._has_first:
-            inputs = self._source.slice_inputs(drawn.inputs, shape, plan)
-        if self._has_last:
-            labels = drawn.labels
-            assert labels is not None
-            weights = self.weights_of_slices(labels, plan)
-        return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+        inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
+        weights = self.weights_of_slices(drawn.labels, plan) if drawn.labels is not None else ()
+        return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
 
     def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
         """Return the factor of each slice's loss, on a stage that has the labels."""

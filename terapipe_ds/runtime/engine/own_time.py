@@ -1,8 +1,7 @@
 """Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
 
-This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss alone
-and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a
-timer takes for the same layers is subtracted.
+This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss
+alone. So the engine rehearses with layers that do nothing, and what a timer takes for the same layers is subtracted.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -29,9 +28,11 @@ from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.record import RankRecord
 from terapipe_ds.runtime.failures.report import Wait
+from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
+from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
@@ -49,8 +50,8 @@ def own_seconds(
 ) -> tuple[float, float]:
     """Return the engine's own seconds of an F and of a B. Call it inside `untouched(module)`.
 
-    Messages are left out because they are measured separately. What an optimizer adds to a backward is left out because
-    the optimizer's state must not change here.
+    Messages are left out because they are measured separately, and what an optimizer adds to a backward because its
+    state must not change here.
 
     Args:
         is_last: whether the part's slices have a loss, which the engine adds up.
@@ -62,7 +63,12 @@ def own_seconds(
     layers, device = _Idle(), torch.device(engine.device)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
     labels = SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
-    timer = _idle_timer(layers, labels if is_last else None, rounds, device)
+    timer_labels = labels if is_last else None
+    timer = SliceTimer(
+        layers, rounds, device, SliceStore(), labels=timer_labels, is_last=is_last, loss_fn=layers.loss_fn
+    )
+    timer.receive(1, _SPEC)
+    timer.output_spec(1)
     runner = _runner(_Rehearsal(engine, layers), is_last, labels, rounds, device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -116,27 +122,17 @@ class _Idle(nn.Module):
         """Return none: there is only the loss itself."""
 
 
-def _idle_timer(layers: _Idle, labels: SliceableTensors | None, rounds: int, device: torch.device) -> SliceTimer:
-    """Return the timer of the idle layers, whose times are subtracted."""
-    is_last = labels is not None
-    timer = SliceTimer(layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn)
-    timer.receive(1, _SPEC)
-    timer.output_spec(1)
-    return timer
-
-
 class _Rehearsal(PipelineEngine):
     """Stand in for an engine in DeepSpeed's forward and backward: it has the same settings, and leaves no trace there.
 
-    `layers` replace the module. There is no optimizer whose state a backward would change. The timers and the results
-    of a batch are separate ones. Attributes are copied as they are: `setattr` of a module would look at their types.
+    `layers` replace the module, and no optimizer changes its state. Timers and results of a batch are separate ones.
+    Attributes are copied as they are: `setattr` of a module would look at their types.
     """
 
     def __init__(self, engine: PipelineEngine, layers: nn.Module) -> None:
         optimizer = SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None)
-        self.__dict__.update(vars(engine))
-        self.__dict__.update(module=layers, optimizer=optimizer, timers=type(engine.timers)())
-        self.__dict__.update(total_loss=None, total_additional_losses=None, fwd_outputs=[])
+        results = {"total_loss": None, "total_additional_losses": None, "fwd_outputs": []}
+        self.__dict__.update(vars(engine), module=layers, optimizer=optimizer, timers=type(engine.timers)(), **results)
         self.__dict__.update(_compute_loss=True, eval_return_logits=False)
 
     def __del__(self) -> None:
@@ -147,21 +143,17 @@ class _NoMessages:
     """Replace the channels of a part in the middle: every message is there at once, and none goes anywhere."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._gradients = (self._message(),)
-
-    def _message(self) -> torch.Tensor:
         (tensor,) = _SPEC.tensors
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
     def describe_wait(self, action: Action) -> Wait:
         return Wait(f"the input of {action}: a rehearsal", ())
 
     def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        return _SPEC, (self._message(),)
+        return _SPEC, (torch.zeros_like(self._zeros),)
 
     def receive_gradients(self, action: Action) -> Tensors:
-        return self._gradients
+        return (self._zeros,)
 
     def send_activation(self, *message: object) -> None: ...
 
@@ -187,19 +179,11 @@ def _runner(
     engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
 ) -> PartRunner:
     """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
-    apart: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
-    stage = Stage(
-        0,
-        DeepSpeedCalls(engine),
-        store=SliceStore(),
-        weights=WeightGradients(),
-        results=BatchResults(engine, sequence_dim=1),
-        tracer=Tracer(None, 0, 0, 1),
-        **apart,
-    )
-    micro_batch = MicroBatchInFlight(
-        SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds
-    )
+    links, watchdog = cast(StageLinks, _NoMessages(device)), cast(Watchdog, _NoWatch())
+    results, tracer = BatchResults(engine, sequence_dim=1), Tracer(None, 0, 0, 1)
+    stage = Stage(0, DeepSpeedCalls(engine), links, SliceStore(), watchdog, WeightGradients(), results, tracer)
+    plan, shape = SlicePlan((1,) * rounds), MicroBatchShape(1, rounds)
+    micro_batch = MicroBatchInFlight(plan, shape, labels=labels, weights=(0.5,) * rounds)
     batch = BatchInFlight(build("terapipe", 1, 1, rounds), 0, True, [micro_batch])
     stage.results.begin(batch)
     runner = PartRunner(stage, Place(0, is_last=is_last))

@@ -38,20 +38,19 @@ class PartRunner:
         self.place, self._stage = place, stage
         self._sends_outputs = stage.links.has_wire(Kind.FORWARD, place.chunk_id)
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
-        self._defers_nothing = False  # a batch with W has run, and no W had anything to do
+        self._has_warned = False
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
         """Run actions of `batch` from now on; None: of no batch."""
         sends = self._sends_outputs, self._sends_gradients
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
-        split = batch is not None and any(part_id == self.place.part_id for part_id, *_ in batch.split)
-        self._products = 0 if split else -1
+        self._num_weights = self._num_products = 0  # W that ran, and weight gradients that they had
 
     def close_batch(self) -> None:
         """Say once where the schedule splits backwards and no layer does."""
-        if self._products == 0 and not self._defers_nothing:
-            self._defers_nothing = True
+        if self._num_weights and not self._num_products and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "stage %d, chunk %d: the schedule splits backwards, but no layer here leaves weight gradients to W: "
                 "only torch's own nn.Linear and layers with defer_weight_gradients() do, in the dtype of the weight "
@@ -66,11 +65,9 @@ class PartRunner:
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
         plan = self._open().batch.micro_batches[action.micro_batch_id].plan
-        start, stop = plan.span(action.slice_id)
         return ActiveSlice(
-            start=start,
-            stop=stop,
-            sequence_length=plan.sequence_length,
+            *plan.span(action.slice_id),
+            plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
@@ -149,20 +146,13 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slices.get(action)
         with push_slice(self._active(action, "weight")):
-            self._products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
+            self._num_weights += 1
+            self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
             if stage.finite is not None:
                 stage.finite.look_at_parameters()
         slices.finish(action)
 
     # -- messages ----------------------------------------------------------------------------------------------------
-
-    def post_activation(self, action: Action) -> None:
-        """Take the input of a later F in, beside what is computed."""
-        self._stage.links.post_activation(action)
-
-    def post_gradients(self, action: Action) -> None:
-        """Take the gradients of a later B in, beside what is computed."""
-        self._stage.links.post_gradients(action)
 
     def send_activation(self, action: Action) -> None:
         """Send what the layers gave."""

@@ -48,9 +48,7 @@ class Tracer:
 
     def __init__(self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int) -> None:
         self._dir = Path(trace_dir) if trace_dir else None
-        self._rank = rank
-        self._stage_id = stage_id
-        self._num_stages = num_stages
+        self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
         self._events: list[TimelineEvent] | None = None
         self._start_s = 0.0
 
@@ -68,17 +66,18 @@ class Tracer:
         self._start_s = time.time()
         yield
         wait_for_computation()
-        event = TimelineEvent(
-            stage_id=self._stage_id,
-            action=str(action),
-            micro_batch_id=action.micro_batch_id,
-            slice_id=action.slice_id,
-            kind=action.kind.value,
-            start_s=self._start_s,
-            end_s=time.time(),
-            chunk_id=action.chunk_id,
+        self._events.append(
+            TimelineEvent(
+                stage_id=self._stage_id,
+                action=str(action),
+                micro_batch_id=action.micro_batch_id,
+                slice_id=action.slice_id,
+                kind=action.kind.value,
+                start_s=self._start_s,
+                end_s=time.time(),
+                chunk_id=action.chunk_id,
+            )
         )
-        self._events.append(event)
 
     def input_is_here(self) -> None:
         """Let the computation of the action in hand start now: its wait for a message is over."""

@@ -1,9 +1,9 @@
 """Count the operations of a stage, where DeepSpeed's config has `flops_profiler`.
 
-DeepSpeed 0.19.8 counts one forward of rank 0, waits for the device around each module (a hang where receives are posted
-ahead), and prints nothing with pipelines. Here every stage of the first replica counts the F, B and W of the first
-micro-batch of `profile_step` by torch's formulas: products of matrices, convolutions and attention, 2 for each
-multiply-add. Attention counts the scores that a causal mask leaves, so slices count as much as whole sequences.
+DeepSpeed 0.19.8 waits for the device around each module (a hang where receives are posted ahead), and prints nothing
+with pipelines. Here every stage of the first replica counts the F, B and W of the first micro-batch of `profile_step`
+by torch's formulas: products of matrices, convolutions and attention, 2 for each multiply-add. Attention counts the
+scores that a causal mask leaves, so slices count as much as whole sequences.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Cut a `PipelineModule` in the parts of a layout, and move its layers to the stages that hold these.
 
 DeepSpeed builds the layers of one part on each stage before any config is read. `lay_out` cuts the module anew by
-DeepSpeed's own partition methods and moves layers to the stages that hold them from then on, with the values they have:
-whatever the layout is, the model starts from the same parameters.
+DeepSpeed's own partition methods, and moves layers with the values they have to the stages that hold them from then on.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
 
     Args:
         parameters: `model_parameters` of `deepspeed.initialize`, chosen before the layers move.
-        optimizer: the user's own one, which was made before the layers move; or a function that makes one.
+        optimizer: the user's own one, or a function that makes one.
 
     Returns:
         `parameters` as they are afterwards.
 
     Raises:
         TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
-            `parameters` are afterwards; or an optimizer that exists, and would train what no stage runs.
+            `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
     """
     if isinstance(module, PartedModule):
         if module.terapipe_layout.placement != layout.placement:
@@ -86,11 +85,10 @@ def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
     listed = None if parameters is None else list(parameters)
     if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
         return False
-    try:
+    with contextlib.suppress(TeraPipeConfigError):
         setattr(module, PARTITION_METHOD, _method_of(module))
-    except TeraPipeConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _described(layout: Layout) -> str:
@@ -120,14 +118,9 @@ def _parameter_ids(module: Any) -> tuple[set[int], set[int]]:
 def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int]]) -> Any:
     """Return what the optimizer gets for a `model_parameters` that was made before the layers moved.
 
-    Args:
-        parameters: None, all parameters, or the trainable ones. A list was made before the layers moved; an unread
-            iterator yields the new ones.
-        before: the `_parameter_ids` that the module had.
-
-    Raises:
-        TeraPipeConfigError: on every rank: groups, or a choice among the parameters, on some rank. Nothing tells what
-            they mean for layers that were elsewhere.
+    An unread iterator yields the new parameters. `before` are the `_parameter_ids` that the module had. Groups, or a
+    choice among the parameters, on some rank are a TeraPipeConfigError on all: nothing tells what they mean for layers
+    that were elsewhere.
     """
     listed = None if parameters is None else list(parameters)
     kinds = gather(_kind_of(listed, module, before))
@@ -207,18 +200,17 @@ def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
     module._layer_specs = [
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
-    module._held, here = [], set()
+    module.held_parts, here = [], set()
     for place in module.terapipe_layout.places(module.stage_id):
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}
         module._build()
-        module._held.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
+        module.held_parts.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
         here |= {layer_name(specs, layer_id) for layer_id in range(start, stop)}
     module._layer_specs = specs
     for key in set(module.tied_modules) - here:
         del module.tied_modules[key]
-    module._active_chunk = 0
     module.activate(0)
 
 
@@ -243,19 +235,14 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
                 values = [(key, t.detach().cpu().clone(), t.requires_grad) for key, t in _tensors(built[name]).items()]
                 torch_dist.send_object_list([values], dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
-                received: list[Any] = [None]
+                received, tensors = [None], _tensors(held[name])
                 torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
-                _set_values(held[name], received[0])
+                for key, value, requires_grad in received[0] or ():
+                    tensors[key].data = value.to(tensors[key].device)  # in the dtype that the module has meanwhile
+                    tensors[key].requires_grad_(requires_grad)
 
 
 def _tensors(layer: Any) -> dict[str, Tensor]:
     if not isinstance(layer, nn.Module):
         return {}
     return {**dict(layer.named_parameters(remove_duplicate=False)), **dict(layer.named_buffers(remove_duplicate=False))}
-
-
-def _set_values(layer: Any, values: Sequence[tuple[str, Tensor, bool]]) -> None:
-    tensors = _tensors(layer)
-    for name, value, requires_grad in values:
-        tensors[name].data = value.to(tensors[name].device)  # in the dtype that the module was converted to meanwhile
-        tensors[name].requires_grad_(requires_grad)

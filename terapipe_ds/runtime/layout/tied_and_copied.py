@@ -1,13 +1,12 @@
 """Keep parts that live at two places (Chimera) one model: their gradients are summed before the optimizer steps.
 
-To DeepSpeed a layer with two places is a layer tied over them: their gradients are summed where those of tied layers
-are (in few messages: a stage has hundreds of them), one of the copies counts in norms and in numbers of parameters, and
-all of them make the same steps.
+To DeepSpeed a layer with two places is a layer tied over them. Their gradients are summed where those of tied layers
+are, in few messages. One of the copies counts in norms and in numbers of parameters, and all make the same steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch._utils import _take_tensors
+from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name
 from terapipe_ds.runtime.layout.layout import Layout
@@ -31,10 +30,7 @@ BUCKET_BYTES = 50 * 2**20  # what a message has at most, but for a single tensor
 def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> dict[str, dict[str, Any]]:
     """Return what `PipelineModule.tied_comms` has of a tied layer, for each layer that another stage holds as well.
 
-    A collective over all ranks, which make all groups in one order.
-
-    Args:
-        layers: those of the parts on this stage.
+    A collective over all ranks, which make all groups in one order. `layers` are those of the parts on this stage.
     """
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
@@ -81,7 +77,7 @@ def owners_of(module: Any, layout: Layout) -> dict[LayerName, int]:
 
 def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
     """Say why this optimizer cannot train parts that live at two places; None: it can."""
-    if not layout.has_copies or _sums_copies(optimizer, {}):
+    if not layout.has_copies or not getattr(optimizer, "use_grad_accum_attribute", False):
         return None
     return (
         "parts that are at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
@@ -96,25 +92,22 @@ def can_have(schedule: str, optimizer: Any = None, raw: Mapping[str, Any] = Mapp
     Args:
         raw: DeepSpeed's config, for the time before there is an optimizer; any `grad_accum_dtype` in it counts.
     """
-    return schedule not in BIDIRECTIONAL or _sums_copies(optimizer, raw)
-
-
-def _sums_copies(optimizer: Any, raw: Mapping[str, Any]) -> bool:
     types = raw.get("data_types")
-    other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
-    return not other_dtype and not getattr(optimizer, "use_grad_accum_attribute", False)
+    has_other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
+    sums_copies = not has_other_dtype and not getattr(optimizer, "use_grad_accum_attribute", False)
+    return schedule not in BIDIRECTIONAL or sums_copies
 
 
 def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool:
     """Return whether two copies of a parameter may be updated to values that differ by rounding.
 
     Their gradients are equal to the last bit once they are summed over places. Then DeepSpeed averages them over
-    replicas, for each stage by itself: three numbers or more are added in an order that depends on where they are in
-    its buffers, and on the network. Two numbers have one sum. Torch's own optimizers treat numbers alike wherever they
-    are in a flat buffer. Fused and other vectorized ones may round the last few in another way.
+    replicas, for each stage by itself. Three numbers or more are added in an order that depends on where they are in
+    its buffers, and on the network; two have one sum. Torch's own optimizers treat numbers alike wherever they are in a
+    flat buffer. Fused and other vectorized ones may round the last few in another way.
 
     Args:
-        optimizer: computes the updates: inside DeepSpeed's wrapper, if there is one.
+        optimizer: the one that computes the updates, inside DeepSpeed's wrapper if there is one.
         num_replicas: the size of data parallelism.
     """
     if not layout.has_copies or optimizer is None:
@@ -258,38 +251,34 @@ def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object])
 # -- losses --------------------------------------------------------------------------------------------------------
 
 
-def sum_losses(engine: PipelineEngine, layout: Layout, groups: Any) -> None:
-    """Bring what the last part has booked at its other places to the stage that tells all ranks of the loss."""
+def sum_over_places(
+    booked: tuple[Any, ...], layout: Layout, stage_id: int, ranks: Sequence[int], control: Any, device: Any
+) -> tuple[Any, ...]:
+    """Return, on the stage that tells all ranks of the loss, the sums over the places of the last part.
+
+    Any other stage gets back what it has booked.
+
+    Args:
+        booked: of each kind of loss None, a loss, a list of losses, or a dict of them.
+        ranks: those of the stages.
+        control: their group on the CPU.
+    """
     stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
-    if engine.stage_id not in stages:
-        return
-    booked = [_on_the_host(engine.total_loss), _on_the_host(engine.total_additional_losses)]
-    if engine.stage_id != layout.loss_stage:
-        torch_dist.send_object_list(booked, dst=groups.ranks[layout.loss_stage], group=groups.control)
-        return
-    for stage_id in stages[1:]:
-        theirs: list[Any] = [None, None]
-        torch_dist.recv_object_list(theirs, src=groups.ranks[stage_id], group=groups.control)
-        engine.total_loss = _sum(engine.total_loss, theirs[0], engine.device)
-        engine.total_additional_losses = _sum(engine.total_additional_losses, theirs[1], engine.device)
+    if stage_id in stages[1:]:
+        on_host = tree_map_only(Tensor, lambda loss: loss.detach().cpu(), list(booked))
+        torch_dist.send_object_list(on_host, dst=ranks[layout.loss_stage], group=control)
+    for other in stages[1:] if stage_id == stages[0] else ():
+        theirs: list[Any] = [None] * len(booked)
+        torch_dist.recv_object_list(theirs, src=ranks[other], group=control)
+        theirs = tree_map_only(Tensor, lambda loss: loss.to(device), theirs)
+        booked = tuple(_sum(*pair) for pair in zip(booked, theirs, strict=True))
+    return booked
 
 
-def _on_the_host(booked: Any) -> Any:
-    """Return a loss, a list of losses, or a dict of them, without graph."""
-    if torch.is_tensor(booked):
-        return booked.detach().cpu()
-    if isinstance(booked, dict):
-        return {name: _on_the_host(loss) for name, loss in booked.items()}
-    return booked if booked is None else [_on_the_host(loss) for loss in booked]
-
-
-def _sum(mine: Any, theirs: Any, device: Any) -> Any:
+def _sum(here: Any, there: Any) -> Any:
     """Add two bookings of one form; None: nothing is booked."""
-    if theirs is None:
-        return mine
-    if torch.is_tensor(theirs):
-        return theirs.to(device) if mine is None else mine + theirs.to(device)
-    if isinstance(theirs, dict):
-        mine = mine or {}
-        return type(theirs)({name: _sum(mine.get(name), theirs.get(name), device) for name in {**mine, **theirs}})
-    return [_sum(None if mine is None else mine[i], loss, device) for i, loss in enumerate(theirs)]
+    if here is None or there is None:
+        return there if here is None else here
+    if isinstance(there, dict):
+        return type(there)({name: _sum(here.get(name), there.get(name)) for name in {**here, **there}})
+    return here + there if torch.is_tensor(there) else [_sum(*pair) for pair in zip(here, there, strict=True)]

@@ -70,7 +70,7 @@ def test_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"ours": ours, "theirs": theirs}
     monkeypatch.setattr(agreement, "_compared", lambda raw: values[raw["whose"]])
     with pytest.raises(TeraPipeConfigError) as caught:
-        check(monkeypatch, {"whose": "ours"}, {"whose": "theirs"})
+        check(monkeypatch, {**CONFIG, "whose": "ours"}, {**CONFIG, "whose": "theirs"})
     lines = str(caught.value).splitlines()[1:]
     assert lines[0] == f"  version of deepspeed: ranks [0]: {ours['version of deepspeed']}; ranks [1]: 0.0.1"
     assert lines[1].startswith("  version of megatron-core: ranks [0]: ")

@@ -21,11 +21,7 @@ from terapipe_ds.runtime.refusals import (
 
 def problem(module: nn.Module, slices: Any = 4, has_moe_layers: bool = False) -> str | None:
     config = TeraPipeConfig(enabled=True, slices=slices)
-    return problem_of_layers(
-        SimpleNamespace(
-            module=nn.Sequential(nn.Linear(4, 4), module), terapipe_config=config, has_moe_layers=has_moe_layers
-        )
-    )
+    return problem_of_layers(nn.Sequential(nn.Linear(4, 4), module), config, has_moe_layers)
 
 
 MIX_TOKENS = [
@@ -143,7 +139,7 @@ def test_compiled_functions_among_the_layers_are_refused() -> None:
         module = nn.Sequential(nn.Linear(4, 4))
         module.forward_funcs = [module[0], function]  # type: ignore[assignment]
         config = TeraPipeConfig(enabled=True, slices=4)
-        return problem_of_layers(SimpleNamespace(module=module, terapipe_config=config, has_moe_layers=False))
+        return problem_of_layers(module, config, has_moe_layers=False)
 
     assert "torch.compile" in str(told(torch.compile(lambda x: 2 * x)))
     assert told(lambda x: 2 * x) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, as_tuple, check_found, sequence_length
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, as_tuple, check_sizes
 
 TOKENS = torch.arange(24).reshape(2, 12)
 POSITIONS = torch.arange(12).repeat(2, 1)
@@ -49,8 +49,8 @@ class TestForm:
 
 class TestSequenceLength:
     def test_the_first_label_tensor_with_that_dimension_decides(self) -> None:
-        assert sequence_length((torch.ones(7), TOKENS, WHOLE), 1) == 12
-        assert sequence_length((torch.ones(7), TOKENS), 0) == 7
+        assert SliceableTensors.of_labels((torch.ones(7), TOKENS, WHOLE), 1).length == 12
+        assert SliceableTensors.of_labels((torch.ones(7), TOKENS), 0).length == 7
 
 
 WHOLE_BATCHES = 'images .* "slices": 1, "schedule": "1f1b"'
@@ -80,7 +80,7 @@ class TestWhatSizesDoNotTell:
     """Of sequences of twelve tokens, in two rows."""
 
     def check(self, *inputs: Tensor, rows: int = 2, dim: int = 1) -> None:
-        check_found(SliceableTensors.of_inputs(inputs, 12, dim), 12, rows)
+        check_sizes(SliceableTensors.of_inputs(inputs, 12, dim), 12, rows)
 
     @pytest.mark.parametrize(
         "inputs",

@@ -7,7 +7,7 @@ import torch
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.batch.in_flight import BatchInFlight, InFlightError, MicroBatchInFlight, Places, SliceInFlight
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, InFlightError, MicroBatchInFlight, OrderIndex, SliceInFlight
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Kind
 
@@ -73,7 +73,7 @@ def test_what_is_left_at_the_end() -> None:
 
 def test_places_are_those_of_the_orders() -> None:
     schedule = build("seq1f1b", 3, 2, 2)
-    places = Places(schedule)
+    places = OrderIndex(schedule)
     for stage_id, order in enumerate(schedule.orders):
         found = [places.find(stage_id, action.kind, action.part_id, action.unit) for action in order]
         assert found == list(range(len(order)))

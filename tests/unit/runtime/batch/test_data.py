@@ -17,6 +17,7 @@ from terapipe_ds.runtime.batch import source as data
 from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.sliceable import BatchError
 from terapipe_ds.runtime.batch.source import BatchSource
+from terapipe_ds.runtime.layout.layout import Layout
 
 TOKENS = torch.arange(24).reshape(2, 12)
 SHAPE, PLAN = MicroBatchShape(2, 12), SlicePlan((5, 7))
@@ -28,7 +29,11 @@ def config(**changes: Any) -> TeraPipeConfig:
 
 
 class Source(BatchSource):
-    """Raises what a user gets."""
+    """One part on each stage; raises what a user gets."""
+
+    def __init__(self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any) -> None:
+        is_cut = options.pop("is_cut", lambda length: not config.is_one_slice)
+        super().__init__(config, next_batch, place, Layout.plain(place.num_stages), is_cut, **options)
 
     def draw(self, *args: Any, **kwargs: Any) -> Any:
         with ErrorsUnwrapped():

@@ -186,7 +186,7 @@ class TestMemoryOfSends:
         sender.release(before=5)
         assert announcement.waited
         assert [work.waited for work in works] == [True, True, False]
-        sender.flush()
+        sender.keep_at_most(0)
         assert [work.waited for work in works] == [True] * 3
 
     def test_no_more_than_some_are_on_their_way(self, post: Post) -> None:

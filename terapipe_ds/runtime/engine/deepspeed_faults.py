@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -60,35 +61,27 @@ def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
     of its stages. Meanwhile the copies, which are never on the first stage, look like replicated parameters.
     """
     copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
-    marks = [(p, name, getattr(p, name)) for p in copies for name in _DIVIDED if hasattr(p, name)]
-    for parameter, name, _ in marks:
-        setattr(parameter, name, False)
-    try:
+    with ExitStack() as marks:
+        for parameter, name in itertools.product(copies, _DIVIDED):
+            if hasattr(parameter, name):
+                marks.callback(setattr, parameter, name, getattr(parameter, name))
+                setattr(parameter, name, False)
         yield
-    finally:
-        for parameter, name, mark in marks:
-            setattr(parameter, name, mark)
 
 
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
-    """Give gradients the marks of their parameters, before a step of `FP16_UnfusedOptimizer`.
+    """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm looks for them.
 
-    It hands gradients to a norm that looks for those marks. Without them tied weights count twice, and of all
-    tensor-parallel ranks only the first one's gradients count.
+    Otherwise tied weights count twice, and of tensor-parallel ranks only the first.
     """
-    if not isinstance(optimizer, FP16_UnfusedOptimizer):
-        return
-    for parameter in module.parameters():
+    for parameter in module.parameters() if isinstance(optimizer, FP16_UnfusedOptimizer) else ():
         if parameter.grad is not None:
             for name in ("ds_pipe_replicated", *_DIVIDED):
                 setattr(parameter.grad, name, getattr(parameter, name, False))
 
 
 def count_nothing_as_zero(optimizer: Any) -> None:
-    """Let `BF16_Optimizer` step on a rank where no gradient counts: it fails on the empty list.
-
-    None counts where a stage has nothing but a tied copy, or parameters that another tensor-parallel rank counts.
-    """
+    """Let `BF16_Optimizer` step on a rank where no gradient counts, as with nothing but a tied copy: it fails there."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
     stock = optimizer.get_grads_for_norm
@@ -103,10 +96,7 @@ def count_nothing_as_zero(optimizer: Any) -> None:
 
 
 def missing_loss_scale(optimizer: Any) -> float:
-    """Return the factor that `DeepSpeedEngine.backward` leaves out: 1.0, but with fp16 and ZeRO-0.
-
-    It does not scale the loss there, while the optimizer divides the gradients by the loss scale all the same.
-    """
+    """Return the factor by which `DeepSpeedEngine.backward` fails to scale the loss: 1.0, but with fp16 and ZeRO-0."""
     if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return 1.0
     if optimizer.custom_loss_scaler:

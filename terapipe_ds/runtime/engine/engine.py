@@ -1,8 +1,8 @@
 """Make a slice of tokens the unit of work of DeepSpeed's pipeline engine.
 
 DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and
-timers; this engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
-more micro-batch that is accumulated: one `forward`, one `backward`. Reduction and step come once per batch.
+timers. This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
+more micro-batch that is accumulated. Reduction and step come once per batch.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class TeraPipeEngine(PipelineEngine):
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
+    total_loss: Any  # DeepSpeed's
+    total_additional_losses: Any
 
     def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
@@ -92,19 +94,15 @@ class TeraPipeEngine(PipelineEngine):
     # -- what a user calls ------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Run one optimizer step over `gradient_accumulation_steps` micro-batches, each in slices.
-
-        Arguments and result are DeepSpeed's. StopIteration and errors in the data are raised on every stage.
-        """
+        """Run one optimizer step, each micro-batch in slices. Errors in the data are raised on every stage."""
         check_train_call()
         with ErrorsUnwrapped(), self._guarded():
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices; arguments and result are DeepSpeed's.
+        """Evaluate in slices. Logits are there on the last stage only, and there as the layers of this rank give them.
 
-        Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
-        the vocabulary, where the head is divided.
+        Where tensor parallelism divides the head, that is a part of the vocabulary.
         """
         check_eval_call(data_iter, *args, **kwargs)
         training_iterator = self.data_iterator
@@ -143,8 +141,8 @@ class TeraPipeEngine(PipelineEngine):
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
         """Run sequences of `plan.sequence_length` tokens with this plan from the next batch on.
 
-        Every rank must make the same call between the same batches; a rank that does not is an error on all. For
-        tuning by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
+        Every rank must make the same call between the same batches; a rank that does not is an error on all. What is
+        planned or configured for other lengths stays as it is.
 
         Args:
             schedule: the name of a schedule as well; None keeps the one that the config names.
@@ -189,9 +187,8 @@ class TeraPipeEngine(PipelineEngine):
                 cannot be brought to the stages of this engine.
             CheckpointError: on every rank: `tag` is not whole, or nothing is, or a file cannot be read.
         """
-        options = LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        )
+        states = load_optimizer_states, load_lr_scheduler_states
+        options = LoadOptions(load_module_strict, *states, load_module_only, custom_load_fn)
         return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
 
     def destroy(self) -> None:
@@ -252,11 +249,8 @@ class TeraPipeEngine(PipelineEngine):
             self.training_dataloader, self.data_iterator = None, iterator
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
-        """Divide the loss by the number of micro-batches, but not what comes back from other parts.
-
-        `PipelineEngine` decides this by the stage, so its own method is left out.
-        """
-        if self._place is None or self._place.is_last:
+        """Divide the loss by the number of micro-batches, but not what comes back from other parts."""
+        if self._place is None or self._place.is_last:  # `PipelineEngine` would go by the stage
             return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
         return grad
 
@@ -297,7 +291,6 @@ class TeraPipeEngine(PipelineEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run the actions in DeepSpeed's loop, then check that nothing of the batch is left."""
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
         with self._batch.running():
@@ -307,7 +300,6 @@ class TeraPipeEngine(PipelineEngine):
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def _exec_action(self, action: Action) -> None:
-        """Execute one action of the schedule."""
         stage = self._stage
         stage.watchdog.note(action)
         counted = stage.flops.around(action) if stage.flops is not None else nullcontext()
@@ -316,7 +308,6 @@ class TeraPipeEngine(PipelineEngine):
             self._ACTIONS[action.kind](self, action)
 
     def _load(self, action: Action) -> None:
-        """Bring a micro-batch to the device."""
         micro_batch = self._batch.current.micro_batches[action.micro_batch_id]
         with self._stage.deepspeed.timed(BATCH_INPUT_TIMER):
             if micro_batch.inputs is not None:

@@ -47,11 +47,11 @@ class IncomingBatches:
             engine._next_batch,
             groups.place(layout, stage.stage_id),
             layout,
+            plans.cuts,
             engine.slice_length_multiple,
-            is_cut=plans.cuts,
             tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
-            check=self._check_options,
             look_at=self._first_batch.look_at_labels,
+            check=self._check_options,
         )
         self._source.also_agree_on("slice_length_multiple", str(engine.slice_length_multiple))
 

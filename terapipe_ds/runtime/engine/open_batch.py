@@ -40,7 +40,7 @@ class OpenBatch:
 
     @property
     def is_first_of_its_mode(self) -> bool:
-        """Whether no other training batch, or no other evaluation, has run before."""
+        """Whether no other batch in training, or in evaluation, has run before."""
         return self.current.training not in self._modes_run
 
     def begin(self, batch: BatchInFlight, step: int) -> None:

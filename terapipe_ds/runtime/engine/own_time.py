@@ -131,7 +131,7 @@ class _Rehearsal(PipelineEngine):
 
     def __init__(self, engine: PipelineEngine, layers: nn.Module) -> None:
         optimizer = SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None)
-        results = {"total_loss": None, "total_additional_losses": None, "fwd_outputs": []}
+        results: dict[str, Any] = {"total_loss": None, "total_additional_losses": None, "fwd_outputs": []}
         self.__dict__.update(vars(engine), module=layers, optimizer=optimizer, timers=type(engine.timers)(), **results)
         self.__dict__.update(_compute_loss=True, eval_return_logits=False)
 

@@ -94,7 +94,7 @@ class PartRunner:
         slices.finish(action)
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
-        """Return the leaves of this slice's graph, and copies for the layers, because a layer may work in place."""
+        """Return the leaves of this slice's graph, and copies for the layers, which may work in place."""
         if self.place.is_first:
             inputs = self._open().batch.micro_batches[action.micro_batch_id].inputs
             assert inputs is not None
@@ -110,8 +110,7 @@ class PartRunner:
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
         """Return the message that `action` needs, once it is here."""
         stage = self._stage
-        waiting = stage.watchdog.waiting(stage.links.describe_wait(action))
-        with waiting, stage.deepspeed.timed(timer):
+        with stage.watchdog.waiting(stage.links.describe_wait(action)), stage.deepspeed.timed(timer):
             message = receive(action)
         stage.tracer.input_is_here()
         return message
@@ -119,10 +118,7 @@ class PartRunner:
     # -- B and W -----------------------------------------------------------------------------------------------------
 
     def backward(self, action: Action) -> None:
-        """Compute the gradients of one slice.
-
-        Slices of a micro-batch come in reverse, so dK and dV of this one are complete.
-        """
+        """Compute the gradients of one slice. Slices come in reverse, so dK and dV of this one are complete."""
         slices, stage = self._open(), self._stage
         slice_, key = slices.get(action), slices.key(action)
         gradients: Tensors = ()
@@ -174,7 +170,5 @@ class PartRunner:
 
     def _input_gradients(self, action: Action) -> Tensors:
         """Return the gradients of what a slice received; zeros where the layers did not use it."""
-        leaves = self._open().get(action).inputs
-        return tuple(
-            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
-        )
+        leaves = [leaf for leaf in self._open().get(action).inputs if leaf.requires_grad]
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)

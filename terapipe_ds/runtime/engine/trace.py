@@ -1,7 +1,6 @@
-"""Measure timelines: what each stage did when, written in the form in which schedules are drawn.
+"""Measure timelines: what each stage did when, in seconds of the wall clock, which the ranks of a machine share.
 
-Start and end are seconds of the wall clock, so that the files of all ranks of one machine lie on one axis. On an
-accelerator every action is synchronised while its step is traced, which costs some of the overlap.
+On an accelerator every action is synchronised while its step is traced, which costs some of the overlap.
 """
 
 from __future__ import annotations
@@ -96,10 +95,9 @@ class Tracer:
 
 
 def wait_for_computation() -> None:
-    """Wait until what this rank computes is done.
+    """Wait until what this rank computes is done: on an accelerator for its current stream alone.
 
-    On an accelerator that is its current stream alone. A receive that is posted ahead waits on a stream of its own, for
-    a message that may need what is computed here first.
+    A receive that is posted ahead has a stream of its own; its message may need what is computed here first.
     """
     if not get_accelerator().is_synchronized_device():
         get_accelerator().current_stream().synchronize()

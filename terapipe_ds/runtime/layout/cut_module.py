@@ -235,9 +235,9 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
                 values = [(key, t.detach().cpu().clone(), t.requires_grad) for key, t in _tensors(built[name]).items()]
                 torch_dist.send_object_list([values], dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
-                received, tensors = [None], _tensors(held[name])
+                tensors, received = _tensors(held[name]), list[Any]([None])
                 torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
-                for key, value, requires_grad in received[0] or ():
+                for key, value, requires_grad in received[0]:
                     tensors[key].data = value.to(tensors[key].device)  # in the dtype that the module has meanwhile
                     tensors[key].requires_grad_(requires_grad)
 

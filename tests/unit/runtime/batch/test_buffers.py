@@ -7,7 +7,13 @@ import torch
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.batch.in_flight import BatchInFlight, InFlightError, MicroBatchInFlight, OrderIndex, SliceInFlight
+from terapipe_ds.runtime.batch.in_flight import (
+    BatchInFlight,
+    InFlightError,
+    MicroBatchInFlight,
+    OrderIndex,
+    SliceInFlight,
+)
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Kind
 

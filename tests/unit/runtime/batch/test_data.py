@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.batch import source as data
-from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.sliceable import BatchError
 from terapipe_ds.runtime.batch.source import BatchSource
 from terapipe_ds.runtime.layout.layout import Layout
@@ -31,7 +29,9 @@ def config(**changes: Any) -> TeraPipeConfig:
 class Source(BatchSource):
     """One part on each stage; raises what a user gets."""
 
-    def __init__(self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any) -> None:
+    def __init__(
+        self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any
+    ) -> None:
         is_cut = options.pop("is_cut", lambda length: not config.is_one_slice)
         super().__init__(config, next_batch, place, Layout.plain(place.num_stages), is_cut, **options)
 
@@ -70,14 +70,13 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
 
 class TestDrawing:
     def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
-        stock_order = {"slices": 1, "schedule": "1f1b"}
         images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
-        (drawn,), shapes = (one := of((images, classes), **stock_order)).draw(1, training=True)
+        (drawn,), shapes = (one := of((images, classes), **WHOLE)).draw(1, training=True)
         assert shapes == (MicroBatchShape(1, 4),)
         inputs = one.slice_inputs(drawn.inputs, shapes[0], SlicePlan((4,)))
         assert torch.equal(inputs.span(0, 4)[0], images)
         targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
-        _, shapes = of((images, targets), **stock_order).draw(1, training=True)
+        _, shapes = of((images, targets), **WHOLE).draw(1, training=True)
         assert shapes == (MicroBatchShape(4, 5),)
         for other in ({}, {"slices": 1}):
             with pytest.raises(BatchError, match='no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'):
@@ -109,7 +108,7 @@ class TestWhatSizesDoNotTell:
         for cut in ({}, {"slices": [5, 7]}, {"slices": "auto"}):
             with pytest.raises(BatchError, match=f"input 1 .*{told}.*sliced_inputs = .0. hands it whole"):
                 of(batch, **cut).draw(1, training=True)
-        for whole in ({"slices": 1}, {"slices": [12]}, {"slices": 1, "schedule": "1f1b"}):
+        for whole in ({"slices": 1}, {"slices": [12]}, WHOLE):
             one = of(batch, **whole)
             (drawn,), (shape,) = one.draw(1, training=True)
             assert one.slice_inputs(drawn.inputs, shape, SlicePlan((12,))).tensors[1].shape == passenger.shape
@@ -121,44 +120,14 @@ class TestWhatSizesDoNotTell:
         assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
 
 
-class TestSums:
-    """What goes into the comparison of tensor-parallel ranks."""
-
-    PEERS = TensorPeers((0, 1), 0, 0, 1)
-
-    def sums(
-        self,
-        reports: list[StageReport],
-        batches: list[Any],
-        stage_id: int = 0,
-        num_stages: int = 2,
-        peers: TensorPeers | None = PEERS,
-        **changes: Any,
-    ) -> DataSums:
-        iterator = iter(batches)
-        source = Source(config(**changes), lambda: next(iterator), at(stage_id, num_stages, peers=peers))
-        source.draw(len(batches), training=True)
-        return reports[-1].sums
-
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [
-            (3, 4), (None, 0), ("text", "next"), (1, True), (torch.tensor(1), torch.tensor(2)),
-            ({"a": TOKENS}, {"a": TOKENS + 1}), ({"a": TOKENS}, {"b": TOKENS}), ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
-            ({"a": [1, 2], "b": []}, {"a": [1], "b": [2]}), (np.arange(3000), np.arange(3000)[::-1]),
-            (MicroBatchShape(2, 12), MicroBatchShape(2, 13)),
-        ],
-    )  # fmt: skip
-    def test_labels_of_any_kind_count_in_deepspeeds_own_order(
-        self, reports: list[StageReport], one: Any, other: Any
-    ) -> None:
-        first = self.sums(reports, [(TOKENS, one)], 1, **WHOLE)
-        assert first == self.sums(reports, [(TOKENS, copy.deepcopy(one))], 1, **WHOLE)
-        assert first.labels != self.sums(reports, [(TOKENS, other)], 1, **WHOLE).labels
-
-    def test_an_object_whose_text_names_its_address_is_no_false_alarm(self, reports: list[StageReport]) -> None:
-        one, other = ([(TOKENS, {"kept": object()})] for _ in range(2))
-        assert self.sums(reports, one, 1, **WHOLE) == self.sums(reports, other, 1, **WHOLE)
+@pytest.mark.parametrize("stage_id", [0, 1])
+def test_tensor_parallel_ranks_compare_what_their_stage_uses(reports: list[StageReport], stage_id: int) -> None:
+    place = at(stage_id, 2, peers=TensorPeers((0, 1), stage_id, 0, 1))
+    for inputs, labels in ((TOKENS, 3), (TOKENS + 1, 3), (TOKENS, 4)):
+        Source(config(**WHOLE), iter([(inputs, labels)]).__next__, place).draw(1, training=True)
+    first, other_inputs, other_labels = (report.sums for report in reports)
+    assert (first.inputs is None, first.labels is None) == (stage_id == 1, stage_id == 0)
+    assert (first != other_inputs, first != other_labels) == (stage_id == 0, stage_id == 1)
 
 
 class TestErrors:
@@ -216,7 +185,7 @@ class TestStockOrder:
         kept = drawn[0].labels.part(0, 12)
         assert kept["classes"].sum() == 2 and kept["factors"][0].sum() == 1 and kept["name"] == "n"
 
-    def test_what_stands_behind_inputs_and_labels_is_left_alone(self) -> None:
+    def test_more_elements_behind_inputs_and_labels_are_left_alone(self) -> None:
         drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
         assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
 

@@ -118,21 +118,11 @@ class TestWeightedLoss:
             weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
 
 
-class TestExactZero:
-    def test_every_output_that_can_gets_a_gradient_of_zeros(self) -> None:
-        logits, scale = torch.randn(2, 3, requires_grad=True), torch.randn(1, requires_grad=True)
-        exact_zero((logits * 2, torch.ones(2, dtype=torch.bool), scale * 3)).backward()
-        assert torch.equal(logits.grad, torch.zeros(2, 3))  # type: ignore[arg-type]
-        assert torch.equal(scale.grad, torch.zeros(1))  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        ("dtype", "expected"),
-        [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-    )
-    def test_it_is_as_wide_as_a_loss(self, dtype: torch.dtype, expected: torch.dtype) -> None:
-        outputs = torch.ones(2, dtype=dtype, requires_grad=True)
-        zero = exact_zero(outputs)
-        zero.backward()
-        assert zero.dtype == expected
-        assert outputs.grad is not None
-        assert outputs.grad.dtype == dtype
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_every_output_that_can_gets_a_gradient_of_zeros(dtype: torch.dtype, wide: torch.dtype) -> None:
+    logits, scale = torch.ones(2, 3, dtype=dtype, requires_grad=True), torch.ones(1, requires_grad=True)
+    zero = exact_zero((logits * 2, torch.ones(2, dtype=torch.bool), scale * 3))
+    zero.backward()
+    assert zero.dtype == wide, "as wide as a loss"
+    assert torch.equal(logits.grad, torch.zeros(2, 3, dtype=dtype))  # type: ignore[arg-type]
+    assert torch.equal(scale.grad, torch.zeros(1))  # type: ignore[arg-type]

@@ -80,6 +80,3 @@ class Ranks:
 
     def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = map(pickle.loads, self._exchange("gather", pickle.dumps(value), group))
-
-    def broadcast_object_list(self, values: list[Any], group: Any = None, group_src: int = 0) -> None:
-        values[:] = pickle.loads(self._exchange("broadcast", pickle.dumps(values), group)[group_src])

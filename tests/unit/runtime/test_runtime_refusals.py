@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,13 +41,15 @@ MIX_TOKENS = [
 
 @pytest.mark.parametrize("layer", MIX_TOKENS, ids=repr)
 def test_layers_that_mix_tokens_are_named(layer: nn.Module) -> None:
-    name = type(layer).__name__
+    told = str(problem(nn.Sequential(layer)))
+    assert f"1.0 ({type(layer).__name__})" in told and "slice_safe = True" in told
+
+
+def test_whether_layers_may_mix_tokens_is_a_matter_of_the_slices() -> None:
     for slices in (4, [3, 1], "auto"):
-        found = problem(nn.Sequential(layer), slices)
-        assert found is not None
-        assert f"1.0 ({name})" in found and "set terapipe.slices to 1" in found and "slice_safe = True" in found
-    assert problem(layer, slices=1) is None, "a whole sequence in one slice"
-    assert problem(layer, slices=[7]) is None
+        assert "set terapipe.slices to 1" in str(problem(nn.GRU(4, 4), slices))
+    for slices in (1, [7]):
+        assert problem(nn.GRU(4, 4), slices) is None, "a whole sequence in one slice"
 
 
 TOKEN_LOCAL = [
@@ -90,16 +91,13 @@ def test_a_class_may_say_that_it_is_slice_safe() -> None:
 
     assert problem(SafeGroupNorm(2, 4)) is None and problem(nn.GroupNorm(2, 4)) is not None
 
-
-def test_a_layer_that_two_share_is_safe_in_one_of_them_only() -> None:
     safe = CausalConvolution()
-    assert "1.1.0 (Conv1d)" in str(problem(nn.Sequential(safe, safe.inner)))
+    assert "1.1.0 (Conv1d)" in str(problem(nn.Sequential(safe, safe.inner))), "in one of two that share it"
 
 
 def test_only_a_few_are_named() -> None:
-    found = problem(nn.Sequential(*[nn.GRU(4, 4) for _ in range(9)]))
-    assert found is not None
-    assert found.count("(GRU)") == 4 and "and more" in found
+    told = str(problem(nn.Sequential(*[nn.GRU(4, 4) for _ in range(9)])))
+    assert told.count("(GRU)") == 4 and "and more" in told
 
 
 def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
@@ -110,28 +108,15 @@ def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
     assert "torch.compile" in str(problem(layer))
 
 
-def compiled_in_place() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    layer.compile()
-    return layer
-
-
-def compiled_forward() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
-    return layer
-
-
-@pytest.mark.parametrize(
-    "compiled", [lambda: torch.compile(nn.Linear(4, 4)), compiled_in_place, compiled_forward],
-    ids=["wrapped", "in place", "forward"],
-)  # fmt: skip
-def test_compiled_layers_are_refused_where_sequences_are_cut(compiled: Callable[[], nn.Module]) -> None:
+def test_compiled_layers_are_refused_where_sequences_are_cut() -> None:
     """Nothing is compiled here: that happens at the first call."""
-    found = problem(nn.Sequential(compiled()))
-    assert found is not None and "torch.compile" in found and "set terapipe.slices to 1" in found
-    assert "(1.0)" in found  # its name
-    assert problem(compiled(), slices=1) is None
+    in_place, forward = nn.Linear(4, 4), nn.Linear(4, 4)
+    in_place.compile()
+    forward.forward = torch.compile(forward.forward)  # type: ignore[method-assign]
+    for compiled in (torch.compile(nn.Linear(4, 4)), in_place, forward):
+        told = str(problem(nn.Sequential(compiled)))
+        assert "(1.0) are compiled by torch.compile" in told and "set terapipe.slices to 1" in told
+        assert problem(compiled, slices=1) is None
 
 
 def test_compiled_functions_among_the_layers_are_refused() -> None:

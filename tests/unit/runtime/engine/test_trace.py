@@ -43,7 +43,7 @@ def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[f
 
 
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:
-    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
+    tracer = Tracer(str(tmp_path), 0, 0, 1)
     for step in (None, 6, 99):
         tracer.begin(step)
         with tracer.measure(F):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -34,17 +33,8 @@ def check_checkpointing(in_stock_order: bool = False) -> None:
         )
 
 
-def check_train_call() -> None:
-    """Refuse to train without gradients as DeepSpeed does, but before the batch begins: a caller may go on."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-
-
 def check_eval_call(*args: Any, **kwargs: Any) -> None:
-    """Refuse a `reduce_output` on every rank, before the batch; takes the arguments of `eval_batch`.
-
-    DeepSpeed refuses it on the last stage, after the batch, while the others wait for a loss.
-    """
+    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed does so after it, on the last stage only."""
     arguments = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
     reduction = arguments.get("reduce_output")
     if reduction is not None and reduction.lower() != "avg":
@@ -117,9 +107,6 @@ def slice_length_multiple(module: Any) -> int:
     """Return of how many tokens every slice must be a multiple: the module's attribute of that name, by default 1.
 
     A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
-
-    Raises:
-        TeraPipeConfigError: it is not an integer >= 1.
     """
     multiple = getattr(module, "slice_length_multiple", 1)
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
-from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.batch.sliceable import BatchError, MicroBatchShape
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
@@ -26,14 +26,6 @@ _SAME_SAMPLES = (
     "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
     "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
 )
-
-
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """What every stage must know of a micro-batch: label rows (all dimensions but the sequence) and tokens."""
-
-    rows: int
-    length: int
 
 
 Shapes = tuple[MicroBatchShape, ...]
@@ -174,9 +166,6 @@ def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
     if place.control is not None:
         torch_dist.broadcast(shapes, group=place.control, group_src=place.loss_stage)
     return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())
-
-
-# -- what is wrong ---------------------------------------------------------------------------------------------------
 
 
 class _Message(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,8 +13,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
-
-logger = logging.getLogger("terapipe_ds")
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
@@ -30,24 +27,6 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     for parameter in module.parameters():
         if not getattr(parameter, "ds_pipe_replicated", False):
             parameter.model_parallel = True  # type: ignore[attr-defined]
-
-
-def tell_of_clipping(engine: Any) -> None:
-    """Log on rank 0 that fp32 losses part from the stock engine's where it clips by the norm of the first stage only.
-
-    Most runs clip: 0.19.8 does so at 1.0 where the config says nothing.
-    """
-    in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
-    if engine.global_rank != 0 or engine.num_stages == 1 or not in_fp32 or not engine.gradient_clipping() > 0:
-        return
-    is_said = "gradient_clipping" in engine._config._param_dict
-    logger.info(
-        "gradient_clipping is %g (%s): gradients are clipped by their norm over all stages, whereas DeepSpeed's own "
-        "engine, in fp32 without ZeRO, leaves later stages out of it, so that losses of the two part after the first "
-        'step that clips; to compare them set "gradient_clipping": 0 in both configs',
-        engine.gradient_clipping(),
-        "as the config says" if is_said else "DeepSpeed's default, for the config does not say",
-    )
 
 
 _DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_model_parallel_parameter asks for

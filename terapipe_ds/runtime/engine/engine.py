@@ -20,7 +20,7 @@ from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
-from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
+from terapipe_ds.runtime.engine.deepspeed_faults import tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
@@ -34,7 +34,7 @@ from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.auto_planner import require_profile
 from terapipe_ds.runtime.planning.batch_plans import Plans
-from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call, check_train_call
+from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call
 from terapipe_ds.schedule.action import Action, Kind
 
 
@@ -95,7 +95,8 @@ class TeraPipeEngine(PipelineEngine):
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """Run one optimizer step, each micro-batch in slices. Errors in the data are raised on every stage."""
-        check_train_call()
+        if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         with ErrorsUnwrapped(), self._guarded():
             return super().train_batch(data_iter)
 
@@ -291,8 +292,6 @@ class TeraPipeEngine(PipelineEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        if self._batch.is_training and self._batch.is_first_of_its_mode:
-            tell_of_clipping(self)
         with self._batch.running():
             super()._exec_schedule(pipe_schedule)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
@@ -337,10 +336,10 @@ class TeraPipeEngine(PipelineEngine):
 
     _ACTIONS = {
         Kind.LOAD: _load,
-        Kind.RECV_ACTIVATION: lambda self, action: self._stage.links.post_activation(action),
+        Kind.RECV_ACTIVATION: lambda self, action: self._stage.links.post(action),
         Kind.FORWARD: _on_its_part(PartRunner.forward),
         Kind.SEND_ACTIVATION: _on_its_part(PartRunner.send_activation),
-        Kind.RECV_GRAD: lambda self, action: self._stage.links.post_gradients(action),
+        Kind.RECV_GRAD: lambda self, action: self._stage.links.post(action),
         Kind.BACKWARD: _on_its_part(PartRunner.backward),
         Kind.WEIGHT: _on_its_part(PartRunner.weight),
         Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),

@@ -7,11 +7,11 @@ alone. So the engine rehearses with layers that do nothing, and what a timer tak
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -21,18 +21,15 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.trace import Tracer
-from terapipe_ds.runtime.failures.record import RankRecord
 from terapipe_ds.runtime.failures.report import Wait
-from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
-from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
@@ -139,49 +136,27 @@ class _Rehearsal(PipelineEngine):
         """Destroy nothing, since all that is here belongs to the engine."""
 
 
-class _NoMessages:
-    """Replace the channels of a part in the middle: every message is there at once, and none goes anywhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        (tensor,) = _SPEC.tensors
-        self._zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-    def describe_wait(self, action: Action) -> Wait:
-        return Wait(f"the input of {action}: a rehearsal", ())
-
-    def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        return _SPEC, (torch.zeros_like(self._zeros),)
-
-    def receive_gradients(self, action: Action) -> Tensors:
-        return (self._zeros,)
-
-    def send_activation(self, *message: object) -> None: ...
-
-    def send_gradients(self, *message: object) -> None: ...
-
-    def has_wire(self, kind: Kind, chunk_id: int) -> bool:
-        return True
-
-
-class _NoWatch:
-    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
-
-    def __init__(self) -> None:
-        self._record = RankRecord(0, 0)
-
-    @contextmanager
-    def waiting(self, what: Wait) -> Iterator[None]:
-        self._record.now_waits(what)
-        yield
+def _links(device: torch.device) -> Any:
+    """Return links of a part in the middle: every message is there at once, and none goes anywhere."""
+    (tensor,) = _SPEC.tensors
+    gradients = (torch.zeros(tensor.shape, dtype=tensor.dtype, device=device),)
+    return SimpleNamespace(
+        describe_wait=lambda action: Wait(f"the input of {action}: a rehearsal", ()),
+        receive_activation=lambda action: (_SPEC, (torch.zeros_like(gradients[0]),)),
+        receive_gradients=lambda action: gradients,
+        send_activation=lambda *message: None,
+        send_gradients=lambda *message: None,
+        has_wire=lambda kind, chunk_id: True,
+    )
 
 
 def _runner(
     engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
 ) -> PartRunner:
     """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
-    links, watchdog = cast(StageLinks, _NoMessages(device)), cast(Watchdog, _NoWatch())
+    watchdog: Any = SimpleNamespace(waiting=lambda what: nullcontext())  # reports are about real actions
     results, tracer = BatchResults(engine, sequence_dim=1), Tracer(None, 0, 0, 1)
-    stage = Stage(0, DeepSpeedCalls(engine), links, SliceStore(), watchdog, WeightGradients(), results, tracer)
+    stage = Stage(0, DeepSpeedCalls(engine), _links(device), SliceStore(), watchdog, WeightGradients(), results, tracer)
     plan, shape = SlicePlan((1,) * rounds), MicroBatchShape(1, rounds)
     micro_batch = MicroBatchInFlight(plan, shape, labels=labels, weights=(0.5,) * rounds)
     batch = BatchInFlight(build("terapipe", 1, 1, rounds), 0, True, [micro_batch])

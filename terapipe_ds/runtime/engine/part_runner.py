@@ -75,8 +75,6 @@ class PartRunner:
             store=self._stage.store,
         )
 
-    # -- F -----------------------------------------------------------------------------------------------------------
-
     def forward(self, action: Action) -> None:
         """Run the layers of this part on one slice; the last part adds the slice's share of the loss."""
         slices, stage = self._open(), self._stage
@@ -115,8 +113,6 @@ class PartRunner:
         stage.tracer.input_is_here()
         return message
 
-    # -- B and W -----------------------------------------------------------------------------------------------------
-
     def backward(self, action: Action) -> None:
         """Compute the gradients of one slice. Slices come in reverse, so dK and dV of this one are complete."""
         slices, stage = self._open(), self._stage
@@ -147,8 +143,6 @@ class PartRunner:
             if stage.finite is not None:
                 stage.finite.look_at_parameters()
         slices.finish(action)
-
-    # -- messages ----------------------------------------------------------------------------------------------------
 
     def send_activation(self, action: Action) -> None:
         """Send what the layers gave."""

@@ -71,8 +71,6 @@ class FiniteCheck:
         self._looks: list[Look] = []
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and what its gradient is called
 
-    # -- looking ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
@@ -172,8 +170,6 @@ class FiniteCheck:
         for grads, name in zip(entry.grads, ("dK", "dV"), strict=True):
             what = f"the accumulated {name} of tokens [0, {stop})"
             self.look(f"attention layer {entry.layer!r}", what, grads[:, :, :stop], is_backward=True)
-
-    # -- judging ------------------------------------------------------------------------------------------------------
 
     def agree(self, step: int) -> None:
         """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""

@@ -8,17 +8,16 @@ gradients. Buffers, other attributes and random numbers are put back afterwards.
 from __future__ import annotations
 
 import copy
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import nn
+
+from terapipe_ds.runtime.layout.stock_partition import random_states_kept
 
 
 @contextmanager
@@ -34,29 +33,20 @@ def untouched(module: nn.Module, accumulates_in_fp32: bool = False, with_gradien
             Otherwise they begin as None, and hooks that change the gradient of a parameter do so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        trackers = getattr(module, "rng_trackers", ())
+        trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())
         stand_ins = _stand_ins(module, accumulates_in_fp32, with_gradients)
-        with _same_random_numbers(trackers), _same_state(module), stand_ins:
+        with random_states_kept(), _same_trackers(trackers), _same_state(module), stand_ins:
             yield
 
 
 @contextmanager
-def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
-    """Put random states back, with those of `trackers`, from which tensor-parallel layers draw for dropout."""
-    accelerator = get_accelerator()
-    everyone = [ds_checkpointing.get_cuda_rng_tracker(), *trackers]
-    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
-    tracked = [{name: state.clone() for name, state in tracker.get_states().items()} for tracker in everyone]
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _same_trackers(trackers: Iterable[Any]) -> Iterator[None]:
+    """Put back the random states of `trackers`, from which tensor-parallel layers draw for dropout."""
+    before = [(tracker, {name: s.clone() for name, s in tracker.get_states().items()}) for tracker in trackers]
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(host)
-        if on_device is not None:
-            accelerator.set_rng_state(on_device)
-        for tracker, states in zip(everyone, tracked, strict=True):
+        for tracker, states in before:
             tracker.set_states(states)
 
 
@@ -145,8 +135,7 @@ def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients
     if not with_gradients:
         for hook in (parameter._backward_hooks or {}).values():  # they change gradients: those of slices otherwise
             stand_in.register_hook(hook)
-        return stand_in
-    if accumulates_in_fp32:
+    elif accumulates_in_fp32:
         total = torch.zeros_like(parameter, dtype=torch.float32)
 
         def accumulate(fresh: torch.Tensor) -> None:

@@ -127,8 +127,6 @@ class WeightGradients:
             missing = sorted(self._waiting)
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
-    # -- asked by the layers -----------------------------------------------------------------------------------------
-
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
         """Return whether a linear layer that runs now, in training, is to leave its weight gradient to this object.
 

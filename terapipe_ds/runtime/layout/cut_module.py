@@ -106,9 +106,6 @@ def _parted_class(stock: type) -> type:
     return type(stock.__name__, (PartedModule, stock), names)
 
 
-# -- which parameters are trained ----------------------------------------------------------------------------------
-
-
 def _parameter_ids(module: Any) -> tuple[set[int], set[int]]:
     """Return the ids of all parameters, and of those that are trained."""
     parameters = list(module.parameters())
@@ -148,9 +145,6 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
         return "choice"
     every, trained = before
     return "either" if every == trained else "all" if ids == every else "trained"
-
-
-# -- cutting -------------------------------------------------------------------------------------------------------
 
 
 def _method_of(module: Any) -> str:
@@ -212,9 +206,6 @@ def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
     for key in set(module.tied_modules) - here:
         del module.tied_modules[key]
     module.activate(0)
-
-
-# -- moving --------------------------------------------------------------------------------------------------------
 
 
 def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any]) -> None:

@@ -76,8 +76,6 @@ class PartedModule(PipelineModule):
         """Return the layers of all parts on this stage."""
         return layers_by_name(self, [(part.start, part.forward_funcs) for part in self.held_parts])
 
-    # -- what DeepSpeed calls ----------------------------------------------------------------------------------------
-
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that owns a layer; for tied layers."""
         return self.terapipe_layout.owner(part_of(self.parts, layer_idx))

@@ -24,8 +24,6 @@ from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 BUCKET_BYTES = 50 * 2**20  # what a message has at most, but for a single tensor that is larger
 
-# -- who has copies ------------------------------------------------------------------------------------------------
-
 
 def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> dict[str, dict[str, Any]]:
     """Return what `PipelineModule.tied_comms` has of a tied layer, for each layer that another stage holds as well.
@@ -72,9 +70,6 @@ def owners_of(module: Any, layout: Layout) -> dict[LayerName, int]:
     return {name: owner for name, (_, owner) in _holders(module, layout).items()}
 
 
-# -- who may have them ---------------------------------------------------------------------------------------------
-
-
 def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
     """Say why this optimizer cannot train parts that live at two places; None: it can."""
     if not layout.has_copies or not getattr(optimizer, "use_grad_accum_attribute", False):
@@ -114,9 +109,6 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
         return False
     is_plain = type(optimizer).__module__.startswith("torch.optim.")
     return num_replicas > 2 or not is_plain or any(group.get("fused") for group in optimizer.param_groups)
-
-
-# -- the end of a batch --------------------------------------------------------------------------------------------
 
 
 def complete_gradients(module: Any, optimizer: Any) -> None:
@@ -193,19 +185,13 @@ class _Gradients:
     def is_there(self, weight: Any) -> bool:
         if self._optimizer is None:
             return weight.grad is not None
-        if id(weight) not in self._places:
-            return False
-        i, j = self._places[id(weight)]
-        return bool(self._optimizer.fp32_groups_has_gradients[i][j])
+        i, j = self._places.get(id(weight), (None, None))
+        return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
     def of(self, weight: Any) -> Tensor | None:
         """Return what is summed; None: there is nothing on any stage."""
-        gradient: Tensor | None = None
-        if self._optimizer is None:
-            gradient = weight.grad
-        elif id(weight) in self._places:
-            gradient = weight._hp_grad
-        return gradient
+        gradient = weight.grad if self._optimizer is None else None
+        return weight._hp_grad if id(weight) in self._places else gradient
 
     def complete(self, weight: Any, anywhere: bool) -> None:
         if self._optimizer is None:
@@ -215,9 +201,6 @@ class _Gradients:
             i, j = self._places[id(weight)]
             weight._hp_grad = self._optimizer.fp32_groups_gradients[i][j]
             self._optimizer.fp32_groups_has_gradients[i][j] = anywhere
-
-
-# -- many tensors in few messages ----------------------------------------------------------------------------------
 
 
 def all_reduce(tensors: Iterable[Tensor], group: Any) -> None:
@@ -232,12 +215,10 @@ def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
 
 @torch.no_grad()
 def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    dense = []
-    for tensor in tensors:
-        if tensor.layout == torch.strided:
-            dense.append(tensor)
-        else:
-            collective(tensor)
+    tensors = list(tensors)
+    for sparse in (tensor for tensor in tensors if tensor.layout != torch.strided):
+        collective(sparse)
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
     for bucket in _take_tensors(dense, BUCKET_BYTES):  # of one dtype and device
         if len(bucket) == 1 and bucket[0].is_contiguous():
             collective(bucket[0])
@@ -246,9 +227,6 @@ def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object])
         collective(flat)
         parts = flat.split([tensor.numel() for tensor in bucket])
         torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])
-
-
-# -- losses --------------------------------------------------------------------------------------------------------
 
 
 def sum_over_places(

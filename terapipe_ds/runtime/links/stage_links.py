@@ -97,8 +97,6 @@ class StageLinks:
         self._receiving.append(part.activations_in)
         self._sending.append(part.gradients_out)
 
-    # -- a batch -----------------------------------------------------------------------------------------------------
-
     def open_batch(self, batch: BatchInFlight) -> None:
         """Take messages for those of `batch` from now on."""
         self._batch = batch
@@ -148,10 +146,11 @@ class StageLinks:
             if channel.wire.peer_stage_id == stage_id:
                 channel.release(before=sent_at)
 
-    # -- activations -------------------------------------------------------------------------------------------------
-
-    def post_activation(self, action: Action) -> None:
-        _there(self._channels[action.chunk_id].activations_in, action).post(action.unit)
+    def post(self, action: Action) -> None:
+        """Take the input of a later F, or the gradients of a later B, in beside what is computed."""
+        channels = self._channels[action.chunk_id]
+        is_activation = action.kind is Kind.RECV_ACTIVATION
+        _there(channels.activations_in if is_activation else channels.gradients_in, action).post(action.unit)
 
     def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
         """Return the input of F `action`, once it is here."""
@@ -171,11 +170,6 @@ class StageLinks:
             with self.waiting(_wait_of_send(channel)):
                 channel.keep_at_most(_EVALUATION_SENDS)
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def post_gradients(self, action: Action) -> None:
-        _there(self._channels[action.chunk_id].gradients_in, action).post(action.unit)
-
     def receive_gradients(self, action: Action) -> Tensors:
         """Return the output gradients of B `action`, once they are here: one for each output that requires one."""
         channel = self._channels[action.chunk_id].gradients_in
@@ -189,8 +183,6 @@ class StageLinks:
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
         needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
         channel.send(gradients, consumed_at=needed_at)
-
-    # -- within this stage -------------------------------------------------------------------------------------------
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         """Return whether what an F (B) of the part at `chunk_id` gives goes to another stage."""
@@ -207,8 +199,6 @@ class StageLinks:
             return self._handed.pop((action.kind, action.part_id, action.unit))
         except KeyError:
             raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
-
-    # -- reports -----------------------------------------------------------------------------------------------------
 
     def describe_wait(self, action: Action) -> Wait:
         """Say, for reports, what an F or a B waits for, and from whom."""

@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
-from terapipe_ds.runtime.batch.sliceable import BatchError, MicroBatchShape
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
@@ -26,6 +26,18 @@ _SAME_SAMPLES = (
     "Give them the same samples in the same order: seed and divide the sampler by the data-parallel rank "
     "(engine.mpu.get_data_parallel_rank() of engine.mpu.get_data_parallel_world_size()), not by the global rank."
 )
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """What every stage must know of a micro-batch: label rows (all dimensions but the sequence) and tokens."""
+
+    rows: int
+    length: int
+
+    @classmethod
+    def of(cls, labels: SliceableTensors) -> MicroBatchShape:
+        return cls(labels.rows, labels.length)
 
 
 Shapes = tuple[MicroBatchShape, ...]

@@ -25,14 +25,6 @@ class BatchError(ValueError):
     """A batch that cannot be cut in token slices."""
 
 
-@dataclass(frozen=True)
-class MicroBatchShape:
-    """What every stage must know of a micro-batch: label rows (all dimensions but the sequence) and tokens."""
-
-    rows: int
-    length: int
-
-
 def as_tuple(tensors: Any, what: str) -> Tensors:
     """Return a tensor, or a list or tuple of tensors, as a tuple. Raises BatchError for anything else."""
     if torch.is_tensor(tensors):
@@ -82,10 +74,6 @@ class SliceableTensors:
     def rows(self) -> int:
         """All dimensions but the sequence."""
         return self.deciding.numel() // max(self.length, 1)
-
-    @property
-    def shape(self) -> MicroBatchShape:
-        return MicroBatchShape(self.rows, self.length)
 
     @classmethod
     def of_inputs(

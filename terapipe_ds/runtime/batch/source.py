@@ -134,11 +134,11 @@ class BatchSource:
         inputs, labels = _split(batch, has_more=self._config.is_stock_order)
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
-            drawn.seen = None if self._tells_nothing(labels) else drawn.labels.shape
+            drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
         if self._is_first:
             drawn.inputs = _copied(inputs)
             if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
-                drawn.seen = self._labels_of(labels).shape
+                drawn.seen = MicroBatchShape.of(self._labels_of(labels))
                 self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))
         return drawn
 
@@ -184,7 +184,7 @@ class BatchSource:
                 f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens, or switch "
                 "sequence parallelism off."
             )
-        return labels.shape
+        return MicroBatchShape.of(labels)
 
     def slice_inputs(self, inputs: Any, shape: MicroBatchShape, plan: SlicePlan) -> SliceableTensors:
         """Return the inputs of a micro-batch, with which of them are cut by `plan`."""

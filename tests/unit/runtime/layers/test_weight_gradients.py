@@ -126,8 +126,7 @@ def test_subclasses_and_layers_with_a_forward_of_their_own_are_left_alone() -> N
 
 def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -> None:
     _, ours, inputs = example(bias=False)
-    ours = ours.float()
-    for parameter in ours.parameters():
+    for parameter in ours.float().parameters():
         parameter.grad_dtype = None
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float64)
     backward(ours, inputs.float())
@@ -169,13 +168,10 @@ class TestSplitBackward:
 
     def autograd_s(self) -> dict[tuple[int, int, int], Tensor]:
         """The gradients of the inputs by autograd; those of the parameters are in `.grad`."""
-        found = {}
-        for which in self.UNITS:
-            inputs = self.inputs[which].clone().requires_grad_()
-            self.plain(inputs).square().sum().backward()
-            assert inputs.grad is not None
-            found[which] = inputs.grad
-        return found
+        inputs = {which: self.inputs[which].clone().requires_grad_() for which in self.UNITS}
+        for each in inputs.values():
+            self.plain(each).square().sum().backward()
+        return {which: each.grad for which, each in inputs.items() if each.grad is not None}
 
     @contextmanager
     def around(self) -> Iterator[None]:

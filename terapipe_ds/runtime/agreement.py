@@ -30,7 +30,6 @@ logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
-_DIGEST_BYTES = 5
 PATIENCE_S = 60.0  # at least, for ranks that come late: they may still load a model
 REMIND_S = 30.0  # after which a rank says once for whom it waits
 _meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
@@ -128,15 +127,14 @@ def _readable(error: Exception) -> Exception | None:
 
 def digest(*parts: object) -> int:
     """Return a number in [0, 2^40) that tells plain values from others by their `repr`."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:_DIGEST_BYTES], "big")
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:5], "big")
 
 
 def share(number: int, index: int, count: int) -> int:
     """Return what a rank adds to a sum that tells whether `count` ranks have the same digest.
 
-    The first rank adds its digest as often as there are other ranks. Each of the others subtracts its own digest once.
-    Equal digests sum up to 0. Different ones do so by a chance of 1 in 2^40. Several sets of ranks may use one sum if
-    each set's digests hold its name.
+    The first rank adds its digest for each of the others, which subtract their own. Equal digests sum up to 0, others
+    by a chance of 1 in 2^40. Several sets of ranks may use one sum if each set's digests hold its name.
     """
     return number * (count - 1) if index == 0 else -number
 

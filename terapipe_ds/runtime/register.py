@@ -147,10 +147,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     """Bring the layers of a `PipelineModule` to the stages that hold them under `ds_config`. Every rank must call.
 
     `deepspeed.initialize` does so itself. Call this before, right after the module is built, if parameter groups or an
-    optimizer are made of the module's parameters and stages hold several parts.
-
-    Args:
-        ds_config: DeepSpeed's config, or the path of its JSON file.
+    optimizer are made of the module's parameters and stages hold several parts. `ds_config` may be the path of a JSON.
 
     Raises:
         TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.

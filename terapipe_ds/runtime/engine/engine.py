@@ -123,11 +123,7 @@ class TeraPipeEngine(PipelineEngine):
         self._stage.links.forget_announced()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, where sequences are whole.
-
-        Raises:
-            TeraPipeConfigError: they are cut in slices.
-        """
+        """Compile as DeepSpeed does, where sequences are whole. Raises TeraPipeConfigError where they are cut."""
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
 

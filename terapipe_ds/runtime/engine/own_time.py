@@ -81,9 +81,9 @@ def own_seconds(
         for kind, taken in taken_s.items():
             alone_s = timed(partial(_run_layers, timer, kind, slice_id, live))
             taken.append((alone_s, timed(partial(_act, runner, kind, slice_id, is_last))))
-    # the minimum of each: time that other programs took is not the engine's
-    alone, acted = ([min(pair[n] for pair in pairs) for pairs in taken_s.values()] for n in (0, 1))
-    forward_s, backward_s = (max(0.0, with_engine - without) for with_engine, without in zip(acted, alone, strict=True))
+    forward_s, backward_s = (  # of the minima: time that other programs took is not the engine's
+        max(0.0, min(acted for _, acted in pairs) - min(alone for alone, _ in pairs)) for pairs in taken_s.values()
+    )
     return forward_s, backward_s
 
 

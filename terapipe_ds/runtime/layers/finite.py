@@ -90,7 +90,12 @@ class FiniteCheck:
         for module, name in names.items():
             before, after = self._hooks(name, any(module is part[-1] for part in parts))
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-        self._parameters = dict(_parameters_of([*owners, ("the pipeline module", self._module)]))
+        self._parameters = {}
+        for owner, layer in [*owners, ("the pipeline module", self._module)]:
+            module_or_none = module_of(layer)
+            for name, parameter in () if module_or_none is None else module_or_none.named_parameters():
+                if parameter.requires_grad:
+                    self._parameters.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             if self._collected:
@@ -211,17 +216,6 @@ def _problems(looks: Sequence[Look]) -> list[str]:
         for row in (~torch.isfinite(extremes)).any(dim=1).nonzero().flatten().tolist():
             problems[indices[row]] = "has NaN" if extremes[row].isnan().any() else "is infinite somewhere"
     return problems
-
-
-def _parameters_of(owners: Sequence[tuple[str, Any]]) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
-    """Yield each parameter with the layer that it belongs to, and what its gradient is called."""
-    seen: set[int] = set()
-    for owner, layer in owners:
-        module = module_of(layer)
-        for name, parameter in [] if module is None else module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter, (owner, f"the gradient of its parameter {name}")
 
 
 def layer_name(layer: Any, index: int) -> str:

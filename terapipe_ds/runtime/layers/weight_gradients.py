@@ -57,8 +57,7 @@ class _Product(NamedTuple):
 class WeightGradients:
     """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
 
-    Args:
-        is_watched: an optimizer of DeepSpeed's collects gradients by hooks, and must be told of each.
+    With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks, and must be told of each.
     """
 
     def __init__(self, is_watched: bool = False) -> None:
@@ -140,12 +139,8 @@ class WeightGradients:
                 return False
         elif active.is_whole or self.is_watched or _has_hooks(weight):
             return False
-        return (
-            weight.requires_grad
-            and weight.is_leaf
-            and inputs.dtype == weight.dtype
-            and not torch.is_autocast_enabled(inputs.device.type)
-        )
+        is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
+        return is_plain and not torch.is_autocast_enabled(inputs.device.type)
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,10 +79,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
 
 
 def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
-    """Return whether `lay_out` could move layers of this rank; `parameters` must not be an iterator.
-
-    Write down the method that cuts `module`, if it had to be guessed.
-    """
+    """Return whether `lay_out` could move layers of this rank, and write a guessed method down that cuts `module`."""
     listed = None if parameters is None else list(parameters)
     if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
         return False
@@ -137,11 +135,9 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     if listed is None:
         return "current"
     ids = {id(each) for each in listed if isinstance(each, Tensor)}
-    if len(ids) < len(listed):
-        return "choice"
-    if ids in _parameter_ids(module):
+    if len(ids) == len(listed) and ids in _parameter_ids(module):
         return "current"
-    if ids not in before:
+    if len(ids) < len(listed) or ids not in before:
         return "choice"
     every, trained = before
     return "either" if every == trained else "all" if ids == every else "trained"
@@ -161,11 +157,10 @@ def _method_of(module: Any) -> str:
 def _cut(module: Any, layout: Layout, method: str) -> None:
     """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
     bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
-    layers = len(module._layer_specs)
-    if layers < num_parts:
+    if len(module._layer_specs) < num_parts:
         raise TeraPipeConfigError(
-            f"{layers} layers cannot be cut in {num_parts} parts ({num_stages} stages, {layout.chunks_per_stage} "
-            "chunks each): give fewer chunks_per_stage"
+            f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
+            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
         )
     module.num_stages = num_parts
     try:
@@ -211,9 +206,9 @@ def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
 def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any]) -> None:
     """Send each layer's values from the stage that had built it to those that have now, in one order on all stages."""
     layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
-    layer_ids: dict[LayerName, list[int]] = {}
+    layer_ids: dict[LayerName, list[int]] = defaultdict(list)
     for layer_id in range(len(module._layer_specs)):
-        layer_ids.setdefault(layer_name(module._layer_specs, layer_id), []).append(layer_id)
+        layer_ids[layer_name(module._layer_specs, layer_id)].append(layer_id)
     group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         made = torch_dist.new_group(ranks, backend="gloo")

@@ -146,11 +146,7 @@ def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Place
 
 
 def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
-    """Return the layout that the schedule of `config` runs on.
-
-    Raises:
-        TeraPipeConfigError: the schedule has no such layout.
-    """
+    """Return the layout that the schedule of `config` runs on. Raises TeraPipeConfigError where it has none."""
     what = f"terapipe.schedule = {config.schedule!r}"
     if config.schedule.endswith(".csv"):
         schedule = load(config.schedule)

@@ -46,11 +46,7 @@ class PartedModule(PipelineModule):
         self._set_bounds(part.start, part.stop)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the layers of the active part, for an engine that says which.
-
-        Raises:
-            RuntimeError: something else calls: it would run some part of the layers.
-        """
+        """Run the layers of the active part for an engine. Any other caller, who would not know which, is refused."""
         if active_slice() is None:
             raise RuntimeError(
                 "the layers of this module are in several parts per stage, and this call does not say which: train and "

@@ -53,10 +53,7 @@ def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, see
 
 
 def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ...], int]]:
-    """Return the stages that hold each layer, or each tied one, and the one among them that saves it.
-
-    The first stage counts in norms, as on DeepSpeed's first stage everything does.
-    """
+    """Return the stages that hold each layer, or each tied one, and the one among them that saves it."""
     holders: dict[LayerName, list[int]] = {}
     for part_id in range(layout.num_parts):
         stages = [stage_id for stage_id, _ in layout.homes(part_id)]  # its owner first
@@ -112,9 +109,7 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
 
 
 def complete_gradients(module: Any, optimizer: Any) -> None:
-    """Give a gradient of zero to each parameter that has one at another of its places and none here.
-
-    Then all of them sum and step alike: a direction may have no micro-batch.
+    """Give a gradient of zero to each parameter that has one at another of its places only, so that all step alike.
 
     Raises:
         RuntimeError: on all ranks that hold it: a parameter is trained at one of its places and not at another.
@@ -144,9 +139,8 @@ def sum_gradients(module: Any, optimizer: Any) -> None:
 def take_owners_weights(module: Any) -> None:
     """Give each copy, after a step, the values of the place that saves it, where `copies_may_differ`.
 
-    To sum over places what DeepSpeed has averaged already would not do: ZeRO-1 keeps averages in partitions that are
-    cut elsewhere on each stage. The fp32 weights and the moments that an optimizer keeps beside these are left alone:
-    those of a copy matter to its own next step only, whose result is overwritten; those of the owner are saved.
+    The fp32 weights and the moments that an optimizer keeps beside these are left alone. Those of a copy matter to its
+    own next step only, whose result is overwritten; those of the owner are saved.
     """
     by_source: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
     for name, (stages, owner) in _holders(module, module.terapipe_layout).items():
@@ -160,7 +154,7 @@ def take_owners_weights(module: Any) -> None:
 
 
 def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the weights of each group. All ranks have the groups in one order, so that no two wait for each other."""
+    """Yield the weights of each group, in the order that all ranks have, so that no two wait for each other."""
     by_group: dict[int, tuple[Any, list[Any]]] = {}
     for weight, group in tied:
         by_group.setdefault(id(group), (group, []))[1].append(weight)
@@ -234,12 +228,8 @@ def sum_over_places(
 ) -> tuple[Any, ...]:
     """Return, on the stage that tells all ranks of the loss, the sums over the places of the last part.
 
-    Any other stage gets back what it has booked.
-
-    Args:
-        booked: of each kind of loss None, a loss, a list of losses, or a dict of them.
-        ranks: those of the stages.
-        control: their group on the CPU.
+    Any other stage gets back what it has booked: of each kind of loss None, a loss, a list of losses, or a dict of
+    them. `ranks` are those of the stages, `control` their group on the CPU.
     """
     stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
     if stage_id in stages[1:]:

@@ -219,9 +219,8 @@ class _Posted:
 class ReceiveChannel(_Channel):
     """The receiving end of one direction of a link.
 
-    Args:
-        spec_of: the spec of a unit's message, or None while it is not known yet.
-        learn: called at the latest moment for a unit whose spec is not known; must make it known (may block).
+    `spec_of` gives the spec of a unit's message, or None while it is not known. `learn` makes it known at the latest
+    moment, and may block.
     """
 
     def __init__(

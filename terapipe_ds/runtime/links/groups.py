@@ -27,11 +27,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 class Wires:
-    """The wires of one stage, by their ends in the layout.
-
-    `PipelineGroups.connect` makes them: each has carried a number the way that its messages go, so that none connects
-    its ends in the middle of something else.
-    """
+    """The wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number over each."""
 
     def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]]) -> None:
         self._by_ends = by_ends
@@ -93,17 +89,8 @@ class PipelineGroups:
 
     def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
         """Return where this rank is among those that agree on a batch."""
-        return PlaceInJob(
-            stage_id,
-            len(self.ranks),
-            layout.drawing_stages,
-            layout.loss_stage,
-            self.control,
-            self.world,
-            self.index,
-            self.count,
-            self.peers,
-        )
+        stage = stage_id, len(self.ranks), layout.drawing_stages, layout.loss_stage
+        return PlaceInJob(*stage, self.control, self.world, self.index, self.count, self.peers)
 
     def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
         """Send one number over each wire, all stages in one order, which cannot deadlock; return those of this stage.
@@ -134,9 +121,8 @@ class PipelineGroups:
 
     def _warn_of_one_queue(self, device: torch.device) -> None:
         groups = [group for group, _ in self.by_wire.values()]  # none with one stage, which posts no receives
-        if device.type != "cuda" or not groups or any(needs_staging(group, device) for group in groups):
-            return
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        on_device = device.type == "cuda" and groups and not any(needs_staging(group, device) for group in groups)
+        if on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             logger.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue of the device, so computations may wait "
                 "behind receives that are posted ahead; unset it unless tensor parallelism needs it"

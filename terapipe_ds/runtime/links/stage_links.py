@@ -55,9 +55,8 @@ class StageLinks:
     CUDA loads kernels when they are first launched. That may wait for all that is at work on the device: also for
     receives that end only after what this stage is about to run.
 
-    Args:
-        announce_each: shapes may differ from one message to the next, and each is announced. Otherwise only the first
-            of a signature is, and the next ones are received as soon as they come.
+    With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
+    of a signature is, and the next ones are received as soon as they come.
     """
 
     def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:

@@ -67,14 +67,11 @@ def test_a_slice_with_a_weight_action_lives_until_that_has_run(sends: bool) -> N
 
 
 def test_without_a_message_the_backward_ends_the_slice() -> None:
-    slices = part(sends=False)
+    slices = part(is_last=True, sends=False)
+    kept = slices.batch.get(KEY)
+    assert kept.outputs is None and kept.loss is not None, "the last part keeps no outputs"
     finish(slices, Kind.FORWARD, Kind.BACKWARD)
     assert slices.batch.slices == {}
-
-
-def test_the_last_part_keeps_the_loss_and_no_outputs() -> None:
-    kept = part(is_last=True).batch.get(KEY)
-    assert kept.outputs is None and kept.loss is not None
 
 
 @pytest.mark.parametrize("sends", [True, False])

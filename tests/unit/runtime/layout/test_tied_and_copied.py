@@ -1,4 +1,4 @@
-"""When copies of a part may come to differ by rounding, whose values count, and how they travel in few messages."""
+"""When copies of a part may come to differ by rounding, and whose values count."""
 
 from __future__ import annotations
 
@@ -34,26 +34,6 @@ class Own(torch.optim.Adam):
 )
 def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int, may_differ: bool) -> None:
     assert copies_may_differ(layout, optimizer, num_replicas) == may_differ
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_torch_rounds_alike_wherever_a_number_lies(seed: int) -> None:
-    """What `copies_may_differ` relies on, with ends of every length that a vectorized loop may leave over."""
-    numbers = torch.randn(5, 37, generator=torch.Generator().manual_seed(seed))
-    gradients, start = numbers[:4], numbers[4]
-
-    def updated(offset: int, kind: type[torch.optim.Optimizer], **options: bool) -> torch.Tensor:
-        flat = torch.nn.Parameter(torch.cat([torch.zeros(offset), start]))
-        optimizer = kind([flat], lr=1e-3, **options)  # type: ignore[call-arg]
-        for gradient in gradients:
-            flat.grad = torch.cat([torch.zeros(offset), gradient])
-            optimizer.step()
-        return flat.detach()[offset:]
-
-    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        for options in ({}, {"foreach": True}):
-            expected = updated(0, kind, **options)
-            assert all(torch.equal(updated(offset, kind, **options), expected) for offset in range(1, 17))
 
 
 def test_the_owner_of_a_tied_layer_is_that_of_its_first_part() -> None:

@@ -62,26 +62,22 @@ class ErrorsUnwrapped(AbstractContextManager[None]):
             raise error.error from error.error.__cause__
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
-
-
 def gather(value: T, group: Any = None) -> list[T]:
     """Return the value of each rank of the group, in the order of the ranks."""
     values: list[Any] = [value] * torch_dist.get_world_size(group)
     if len(values) > 1:
-        on_cpu = torch_dist.new_group(backend="gloo") if group is None and torch_dist.get_backend() != "gloo" else None
-        torch_dist.all_gather_object(values, value, group=on_cpu or group)
-        if on_cpu is not None:
-            torch_dist.destroy_process_group(on_cpu)
+        is_made = group is None and torch_dist.get_backend() != "gloo"
+        group = torch_dist.new_group(backend="gloo") if is_made else group
+        torch_dist.all_gather_object(values, value, group=group)
+        if is_made:
+            torch_dist.destroy_process_group(group)
     return values
 
 
 def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | None]:
     """Return what `act` gives on each rank of the group, in the order of the ranks; None where a rank gives no `act`.
 
-    Raises:
-        Exception: on every rank, what `act` raised on the first rank where it did. It may be of any class, because
-            `act` runs code of others.
+    What `act` raised on the first rank where it did is raised on every rank, of whatever class it is.
     """
     value, own, problem = None, None, None
     try:
@@ -122,9 +118,6 @@ def _readable(error: Exception) -> Exception | None:
         return None
 
 
-# -- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def digest(*parts: object) -> int:
     """Return a number in [0, 2^40) that tells plain values from others by their `repr`."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:5], "big")
@@ -154,9 +147,6 @@ def by_text(texts: dict[int, str], places: str) -> str:
     return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
 
 
-# -- through the store -----------------------------------------------------------------------------------------------
-
-
 def default_store() -> Any:
     """Return the store by which the ranks of the default group have found one another."""
     return torch_dist.distributed_c10d._get_default_store()
@@ -178,7 +168,6 @@ def meet(
         name: the same on all ranks, and used once.
         late: called again and again while ranks are missing, with the seconds waited and a function that gives the
             missing ranks. It may raise.
-        store: for tests; the default store otherwise.
     """
     store = default_store() if store is None else store
     keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
@@ -190,9 +179,6 @@ def meet(
         time.sleep(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)
     return dict(zip(keys, (told.decode() for told in store.multi_get(list(keys.values()))), strict=True))
-
-
-# -- configs ---------------------------------------------------------------------------------------------------------
 
 
 def require_equal_configs(raw: Mapping[str, Any]) -> None:

@@ -21,11 +21,10 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 logger = logging.getLogger("terapipe_ds")
 
 
-def check_checkpointing(in_stock_order: bool = False) -> None:
+def check_checkpointing(in_stock_order: bool) -> None:
     """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that order is another."""
-    if in_stock_order:
-        return
-    if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
+    is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
+    if is_by_order and not in_stock_order:
         raise TeraPipeConfigError(
             "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
             "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
@@ -149,11 +148,8 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
 def problem_of_device_waits(receives_on_device: bool) -> str | None:
     """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
 
-    Such a wait ends when every receive that is posted ahead has its message. That may be a gradient that follows from
-    the very slice that is running.
-
-    Args:
-        receives_on_device: whether receives that are posted ahead are at work on the device (`Wires.post_on_device`).
+    Such a wait ends when every receive that is posted ahead (`Wires.post_on_device`) has its message. That may be a
+    gradient that follows from the very slice that is running.
     """
     reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
     if not reasons:

@@ -113,11 +113,8 @@ def register(verify_only: bool = False) -> None:
     """Let `deepspeed.initialize` return a `TeraPipeEngine` for configs with an enabled `terapipe` section.
 
     The model must be a `PipelineModule`; in every other case DeepSpeed's own engine is returned. Calling it again
-    changes nothing but `verify_only`; `unregister` takes it back.
-
-    Args:
-        verify_only: the first `train_batch` compares slices with whole sequences, prints the report and ends the
-            process with 0, or with 1 after a difference (`terapipe_ds.run --verify`).
+    changes nothing but `verify_only`; `unregister` takes it back. With `verify_only` the first `train_batch` compares
+    slices with whole sequences, prints the report and ends the process with 0, or with 1 after a difference.
 
     Raises:
         terapipe_ds.compat.CompatError: the installed DeepSpeed lacks a hook that the engine needs.

@@ -62,15 +62,13 @@ class TensorPeers:
 
 @dataclass(frozen=True)
 class PlaceInJob:
-    """Where a rank is among those that agree on a batch.
+    """Where a rank is among those that agree on a batch. A tensor-parallel rank is in a pipeline of its own.
 
     Attributes:
         drawing: the stages that draw data.
         loss_stage: the stage whose labels decide on the shapes.
         control: the group of the pipeline on the CPU; None with one stage.
         world: the group of all ranks on the CPU; None for a single rank.
-        pipeline_id, num_pipelines: a tensor-parallel rank is in a pipeline of its own.
-        peers: the tensor-parallel ranks of this one; None without tensor parallelism.
     """
 
     stage_id: int = 0
@@ -122,9 +120,7 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
 
     A collective over all ranks. Replicas whose data end at different steps all stop at the first end.
 
-    Args:
-        check: looks at what this rank has drawn, once the shapes are known. It is called where a stage that draws was
-            given no labels, and could not look at its inputs before.
+    Where a stage that draws was given no labels, `check` looks at its inputs once the shapes are known.
 
     Raises:
         RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.

@@ -189,15 +189,10 @@ def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim:
 
 
 def check_sizes(inputs: SliceableTensors, length: int, rows: int) -> None:
-    """Refuse inputs whose sizes alone do not tell whether they are cut.
+    """Raise BatchError for inputs whose sizes alone do not tell whether they are cut.
 
-    Args:
-        length: of the sequences, which are going to be cut.
-        rows: of the labels, all of their dimensions but the sequence. A batch may have as many rows as tokens.
-
-    Raises:
-        BatchError: names a mask, or another input with the sequence's length in two dimensions; or numbers for the
-            tokens that might be features of the rows as well.
+    These are masks, with the sequence's length in two dimensions, and numbers for the tokens that might be features of
+    the rows as well. `length` is that of the sequences, `rows` are those of the labels.
     """
     problems: dict[int, str] = {}
     for index, tensor in enumerate(inputs.tensors):

@@ -52,8 +52,8 @@ class BatchSource:
         is_cut: whether sequences of a length are to be cut in slices.
         length_multiple: sequences must be multiples of so many tokens.
         tells: whether this rank writes to the log which inputs are cut.
-        look_at: shown the labels of each micro-batch that is trained on; what it raises is raised on every rank.
-        check: called before anything is drawn; what it raises is raised on every rank.
+        look_at: shown the labels of each micro-batch that is trained on; like `check`, it may raise.
+        check: called before anything is drawn.
     """
 
     def __init__(
@@ -205,13 +205,12 @@ class BatchSource:
 
 def _split(batch: Any, has_more: bool) -> tuple[Any, Any]:
     """Return inputs and labels. With `has_more` the batch may have more elements, as in the stock engine."""
-    if not isinstance(batch, (tuple, list)) or not (len(batch) == 2 or (has_more and len(batch) > 2)):
-        raise BatchError(
-            f"the data iterator must give (inputs, labels), got {type(batch).__name__}"
-            + (f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else "")
-            + "; see DeepSpeed's train_batch()"
-        )
-    return batch[0], batch[1]
+    if isinstance(batch, (tuple, list)) and (len(batch) == 2 or (has_more and len(batch) > 2)):
+        return batch[0], batch[1]
+    size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
+    raise BatchError(
+        f"the data iterator must give (inputs, labels), got {type(batch).__name__}{size}; see DeepSpeed's train_batch()"
+    )
 
 
 def _is_absent(labels: Any) -> bool:

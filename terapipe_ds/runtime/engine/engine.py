@@ -67,10 +67,8 @@ class TeraPipeEngine(PipelineEngine):
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
 
         The layers move before DeepSpeed reads the module. What is refused is refused before groups are made, and a
-        wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked.
-
-        Args:
-            verify_only: the first batch is checked, and then the process ends.
+        wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked. With
+        `verify_only` the first batch is checked, and then the process ends.
         """
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
@@ -138,11 +136,8 @@ class TeraPipeEngine(PipelineEngine):
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
         """Run sequences of `plan.sequence_length` tokens with this plan from the next batch on.
 
-        Every rank must make the same call between the same batches; a rank that does not is an error on all. What is
-        planned or configured for other lengths stays as it is.
-
-        Args:
-            schedule: the name of a schedule as well; None keeps the one that the config names.
+        With `schedule` that schedule runs them, too. Every rank must make the same call between the same batches; a
+        rank that does not is an error on all. What is planned or configured for other lengths stays as it is.
 
         Raises:
             PlanError: slices that are no multiples of the module's `slice_length_multiple`.

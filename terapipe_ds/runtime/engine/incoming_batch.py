@@ -98,10 +98,6 @@ class IncomingBatches:
 
     def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
         """Return the factor of each slice's loss, on a stage that has the labels."""
-        return slice_weights(
-            labels,
-            plan,
-            loss_reduction=self._config.loss_reduction,
-            ignore_index=self._config.ignore_index,
-            slice_weight=getattr(self._engine.module.loss_fn, "slice_weight", None),
-        )
+        reduction, ignored = self._config.loss_reduction, self._config.ignore_index
+        own = getattr(self._engine.module.loss_fn, "slice_weight", None)
+        return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=ignored, slice_weight=own)

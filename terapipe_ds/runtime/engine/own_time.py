@@ -60,10 +60,8 @@ def own_seconds(
     layers, device = _Idle(), torch.device(engine.device)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
     labels = SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
-    timer_labels = labels if is_last else None
-    timer = SliceTimer(
-        layers, rounds, device, SliceStore(), labels=timer_labels, is_last=is_last, loss_fn=layers.loss_fn
-    )
+    loss_fn, timer_labels = layers.loss_fn, labels if is_last else None
+    timer = SliceTimer(layers, rounds, device, SliceStore(), labels=timer_labels, is_last=is_last, loss_fn=loss_fn)
     timer.receive(1, _SPEC)
     timer.output_spec(1)
     runner = _runner(_Rehearsal(engine, layers), is_last, labels, rounds, device)

@@ -52,11 +52,10 @@ class PartRunner:
         if self._num_weights and not self._num_products and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "stage %d, chunk %d: the schedule splits backwards, but no layer here leaves weight gradients to W: "
-                "only torch's own nn.Linear and layers with defer_weight_gradients() do, in the dtype of the weight "
-                "and without autocast. Gradients are right; an unsplit schedule is as fast.",
-                self._stage.stage_id,
-                self.place.chunk_id,
+                f"stage {self._stage.stage_id}, chunk {self.place.chunk_id}: the schedule splits backwards, but no "
+                "layer here leaves weight gradients to W: only torch's own nn.Linear and layers with "
+                "defer_weight_gradients() do, in the dtype of the weight and without autocast. Gradients are right; an "
+                "unsplit schedule is as fast."
             )
 
     def _open(self) -> PartInFlight:

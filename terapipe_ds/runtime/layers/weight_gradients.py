@@ -155,8 +155,8 @@ class WeightGradients:
         Args:
             weight: the parameter, [out, in].
             rows: gradients of the layer's outputs, [tokens, out].
-            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives: W
-                has its products in the order of `keep`, and ranks with one schedule run their W in one order.
+            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives,
+                since W has its products in the order of `keep`.
 
         Raises:
             InFlightError: in any other backward, where the gradient would get lost.

@@ -32,14 +32,9 @@ _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the Pi
 def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any = None) -> Any:
     """Cut `module` in the parts of `layout` and move its layers there. A collective over all ranks.
 
-    A module that is laid out so already is left alone.
-
-    Args:
-        parameters: `model_parameters` of `deepspeed.initialize`, chosen before the layers move.
-        optimizer: the user's own one, or a function that makes one.
-
-    Returns:
-        `parameters` as they are afterwards.
+    A module that is laid out so already is left alone. `parameters` are `model_parameters` of `deepspeed.initialize`,
+    chosen before the layers move, and returned as they are afterwards. `optimizer` is the user's own one, or a function
+    that makes one.
 
     Raises:
         TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what

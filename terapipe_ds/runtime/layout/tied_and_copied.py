@@ -38,18 +38,16 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
             ranks = tuple(pipeline[stage_id] for stage_id in stages)
             if ranks not in groups:
                 groups[ranks] = torch_dist.new_group(list(ranks))
-            if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
-                comms[str(name)] = _comm(module, layers[name], ranks, groups[ranks], seen)
+            layer = layers.get(name)
+            if module.global_rank not in ranks or not isinstance(layer, nn.Module):
+                continue
+            for parameter in layer.parameters():
+                parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
+            # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
+            new = {key: id(parameter) for key, parameter in layer.named_parameters() if id(parameter) not in seen}
+            seen |= set(new.values())
+            comms[str(name)] = {"ranks": list(ranks), "group": groups[ranks], "weight_attr": list(new), "module": layer}
     return comms
-
-
-def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]) -> dict[str, Any]:
-    for parameter in layer.parameters():
-        parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
-    # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
-    new = [(name, parameter) for name, parameter in layer.named_parameters() if id(parameter) not in seen]
-    seen |= {id(parameter) for _, parameter in new}
-    return {"ranks": list(ranks), "group": group, "weight_attr": [name for name, _ in new], "module": layer}
 
 
 def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ...], int]]:

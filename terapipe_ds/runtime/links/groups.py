@@ -46,12 +46,10 @@ class Wires:
         return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
 
     def _both(self, ends: WireEnds) -> tuple[Wire, Wire]:
-        if ends not in self._by_ends:
-            raise LinkError(
-                f"there is no wire (source stage, chunk, stage, chunk) = {ends} here; connected are "
-                f"{sorted(self._by_ends)}. Take one of Layout.wires() that begins or ends on this stage."
-            )
-        return self._by_ends[ends]
+        if ends in self._by_ends:
+            return self._by_ends[ends]
+        what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
+        raise LinkError(f"there is {what} here; connected are {sorted(self._by_ends)}")
 
 
 @dataclass(frozen=True)

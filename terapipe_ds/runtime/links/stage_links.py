@@ -52,7 +52,7 @@ class StageLinks:
     what one hands on waits here for the other.
 
     Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host.
-    CUDA loads kernels when they are first launched. That may wait for all that is at work on the device: also for
+    CUDA loads a kernel when it is first launched, and then may wait for all that is at work on the device: also for
     receives that end only after what this stage is about to run.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first

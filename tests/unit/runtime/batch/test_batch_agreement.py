@@ -30,7 +30,7 @@ def last(**changes: Any) -> StageReport:
 def places(stages: int, pipelines: int = 1, peers: int = 1) -> list[PlaceInJob]:
     """Those of all ranks: as in DeepSpeed, neighbouring ranks are of one stage and of pipelines side by side."""
     size = stages * pipelines
-    found = []
+    in_job = []
     for rank in range(size):
         stage_id, pipeline_id = divmod(rank, pipelines)
         start = rank - rank % peers
@@ -38,8 +38,8 @@ def places(stages: int, pipelines: int = 1, peers: int = 1) -> list[PlaceInJob]:
         pipeline = None if stages == 1 else tuple(range(pipeline_id, size, pipelines))
         stage = stage_id, stages, tuple(sorted({0, stages - 1})), stages - 1
         everyone = tuple(range(size)), pipeline_id, pipelines
-        found.append(PlaceInJob(*stage, pipeline, *everyone, group if peers > 1 else None))
-    return found
+        in_job.append(PlaceInJob(*stage, pipeline, *everyone, group if peers > 1 else None))
+    return in_job
 
 
 def agreed(

@@ -87,8 +87,7 @@ class TestDrawing:
 
     @pytest.mark.parametrize("labels", [None, (), []])
     def test_without_a_loss_the_inputs_tell_the_length(self, labels: Any) -> None:
-        passenger = torch.zeros(3)
-        _, shapes = of(((passenger, TOKENS), labels)).draw(1, training=False, needs_labels=False)
+        _, shapes = of(((torch.zeros(3), TOKENS), labels)).draw(1, training=False, needs_labels=False)
         assert shapes == (MicroBatchShape(2, 12),)
 
 

@@ -36,10 +36,8 @@ def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[f
         clock[0] += 4.0
     tracer.write(1)
     timeline = Timeline.load(tmp_path / "timeline-step000001-rank0003.json")
-    assert [(e.action, e.stage_id, e.start_s, e.end_s) for e in timeline.events] == [
-        ("F0.0", 1, 105.0, 107.0),
-        ("B0.0", 1, 107.0, 111.0),
-    ]
+    events = [(e.action, e.stage_id, e.start_s, e.end_s) for e in timeline.events]
+    assert events == [("F0.0", 1, 105.0, 107.0), ("B0.0", 1, 107.0, 111.0)]
 
 
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:

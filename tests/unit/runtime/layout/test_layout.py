@@ -54,16 +54,13 @@ def test_the_wires_are_those_that_schedules_send_over(schedule: str, num_stages:
 def test_a_schedule_that_cannot_have_so_many_chunks(schedule: str, chunks: int) -> None:
     with pytest.raises(TeraPipeConfigError, match=rf"chunks_per_stage is {chunks}: schedule '{schedule}'"):
         layout(schedule, 2, chunks)
+    with pytest.raises(TeraPipeConfigError, match="even number of stages"):
+        layout("chimera", 3)
 
 
 def test_auto_leaves_the_choice_among_those_of_the_layout() -> None:
     assert layout("auto", 2).is_plain
     assert layout("auto", 2, 2).placement == layout("interleaved", 2, 2).placement
-
-
-def test_chimera_needs_an_even_number_of_stages() -> None:
-    with pytest.raises(TeraPipeConfigError, match="even number of stages"):
-        layout("chimera", 3)
 
 
 @pytest.mark.parametrize(("name", "stages", "most"), [("seq1f1b", 8, 2), ("zbv", 8, 4), ("chimera", 8, 4)])

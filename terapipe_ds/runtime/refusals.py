@@ -161,14 +161,6 @@ def problem_of_device_waits(receives_on_device: bool) -> str | None:
     )
 
 
-def check_batch_options(in_stock_order: bool, receives_on_device: bool) -> None:
-    """Refuse before a batch what may have been switched on after the engine was built. Ranks may differ in it."""
-    check_checkpointing(in_stock_order)
-    problem = problem_of_device_waits(receives_on_device)
-    if problem is not None:
-        raise TeraPipeConfigError(problem)
-
-
 _DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
     (lambda: ds_checkpointing.SYNCHRONIZE,
      "activation_checkpointing.synchronize_checkpoint_boundary waits for the device at each checkpoint: set it to "

@@ -26,10 +26,7 @@ class InFlightError(RuntimeError):
 
 
 class OrderIndex:
-    """The index of each computation in the order of its stage, made when a stage is first asked for.
-
-    It holds the orders and not the schedule, so that it can be dropped with the schedule.
-    """
+    """The index of each computation in the order of its stage. It holds no schedule, and is dropped with it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._orders = schedule.orders

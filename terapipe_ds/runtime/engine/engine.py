@@ -246,28 +246,22 @@ class TeraPipeEngine(PipelineEngine):
             return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
         return grad
 
-    # -- a batch -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Run a batch so that no stage waits for one that failed, and no state of a failed batch stays."""
         try:
             with self._stage.watchdog.batch():
                 yield
-        except BaseException:
-            self._forget_batch()
+        except BaseException:  # forget the batch: a caller who goes on trains as if it had not begun
+            if self._batch.is_training and self.optimizer is not None:
+                self.optimizer.zero_grad()
+                self.zero_grad()
+            self._batch.forget()
+            self.eval_return_logits = False
+            for timer in self.timers.get_timers().values():
+                if timer.started_:
+                    timer.stop()
             raise
-
-    def _forget_batch(self) -> None:
-        """Forget a batch that failed, so that a caller who goes on trains as if it had not begun."""
-        if self._batch.is_training and self.optimizer is not None:
-            self.optimizer.zero_grad()
-            self.zero_grad()
-        self._batch.forget()
-        self.eval_return_logits = False
-        for timer in self.timers.get_timers().values():
-            if timer.started_:
-                timer.stop()
 
     def _train_schedule(self) -> Any:
         return self._open_batch(self.micro_batches, training=True)
@@ -286,8 +280,6 @@ class TeraPipeEngine(PipelineEngine):
         with self._batch.running():
             super()._exec_schedule(pipe_schedule)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
-
-    # -- actions -----------------------------------------------------------------------------------------------------
 
     def _exec_action(self, action: Action) -> None:
         stage = self._stage

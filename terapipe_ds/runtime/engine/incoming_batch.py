@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -19,7 +20,7 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.planning.batch_plans import Plans
-from terapipe_ds.runtime.refusals import check_batch_options
+from terapipe_ds.runtime.refusals import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.verify import FirstBatchCheck, StageToCheck, TensorRanks
 
 
@@ -88,8 +89,10 @@ class IncomingBatches:
 
     def _check_options(self) -> None:
         """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""
-        in_stock_order = self._config.is_stock_order and not self._plans.cut_by_hand
-        check_batch_options(in_stock_order, self._wires.post_on_device)
+        check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
+        problem = problem_of_device_waits(self._wires.post_on_device)
+        if problem is not None:
+            raise TeraPipeConfigError(problem)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None

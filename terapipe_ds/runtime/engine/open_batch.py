@@ -83,13 +83,10 @@ class OpenBatch:
 
 
 class BatchEnd:
-    """What comes around DeepSpeed's sums of gradients and optimizer step, once per training batch on each stage.
-
-    `closing_s` is what the actions of the end took in the last batch on this rank, in seconds.
-    """
+    """What comes around DeepSpeed's sums of gradients and optimizer step, once per training batch on each stage."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
-        self.closing_s = 0.0
+        self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
         self._engine, self._layout, self._stage = engine, layout, stage
 
     @contextmanager

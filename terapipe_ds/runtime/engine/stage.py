@@ -26,10 +26,7 @@ from terapipe_ds.runtime.links.stage_links import StageLinks
 
 
 class DeepSpeedCalls:
-    """Run layers and backwards as DeepSpeed does for a micro-batch: with its hooks, loss scale and timers.
-
-    `forward` and `backward` are called as `DeepSpeedEngine` defines them: `PipelineEngine` refuses both to users.
-    """
+    """Run layers and backwards as `DeepSpeedEngine` does for a micro-batch: with its hooks, loss scale and timers."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine

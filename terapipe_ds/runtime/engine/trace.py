@@ -17,13 +17,11 @@ from terapipe_ds.schedule.action import Action, Kind
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
 _COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-_FIRST_STEPS = 5  # traced in any case; later ones each TRACE_EVERY steps
-_TRACE_EVERY = 100
 
 
 def is_traced(step: int) -> bool:
-    """Return whether a training step, counted from 1, is written: the first few are, then each hundredth."""
-    return step <= _FIRST_STEPS or step % _TRACE_EVERY == 0
+    """Return whether a training step, counted from 1, is written: the first five are, then each hundredth."""
+    return step <= 5 or step % 100 == 0
 
 
 class ActionTracer(Protocol):

@@ -99,11 +99,7 @@ class Layout:
         return None
 
     def wires(self) -> list[WireEnds]:
-        """Return every way of activations between two stages.
-
-        A micro-batch keeps its direction: a copy of a part sends to the copy of the next part that has its chunk,
-        where there is one.
-        """
+        """Return every way of activations between two stages. A copy of a part sends to the next one with its chunk."""
         wires = []
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)

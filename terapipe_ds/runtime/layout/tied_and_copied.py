@@ -96,9 +96,7 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     its buffers, and on the network; two have one sum. Torch's own optimizers treat numbers alike wherever they are in a
     flat buffer. Fused and other vectorized ones may round the last few in another way.
 
-    Args:
-        optimizer: the one that computes the updates, inside DeepSpeed's wrapper if there is one.
-        num_replicas: the size of data parallelism.
+    `optimizer` computes the updates, inside DeepSpeed's wrapper if there is one; `num_replicas` is that of the data.
     """
     if not layout.has_copies or optimizer is None:
         return False

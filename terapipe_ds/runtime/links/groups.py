@@ -57,8 +57,7 @@ class PipelineGroups:
     """The groups of the pipeline this rank is in.
 
     Args:
-        by_wire: for each wire those of activations and of gradients, which are never the same, so that an activation
-            never waits behind a gradient; empty with one stage.
+        by_wire: for each wire the group of activations and that of gradients, so that neither waits behind the other.
         control: of the pipeline on the CPU; None with one stage.
         everyone: all ranks, on the CPU; None where this pipeline is the only one.
         peers: the tensor-parallel ranks of this one, itself among them; None where it is alone.

@@ -39,11 +39,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def neighbours_staged() -> Iterator[None]:
-    """Send DeepSpeed's own messages between stages by way of the host meanwhile, where the backend needs that.
-
-    DeepSpeed's engine sends its neighbours a number of the device while it is built, and its stock engine sends
-    everything so.
-    """
+    """Send DeepSpeed's own messages between stages by way of the host meanwhile, where the backend needs that."""
     if not needs_staging(None, torch.device(get_accelerator().current_device_name())):
         yield
         return

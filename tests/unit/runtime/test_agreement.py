@@ -78,8 +78,7 @@ class TestErrors:
     ) -> None:
         for act in (from_rank_0, gather_results):
             own, *others = ranks.run(lambda rank, act=act: act(lambda: fail(error) if rank == 0 else None))
-            assert own is error
-            assert all(type(other) is kind and text in str(other) for other in others)
+            assert own is error and all(type(other) is kind and text in str(other) for other in others)
 
     def test_the_first_rank_that_fails_is_told(self, ranks: Ranks) -> None:
         errors = {1: OSError("disk"), 2: ValueError("other")}

@@ -28,11 +28,9 @@ class TestJoined:
 
     def test_the_sequence_dimension_comes_first(self) -> None:
         """Rows that are as many as the tokens of every slice do not deceive it."""
-        plan = SlicePlan((2, 2))
-        whole = torch.randn(2, 4, 3)
-        assert torch.equal(joined(list(whole.split(2, dim=1)), plan, (1.0, 1.0), 2, 1), whole)
-        turned = whole.transpose(0, 1)
-        assert torch.equal(joined(list(turned.split(2, dim=0)), plan, (1.0, 1.0), 2, 0), turned)
+        plan, whole = SlicePlan((2, 2)), torch.randn(2, 4, 3)
+        for dim, outputs in ((1, whole), (0, whole.transpose(0, 1))):
+            assert torch.equal(joined(list(outputs.split(2, dim)), plan, (1.0, 1.0), 2, dim), outputs)
 
     @pytest.mark.parametrize("lengths", [(4, 2, 1), (2, 2, 2)])
     @pytest.mark.parametrize("rows", [1, 2, 3])

@@ -64,20 +64,15 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
 
 
 class TestDrawing:
-    def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
-        images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
-        (drawn,), shapes = (one := of((images, classes), **WHOLE)).draw(1, training=True)
-        assert shapes == (MicroBatchShape(1, 4),)
-        inputs = one.slice_inputs(drawn.inputs, shapes[0], SlicePlan((4,)))
-        assert torch.equal(inputs.span(0, 4)[0], images)
-        targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
-        _, shapes = of((images, targets), **WHOLE).draw(1, training=True)
-        assert shapes == (MicroBatchShape(4, 5),)
+    def test_what_is_no_sequence_is_refused_but_in_deepspeeds_own_order(self) -> None:
+        images, classes, targets = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long), torch.zeros(4, 5)
         for other in ({}, {"slices": 1}):
             with pytest.raises(BatchError, match='no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'):
                 of((images, classes), **other).draw(1, training=True)
+        one = of((images, targets), **WHOLE)
+        assert one.draw(1, training=True)[1] == (MicroBatchShape(4, 5),)
         with pytest.raises(BatchError, match="no input tensor has the sequence"):
-            one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))
+            one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))  # set by hand
 
     def test_a_loader_may_reuse_its_memory(self) -> None:
         memory = torch.zeros(2, 12, dtype=torch.long)
@@ -146,14 +141,10 @@ class TestErrors:
 class TestStockOrder:
     """Labels that are no tensors go to `loss_fn` as they are; the inputs tell the length where there are any."""
 
-    @pytest.mark.parametrize("labels", [3, None, (), "text", {"a": 1}, torch.tensor(2.0), (torch.tensor(1),)])
-    def test_labels_of_any_kind(self, labels: Any) -> None:
-        drawn, shapes = of((TOKENS, labels), **WHOLE).draw(1, training=True)
-        assert drawn[0].labels is not None and drawn[0].seen is None
-        assert drawn[0].labels.to(torch.device("cpu")).part(0, 12) == labels
-        assert shapes == (MicroBatchShape(1, 12),)
+    @pytest.mark.parametrize("labels", [3, (), {"a": 1}, torch.tensor(2.0)])
+    def test_they_cannot_be_cut_by_slices_that_are_set_by_hand(self, labels: Any) -> None:
         one = Source(config(**WHOLE), lambda: (TOKENS, labels), at(0, 1), is_cut=lambda length: length == 12)
-        with pytest.raises(BatchError, match="cannot be cut"):  # with slices that were set by hand
+        with pytest.raises(BatchError, match="cannot be cut"):
             one.draw(1, training=True)
 
     def test_tensors_without_dimensions_go_to_the_device(self) -> None:

@@ -88,7 +88,7 @@ def nothing_is_checked() -> Iterator[None]:
     with (
         mock.patch.object(engine_build, "problem_of_layers", lambda *args: None),
         mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
-        mock.patch.object(terapipe_data, "check_found", lambda *arguments: None),
+        mock.patch.object(terapipe_data, "check_sizes", lambda *arguments: None),
         allow_attention_within_slice(),
     ):
         yield

@@ -115,6 +115,8 @@ def test_a_batch_keeps_slices_by_unit_and_ends_with_none() -> None:
     with pytest.raises(InFlightError, match=r"stage 1 still holds slices \[\(1, 0, 0\)\]"):
         batch.assert_done(expected_peak=2)
     batch.drop(KEY)
+    batch.put(KEY, a_slice)
+    batch.drop(KEY)
     batch.assert_done(expected_peak=2)
     for wrong in (1, 3):
         with pytest.raises(InFlightError, match=f"held 2 live slices at once, the schedule says {wrong}"):

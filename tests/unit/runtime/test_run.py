@@ -57,12 +57,9 @@ def test_no_script(arguments: list[str]) -> None:
     assert "terapipe_ds.run: no script given\nusage: deepspeed" in str(caught.value)
 
 
-def test_a_script_that_is_not_there() -> None:
+def test_a_script_that_is_not_there_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="script 'nowhere.py' not found; give the path of the training script"):
         main(["--local_rank=0", "nowhere.py"])
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     assert "--module terapipe_ds.run [--verify] SCRIPT.py" in capsys.readouterr().out
 

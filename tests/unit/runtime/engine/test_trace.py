@@ -17,15 +17,9 @@ from terapipe_ds.timeline import Timeline
 F, B = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A wall clock that a test sets."""
-    now = [100.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    return now
-
-
-def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[float]) -> None:
+def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
     tracer = Tracer(str(tmp_path), rank=3, stage_id=1, num_stages=2)
     tracer.begin(1)
     with tracer.measure(F):

@@ -220,6 +220,15 @@ class TestSplitBackward:
             gradients.compute((3, 0, 1), self.around)
         gradients.assert_done()
 
+    def test_a_gradient_of_another_dtype_is_added_to(self) -> None:
+        gradients, weight = self.gradients(), self.model[0].weight
+        weight.grad_dtype, weight.grad = None, torch.ones_like(weight, dtype=torch.float32)
+        self.autograd_s()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+            gradients.compute(which, self.around)
+        torch.testing.assert_close(weight.grad, self.plain[0].weight.grad + 1)
+
     def test_what_is_kept_must_not_change(self) -> None:
         gradients = self.gradients()
         kept = self.inputs[3, 0, 1].requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+
+logger = logging.getLogger("terapipe_ds")
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
@@ -27,6 +31,20 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     for parameter in module.parameters():
         if not getattr(parameter, "ds_pipe_replicated", False):
             parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+def tell_of_clipping(engine: PipelineEngine) -> None:
+    """Log on rank 0 that fp32 losses part from the stock engine's, which clips by the norm of the first stage only."""
+    in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
+    if engine.global_rank == 0 and engine.num_stages > 1 and in_fp32 and engine.gradient_clipping() > 0:
+        is_said = "gradient_clipping" in engine._config._param_dict
+        source = "as the config says" if is_said else "DeepSpeed's default, for the config does not say"
+        logger.info(
+            f"gradient_clipping is {engine.gradient_clipping():g} ({source}): gradients are clipped by their norm over "
+            "all stages, whereas DeepSpeed's own engine, in fp32 without ZeRO, leaves later stages out of it, so that "
+            "losses of the two part after the first step that clips; to compare them set "
+            '"gradient_clipping": 0 in both configs'
+        )
 
 
 _DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_model_parallel_parameter asks for

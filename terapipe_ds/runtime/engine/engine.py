@@ -20,7 +20,7 @@ from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
-from terapipe_ds.runtime.engine.deepspeed_faults import tied_copies_left_out
+from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
 from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
@@ -277,6 +277,8 @@ class TeraPipeEngine(PipelineEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
+        if self._batch.is_training and self._batch.is_first_of_its_mode:
+            tell_of_clipping(self)
         with self._batch.running():
             super()._exec_schedule(pipe_schedule)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)

@@ -38,6 +38,10 @@ class OpenBatch:
         """Whether a training batch is open."""
         return self._batch is not None and self._batch.training
 
+    @property
+    def is_first_of_its_mode(self) -> bool:
+        return self.current.training not in self._modes_run
+
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
@@ -51,7 +55,7 @@ class OpenBatch:
     def running(self) -> Iterator[None]:
         """Guard the actions of the batch against plain attention, and look for numbers that are not finite."""
         finite, training = self._stage.finite, self.current.training
-        captured = GuardCapturedNames() if training not in self._modes_run else nullcontext()
+        captured = GuardCapturedNames() if self.is_first_of_its_mode else nullcontext()
         watching = finite.watching() if finite is not None and training else nullcontext()
         with guard_plain_attention(), captured, watching:
             yield

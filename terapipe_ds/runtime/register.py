@@ -145,9 +145,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
 
     `deepspeed.initialize` does so itself. Call this before, right after the module is built, if parameter groups or an
     optimizer are made of the module's parameters and stages hold several parts. `ds_config` may be the path of a JSON.
-
-    Raises:
-        TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.
+    A layout that the module cannot have is a TeraPipeConfigError on every rank.
     """
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts

@@ -86,10 +86,8 @@ class PlaceInJob:
 class StageReport:
     """What one rank has to say of a batch.
 
-    Attributes:
-        agreement: the config and what else all ranks must have alike, as text.
-        shapes: of the micro-batches; None on stages that draw no labels.
-        seen: the shapes of the labels that this rank was given, decisive or not; empty where it was given none.
+    `agreement` is the config, and what else all ranks must have alike, as text. `shapes` are of the micro-batches, None
+    on stages that draw no labels; `seen` are those of the labels that this rank was given, decisive or not.
     """
 
     training: bool

@@ -90,7 +90,7 @@ def exact_zero(outputs: Any) -> torch.Tensor:
 
 
 def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
-    """Return a slice's share in the loss of its micro-batch: a scalar tensor, or a list where `loss_fn` gives one.
+    """Return a slice's share in the loss of its micro-batch: a scalar, or a list where `loss_fn` gives one.
 
     Without `loss_fn` the model returns the loss itself.
     """

@@ -79,11 +79,9 @@ class SliceableTensors:
     def of_inputs(
         cls, inputs: Any, length: int, dim: int, sliced_inputs: Sequence[int] | None = None, is_whole: bool = False
     ) -> SliceableTensors:
-        """Return the inputs, of which those with the size `length` in `dim` are sliced.
+        """Return the inputs; those with the size `length` in `dim`, or the indices `sliced_inputs`, are sliced.
 
-        Args:
-            sliced_inputs: the indices to slice, in place of the sizes.
-            is_whole: they go in one slice, and none of them need have the labels' length (images, say).
+        With `is_whole` they go in one slice, and none of them need have the labels' length (images, say).
         """
         tensors = as_tuple(inputs, "the inputs")
         if sliced_inputs is not None:

@@ -43,9 +43,8 @@ from terapipe_ds.runtime.refusals import (
 class EngineSetup:
     """What is settled before DeepSpeed builds its engine.
 
-    Args:
-        config: with a granularity that the layers can be cut by.
-        parameters: `model_parameters` of `deepspeed.initialize`, of the layers that this stage holds now.
+    `config` has a granularity that the layers can be cut by. `parameters` are `model_parameters` of
+    `deepspeed.initialize`, of the layers that this stage holds now.
     """
 
     config: TeraPipeConfig
@@ -55,10 +54,9 @@ class EngineSetup:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
-        """Read the config, and lay the module out in the parts of its schedule. A collective over all ranks.
+        """Read what `deepspeed.initialize` gives to its engine, and lay the module out in the parts of its schedule.
 
-        Args:
-            options: the keyword arguments that `deepspeed.initialize` gives to its engine.
+        A collective over all ranks.
         """
         raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
         config = TeraPipeConfig.from_deepspeed(dict(raw))

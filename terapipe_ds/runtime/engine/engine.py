@@ -128,8 +128,7 @@ class TeraPipeEngine(PipelineEngine):
     def slice_plan(self, sequence_length: int) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens, which are kept per length.
 
-        Raises:
-            ValueError: with `"slices": "auto"`, before a batch with sequences of that length has come.
+        With `"slices": "auto"` it is a ValueError before a batch with sequences of that length has come.
         """
         return self._plans.plan(sequence_length)
 

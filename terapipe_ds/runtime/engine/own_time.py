@@ -54,7 +54,6 @@ def own_seconds(
         is_last: whether the part's slices have a loss, which the engine adds up.
         between: runs layers on a slice before each action, so that caches are as in a step.
         share: the slice's share of a sequence. Short slices run more often in a step, so they are measured more often.
-        clock: replaces the wall clock, as in `SliceTimer`.
     """
     now_s = clock or time.perf_counter
     layers, device = _Idle(), torch.device(engine.device)

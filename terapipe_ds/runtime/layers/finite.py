@@ -57,10 +57,8 @@ class Look:
 class FiniteCheck:
     """The check of one stage; one per engine.
 
-    Args:
-        world: a group of all ranks on the CPU; None for a single rank.
-        gradients: whether gradients are looked at: not where the loss scale is dynamic.
-        collected: the optimizer collects gradients by hooks, and `.grad` does not hold those of the whole batch.
+    `world` is a group of all ranks on the CPU; None for a single rank. `gradients` are looked at unless the loss scale
+    is dynamic. With `collected` the optimizer collects them by hooks: `.grad` has not those of the whole batch.
     """
 
     def __init__(
@@ -92,8 +90,8 @@ class FiniteCheck:
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
         self._parameters = {}
         for owner, layer in [*owners, ("the pipeline module", self._module)]:
-            module_or_none = module_of(layer)
-            for name, parameter in () if module_or_none is None else module_or_none.named_parameters():
+            of_layer = module_of(layer)
+            for name, parameter in () if of_layer is None else of_layer.named_parameters():
                 if parameter.requires_grad:
                     self._parameters.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
         if self._gradients:

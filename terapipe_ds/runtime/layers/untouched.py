@@ -26,11 +26,9 @@ def untouched(module: nn.Module, accumulates_in_fp32: bool = False, with_gradien
 
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
 
-    Args:
-        accumulates_in_fp32: each backward adds its gradients to fp32 sums and drops them, as optimizers for half
-            precision may do.
-        with_gradients: whether gradients begin as zeros, to which a backward adds as that of a later slice does.
-            Otherwise they begin as None, and hooks that change the gradient of a parameter do so here as well.
+    With `accumulates_in_fp32` each backward adds its gradients to fp32 sums and drops them, as optimizers for half
+    precision may do. With `with_gradients` they begin as zeros, to which a backward adds as that of a later slice does;
+    otherwise as None, and hooks that change the gradient of a parameter do so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
         trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())

@@ -88,10 +88,8 @@ class WeightGradients:
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice and return how many weight gradients it had.
 
-        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients.
-
-        Raises:
-            InFlightError: its B has not run, or its W has run before; or a layer has changed in place what was kept.
+        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients. It is an
+        InFlightError if its B has not run, its W has run before, or a layer has changed in place what was kept.
         """
         products, what = self._waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:

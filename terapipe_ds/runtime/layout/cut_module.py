@@ -109,8 +109,7 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
     """Return what the optimizer gets for a `model_parameters` that was made before the layers moved.
 
     An unread iterator yields the new parameters. `before` are the `_parameter_ids` that the module had. Groups, or a
-    choice among the parameters, on some rank are a TeraPipeConfigError on all: nothing tells what they mean for layers
-    that were elsewhere.
+    choice among the parameters, on some rank are an error on all: what would they mean for other layers?
     """
     listed = None if parameters is None else list(parameters)
     kinds = gather(_kind_of(listed, module, before))

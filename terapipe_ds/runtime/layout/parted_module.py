@@ -1,7 +1,6 @@
 """Hold several parts of the layers on each stage of a `PipelineModule`, as DeepSpeed's `DualPipeVModule` holds two.
 
-`cut_module` makes a `PartedModule` of a user's module. The functions at the end are what the rest of the runtime asks
-of a module, whether its stages hold one part or several.
+`cut_module` makes a `PartedModule` of a user's module. The functions at the end go for any module.
 """
 
 from __future__ import annotations

@@ -107,8 +107,7 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
 def complete_gradients(module: Any, optimizer: Any) -> None:
     """Give a gradient of zero to each parameter that has one at another of its places only, so that all step alike.
 
-    Raises:
-        RuntimeError: on all ranks that hold it: a parameter is trained at one of its places and not at another.
+    A parameter that is trained at one place only is a RuntimeError on all ranks that hold it.
     """
     gradients = _Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):

@@ -99,13 +99,9 @@ class MessageSpec:
 class Wire:
     """The way of the messages of one channel; an engine has its wires from `PipelineGroups.connect`.
 
-    Args:
-        peer: the rank at the other end.
-        group: of this direction.
-        control: the group on the CPU.
-        name: "activations to stage 1", for messages.
-        staged: whether messages go by way of the host's memory (`staging`).
-        tag: of this link among those of the same two ranks; backends without tags have a group for each.
+    `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
+    messages. With `staged` they go by way of the host's memory. `tag` tells this link from others of the same two
+    ranks; backends without tags have a group for each.
     """
 
     peer: int

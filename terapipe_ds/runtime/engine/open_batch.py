@@ -35,7 +35,6 @@ class OpenBatch:
 
     @property
     def is_training(self) -> bool:
-        """Whether a training batch is open."""
         return self._batch is not None and self._batch.training
 
     @property

@@ -1,8 +1,8 @@
-"""What ranks tell one another: the few functions that everything uses.
+"""Let ranks tell one another values, results and errors: the few functions that everything uses.
 
-Each function but `meet` is a collective. `group` is a group of ranks; None stands for all ranks, which then talk on the
-CPU, because DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all of them, so that
-no rank waits for one that has left. `require_equal_configs` compares the configs of all ranks before it matters.
+`gather`, `gather_results`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over `group`. None
+stands for all ranks; with a backend of devices they then make a group on the CPU for the one call, since DeepSpeed may
+not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits for one that has left.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import pickle
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -31,7 +30,6 @@ logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
-_DIGEST_BYTES = 5
 PATIENCE_S = 60.0  # at least, for ranks that come late: they may still load a model
 REMIND_S = 30.0  # after which a rank says once for whom it waits
 _meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
@@ -64,84 +62,52 @@ class ErrorsUnwrapped(AbstractContextManager[None]):
             raise error.error from error.error.__cause__
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
-
-
 def gather(value: T, group: Any = None) -> list[T]:
     """Return the value of each rank of the group, in the order of the ranks."""
-    if torch_dist.get_world_size(group) == 1:
-        return [value]
-    values: list[Any] = [None] * torch_dist.get_world_size(group)
-    with _on_cpu(group) as talking:
-        torch_dist.all_gather_object(values, value, group=talking)
+    values: list[Any] = [value] * torch_dist.get_world_size(group)
+    if len(values) > 1:
+        is_made = group is None and torch_dist.get_backend() != "gloo"
+        group = torch_dist.new_group(backend="gloo") if is_made else group
+        torch_dist.all_gather_object(values, value, group=group)
+        if is_made:
+            torch_dist.destroy_process_group(group)
     return values
-
-
-def from_rank_0(ask: Callable[[], T], group: Any = None) -> T:
-    """Return what `ask` gives on the first rank of the group. Only this rank calls it.
-
-    Raises:
-        Exception: on every rank, what `ask` raised.
-    """
-    if torch_dist.get_world_size(group) == 1:
-        return ask()
-    outcome, own = _Outcome(), None
-    if torch_dist.get_rank(group) == 0:
-        outcome, own = _outcome_of(ask)
-    told = [outcome]
-    with _on_cpu(group) as talking:
-        torch_dist.broadcast_object_list(told, group=talking, group_src=0)
-    return _value_of(told[0], 0, own)
 
 
 def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | None]:
     """Return what `act` gives on each rank of the group, in the order of the ranks; None where a rank gives no `act`.
 
-    Raises:
-        Exception: on every rank, what `act` raised on the first rank where it did. It may be of any class, because
-            `act` runs code of others.
+    What `act` raised on the first rank where it did is raised on every rank, of whatever class it is.
     """
-    outcome, own = _Outcome(), None
-    if act is not None:
-        outcome, own = _outcome_of(act)
-    rank = torch_dist.get_rank(group)
-    return [_value_of(each, other, own if other == rank else None) for other, each in enumerate(gather(outcome, group))]
-
-
-def refuse_everywhere(problem: str | None) -> None:
-    """Raise `TeraPipeConfigError` on every rank when one of them has found a problem, in its layers for example."""
-    everyone = gather(problem)
-    found = {rank: text for rank, text in enumerate(everyone) if text is not None}
-    if found:
-        texts = "; ".join(sorted(set(found.values())))
-        raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(found)}: {texts}")
-
-
-class _Outcome(NamedTuple):
-    """What a function returned or raised on one rank, in a form that others can read."""
-
-    value: Any = None
-    error: Exception | None = None
-    text: str = ""
-
-
-def _outcome_of(act: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
-    """Call `act`. Return the outcome to tell the other ranks, and the error as this rank raises it."""
+    value, own, problem = None, None, None
     try:
-        return _Outcome(act()), None
+        value = None if act is None else act()
     except Exception as error:
-        return _Outcome(error=_readable(error), text=f"{type(error).__name__}: {error}"), error
+        own, problem = error, (_readable(error), f"{type(error).__name__}: {error}")
+    everyone = gather((value, problem), group)
+    for rank, (_, problem) in enumerate(everyone):
+        if problem is not None:
+            if own is not None and rank == torch_dist.get_rank(group):
+                raise own
+            readable, text = problem
+            told = readable or RuntimeError(f"rank {rank}: {text}")
+            told.add_note(f"on rank {rank}")
+            raise told
+    return [value for value, _ in everyone]
 
 
-def _value_of(outcome: _Outcome, rank: int, own: Exception | None) -> Any:
-    """Return the value of an outcome on `rank`, or raise its error; `own` is the error itself on that rank."""
-    if own is not None:
-        raise own
-    if outcome.text:
-        error = outcome.error or RuntimeError(f"rank {rank}: {outcome.text}")
-        error.add_note(f"on rank {rank}")
-        raise error
-    return outcome.value
+def from_rank_0(ask: Callable[[], T], group: Any = None) -> T:
+    """Return what `ask` gives on the first rank of the group. Only this rank calls it; its error is raised on all."""
+    return cast(T, gather_results(ask if torch_dist.get_rank(group) == 0 else None, group)[0])
+
+
+def refuse_everywhere(problem: str | None, group: Any = None) -> None:
+    """Raise `TeraPipeConfigError` on every rank when one of them has found a problem, in its layers for example."""
+    everyone = gather(problem, group)
+    by_rank = {rank: text for rank, text in enumerate(everyone) if text is not None}
+    if by_rank:
+        texts = "; ".join(sorted(set(by_rank.values())))
+        raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(by_rank)}: {texts}")
 
 
 def _readable(error: Exception) -> Exception | None:
@@ -152,31 +118,16 @@ def _readable(error: Exception) -> Exception | None:
         return None
 
 
-@contextmanager
-def _on_cpu(group: Any) -> Iterator[Any]:
-    """Give `group`, or a group of all ranks on the CPU for None."""
-    if group is not None or torch_dist.get_backend() == "gloo":
-        yield group
-        return
-    temporary = torch_dist.new_group(backend="gloo")
-    yield temporary
-    torch_dist.destroy_process_group(temporary)
-
-
-# -- comparisons -----------------------------------------------------------------------------------------------------
-
-
 def digest(*parts: object) -> int:
     """Return a number in [0, 2^40) that tells plain values from others by their `repr`."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:_DIGEST_BYTES], "big")
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:5], "big")
 
 
 def share(number: int, index: int, count: int) -> int:
     """Return what a rank adds to a sum that tells whether `count` ranks have the same digest.
 
-    The first rank adds its digest as often as there are other ranks. Each of the others subtracts its own digest once.
-    Equal digests sum up to 0. Different ones do so by a chance of 1 in 2^40. Several sets of ranks may use one sum if
-    each set's digests hold its name.
+    The first rank adds its digest for each of the others, which subtract their own. Equal digests sum up to 0, others
+    by a chance of 1 in 2^40. Several sets of ranks may use one sum if each set's digests hold its name.
     """
     return number * (count - 1) if index == 0 else -number
 
@@ -194,9 +145,6 @@ def by_text(texts: dict[int, str], places: str) -> str:
     for place, text in texts.items():
         sides.setdefault(text, []).append(place)
     return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
-
-
-# -- through the store -----------------------------------------------------------------------------------------------
 
 
 def default_store() -> Any:
@@ -220,7 +168,6 @@ def meet(
         name: the same on all ranks, and used once.
         late: called again and again while ranks are missing, with the seconds waited and a function that gives the
             missing ranks. It may raise.
-        store: for tests; the default store otherwise.
     """
     store = default_store() if store is None else store
     keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
@@ -234,9 +181,6 @@ def meet(
     return dict(zip(keys, (told.decode() for told in store.multi_get(list(keys.values()))), strict=True))
 
 
-# -- configs ---------------------------------------------------------------------------------------------------------
-
-
 def require_equal_configs(raw: Mapping[str, Any]) -> None:
     """Raise `TeraPipeConfigError` on every rank when the configs or the versions of ranks differ.
 
@@ -247,28 +191,40 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return
     values, rank = _compared(raw), torch_dist.get_rank()
-    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    late = _remind_then_raise(rank, _timeout_s(values))
-    digests = meet(f"configs/{next(_meetings)}", range(torch_dist.get_world_size()), rank, digest, late)
-    if len(set(digests.values())) == 1:
+    checksum = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    late = _remind_then_raise(rank, _timeout_s(_section(raw)))
+    checksums = meet(f"configs/{next(_meetings)}", range(torch_dist.get_world_size()), rank, checksum, late)
+    if len(set(checksums.values())) == 1:
         return
-    everyone = gather(values)
-    if any(map(_is_enabled, everyone)):
+    everyone = gather((_section(raw).get("enabled") is True, values))
+    if any(is_enabled for is_enabled, _ in everyone):
+        texts = {name: {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)} for name in values}
+        lines = [
+            f"{name}: {by_text(by_rank, 'ranks')}" for name, by_rank in texts.items() if len({*by_rank.values()}) > 1
+        ]
         raise TeraPipeConfigError(
             "the ranks have different DeepSpeed configs or versions; every rank must be given the same one:\n  "
-            + "\n  ".join(_differences(everyone))
+            + "\n  ".join(lines)
         )
 
 
-def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
-    sections = {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
-    return {**sections, "the schedule's file": _schedule_file(raw), **_versions()}
-
-
-def _schedule_file(raw: Mapping[str, Any]) -> str:
-    """Return a checksum of the file that `terapipe.schedule` names; "" where it names none."""
+def _section(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `terapipe` section, which is not validated yet."""
     section = raw.get("terapipe")
-    name = section.get("schedule") if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return what all ranks must have alike, as text. A patch release of Python may differ."""
+    sections = {name: json.dumps(raw.get(name), sort_keys=True, default=str) for name in COMPARED_SECTIONS}
+    python = ".".join(platform.python_version_tuple()[:2])
+    installed = {"terapipe_ds": __version__, "python": python, **installed_versions()}
+    versions = {f"version of {name}": installed.get(name, "not installed") for name in VERSIONS}
+    return {**sections, "the schedule's file": _schedule_file(_section(raw).get("schedule")), **versions}
+
+
+def _schedule_file(name: Any) -> str:
+    """Return a checksum of the file that `terapipe.schedule` names; "" where it names none."""
     if not isinstance(name, str) or not name.endswith(".csv"):
         return ""
     try:
@@ -277,53 +233,32 @@ def _schedule_file(raw: Mapping[str, Any]) -> str:
         return f"it cannot be read ({error})"
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions that all ranks must have alike. A patch release of Python may differ."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    installed = {"terapipe_ds": __version__, "python": python, **installed_versions()}
-    return {f"version of {name}": installed.get(name, "not installed") for name in VERSIONS}
-
-
-def _is_enabled(values: Mapping[str, str]) -> bool:
-    section = json.loads(values["terapipe"])
-    return isinstance(section, dict) and section.get("enabled") is True
-
-
-def _timeout_s(values: Mapping[str, str]) -> float:
-    """Return how long this rank waits for others. Its section is not validated yet."""
-    section = json.loads(values["terapipe"])
-    given = section.get("stall_timeout_s") if isinstance(section, dict) else None
-    usual = float(TeraPipeConfig().stall_timeout_s)
-    return max(PATIENCE_S, float(given) if isinstance(given, (int, float)) else usual)
+def _timeout_s(section: Mapping[str, Any]) -> float:
+    """Return how long this rank waits for others."""
+    timeout_s = section.get("stall_timeout_s")
+    return max(
+        PATIENCE_S, float(timeout_s if isinstance(timeout_s, (int, float)) else TeraPipeConfig().stall_timeout_s)
+    )
 
 
 def _remind_then_raise(rank: int, timeout_s: float) -> Callable[[float, Callable[[], list[int]]], None]:
     """Return what a rank does while others are missing: it says so once, and gives up after `timeout_s`."""
-    remind_s = min(REMIND_S, timeout_s)
+    next_s = min(REMIND_S, timeout_s)
 
     def late(waited_s: float, missing_ranks: Callable[[], list[int]]) -> None:
-        nonlocal remind_s
-        if waited_s < min(remind_s, timeout_s):
+        nonlocal next_s
+        missing = missing_ranks() if waited_s >= next_s else []
+        if not missing:
             return
-        missing = missing_ranks()
-        if missing and waited_s >= timeout_s:
-            raise TeraPipeConfigError(_missing_text(rank, missing, waited_s))
-        logger.warning("%s", _missing_text(rank, missing, waited_s))
-        remind_s = math.inf  # once is enough
+        text = (
+            f"rank {rank} has waited {waited_s:.0f} s in deepspeed.initialize() to compare configs, and ranks "
+            f"{missing} have not come. Either they do not run terapipe_ds: call terapipe_ds.register() on every rank "
+            "before deepspeed.initialize(), or start all with deepspeed --module terapipe_ds.run. Or they are still "
+            "building their model, or have ended: their own output tells"
+        )
+        if waited_s >= timeout_s:
+            raise TeraPipeConfigError(text)
+        logger.warning("%s", text)
+        next_s = timeout_s  # once is enough
 
     return late
-
-
-def _missing_text(rank: int, missing: list[int], waited_s: float) -> str:
-    return (
-        f"rank {rank} has waited {waited_s:.0f} s in deepspeed.initialize() to compare configs, and ranks {missing} "
-        "have not come. Either they do not run terapipe_ds: call terapipe_ds.register() on every rank before "
-        "deepspeed.initialize(), or start all with deepspeed --module terapipe_ds.run. Or they are still building "
-        "their model, or have ended: their own output tells"
-    )
-
-
-def _differences(everyone: list[dict[str, str]]) -> list[str]:
-    """Return a line for each value that is not the same on all ranks."""
-    lines = {name: {rank: values[name] for rank, values in enumerate(everyone)} for name in everyone[0]}
-    return [f"{name}: {by_text(texts, 'ranks')}" for name, texts in lines.items() if len(set(texts.values())) > 1]

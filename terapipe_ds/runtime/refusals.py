@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
 from deepspeed.comm import comm as ds_comm
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -22,11 +21,10 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 logger = logging.getLogger("terapipe_ds")
 
 
-def check_checkpointing(in_stock_order: bool = False) -> None:
+def check_checkpointing(in_stock_order: bool) -> None:
     """Refuse DeepSpeed's checkpointing options that go by the order of forward passes, where that order is another."""
-    if in_stock_order:
-        return
-    if ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS:
+    is_by_order = ds_checkpointing.CONTIGUOUS_CHECKPOINTING or ds_checkpointing.PARTITION_ACTIVATIONS
+    if is_by_order and not in_stock_order:
         raise TeraPipeConfigError(
             "activation_checkpointing.partition_activations and contiguous_memory_optimization cannot be combined with "
             "terapipe: they keep activations by the order of forward passes, which slices interleave. Set both to "
@@ -34,48 +32,41 @@ def check_checkpointing(in_stock_order: bool = False) -> None:
         )
 
 
-def check_train_call() -> None:
-    """Refuse to train without gradients as DeepSpeed does, but before the batch begins: a caller may go on."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-
-
 def check_eval_call(*args: Any, **kwargs: Any) -> None:
-    """Refuse a `reduce_output` on every rank, before the batch; takes the arguments of `eval_batch`.
-
-    DeepSpeed refuses it on the last stage, after the batch, while the others wait for a loss.
-    """
+    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed does so after it, on the last stage only."""
     arguments = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs).arguments
     reduction = arguments.get("reduce_output")
     if reduction is not None and reduction.lower() != "avg":
         raise NotImplementedError(f"reduction type {reduction} not supported.")
 
 
-def problem_of_layers(engine: Any) -> str | None:
+def problem_of_layers(module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool) -> str | None:
     """Return what of this stage's layers cannot run slice by slice; None where all can. Stages differ in it."""
-    if engine.has_moe_layers:
+    if has_moe_layers:
         return (
             "the model has deepspeed.moe layers: their capacity and their auxiliary loss count the tokens of one "
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
-    unpatched = problem_of_insertions(engine.module)
-    if unpatched is not None:
+    unpatched = problem_of_insertions(module)
+    if unpatched is not None or config.is_one_slice:
         return unpatched
-    if engine.terapipe_config.is_one_slice:
-        return None
-    compiled = _compiled(engine.module)
+    compiled = _compiled(module)
     if compiled:
-        return f"layers of this stage ({', '.join(compiled[:4])}{' and more' * (len(compiled) > 4)}) {_COMPILED}"
-    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(engine.module, "")]
+        return f"layers of this stage ({_first_four(compiled)}) {_COMPILED}"
+    names = [f"{name} ({type(layer).__name__})" for name, layer in _mixing_layers(module, "")]
     if not names:
         return None
     return (
-        f"layers that mix the tokens of a sequence, and would see only those of a slice: {', '.join(names[:4])}"
-        f"{' and more' if len(names) > 4 else ''}. Only sliced_attention may do so; set terapipe.slices to 1 to train "
-        "this model. A layer that is right on slices all the same (it hands its state on itself, or mixes features and "
-        "no tokens) says so by the attribute slice_safe = True of its class, which goes for what it is made of as well."
+        f"layers that mix the tokens of a sequence, and would see only those of a slice: {_first_four(names)}. Only "
+        "sliced_attention may do so; set terapipe.slices to 1 to train this model. A layer that is right on slices all "
+        "the same (it hands its state on itself, or mixes features and no tokens) says so by the attribute slice_safe "
+        "= True of its class, which goes for what it is made of as well."
     )
+
+
+def _first_four(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
 def check_compile_call(config: TeraPipeConfig) -> None:
@@ -92,7 +83,7 @@ _COMPILED = (
 
 def _compiled(module: nn.Module) -> list[str]:
     """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
-    parts = getattr(module, "_held", (module,))  # of all chunks, where a stage holds several
+    parts = getattr(module, "held_parts", (module,))  # of all chunks, where a stage holds several
     layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
     functions = [each for each in layers if not isinstance(each, nn.Module)]
     modules = [
@@ -115,9 +106,6 @@ def slice_length_multiple(module: Any) -> int:
     """Return of how many tokens every slice must be a multiple: the module's attribute of that name, by default 1.
 
     A module sets it where its layers divide the tokens of a slice over ranks, as sequence parallelism does.
-
-    Raises:
-        TeraPipeConfigError: it is not an integer >= 1.
     """
     multiple = getattr(module, "slice_length_multiple", 1)
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
@@ -130,21 +118,14 @@ def slice_length_multiple(module: Any) -> int:
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int) -> str | None:
     """Return why slices of these lengths cannot run; None where they can. `what` says where they come from."""
-    bad = [length for length in lengths if length % multiple]
+    bad = [str(length) for length in lengths if length % multiple]
     if not bad:
         return None
     return (
-        f"{what} = {list(lengths)}: slices of {', '.join(map(str, dict.fromkeys(bad[:4])))} tokens are no multiples of "
+        f"{what} = {list(lengths)}: slices of {', '.join(dict.fromkeys(bad[:4]))} tokens are no multiples of "
         f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
         "many ranks). Give multiples of it, or switch sequence parallelism off."
     )
-
-
-def problem_of_given_slices(config: TeraPipeConfig, multiple: int) -> str | None:
-    """Return the same for the slices that the config lists."""
-    if not isinstance(config.slices, tuple):
-        return None
-    return problem_of_lengths("terapipe.slices", config.slices, multiple)
 
 
 def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
@@ -167,11 +148,8 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
 def problem_of_device_waits(receives_on_device: bool) -> str | None:
     """Return what would wait for the whole device within a batch; None where nothing does. Ranks may differ in it.
 
-    Such a wait ends when every receive that is posted ahead has its message, which may be a gradient that follows from
-    the very slice that is running. It may be switched on late.
-
-    Args:
-        receives_on_device: whether receives that are posted ahead are at work on the device (`Wires.post_on_device`).
+    Such a wait ends when every receive that is posted ahead (`Wires.post_on_device`) has its message. That may be a
+    gradient that follows from the very slice that is running.
     """
     reasons = [reason for is_on, reason in _DEVICE_WAITS if receives_on_device and is_on()]
     if not reasons:
@@ -181,14 +159,6 @@ def problem_of_device_waits(receives_on_device: bool) -> str | None:
         "for messages that need what this stage has yet to compute: a hang. For times use trace_dir or "
         "wall_clock_breakdown, which wait for the current stream alone."
     )
-
-
-def check_batch_options(in_stock_order: bool, receives_on_device: bool) -> None:
-    """Refuse before a batch what may have been switched on after the engine was built. Ranks may differ in it."""
-    check_checkpointing(in_stock_order)
-    problem = problem_of_device_waits(receives_on_device)
-    if problem is not None:
-        raise TeraPipeConfigError(problem)
 
 
 _DEVICE_WAITS: tuple[tuple[Callable[[], bool], str], ...] = (
@@ -210,9 +180,9 @@ def _mixing_layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modul
         return
     if _mixes_tokens(module):
         yield name, module
-        return
-    for child, part in module.named_children():
-        yield from _mixing_layers(part, f"{name}.{child}" if name else child)
+    else:
+        for child, part in module.named_children():
+            yield from _mixing_layers(part, f"{name}.{child}" if name else child)
 
 
 def _classes_of(module: ModuleType) -> tuple[type, ...]:

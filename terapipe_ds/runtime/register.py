@@ -1,7 +1,7 @@
 """Make `deepspeed.initialize` build a `TeraPipeEngine` where the config asks for one.
 
 `deepspeed.initialize` looks its pipeline engines up as globals of the package `deepspeed` at each call. While
-registered, these names are bound to stand-ins: classes whose metaclass sends the *call* to the right engine class, and
+registered, these names are bound to stand-ins. Their metaclass sends the *call* to the right engine class, and
 `isinstance`/`issubclass` to DeepSpeed's own class, so that existing checks and subclasses keep working.
 """
 
@@ -37,9 +37,7 @@ def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
     if _is_enabled(**kwargs):
         from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
-        engine = TeraPipeEngine(*args, **kwargs)
-        engine.verify_only = _verify_only
-        return engine
+        return TeraPipeEngine(*args, verify_only=_verify_only, **kwargs)
     if _verify_only:
         raise TeraPipeConfigError("--verify: the DeepSpeed config has no enabled terapipe section: nothing is sliced")
     return PipelineEngine(*args, **kwargs)
@@ -76,45 +74,38 @@ def _stand_in(stock: type, build: Any) -> type:
 
 
 @functools.cache
-def _names() -> dict[str, tuple[type, type]]:
-    """Return name in the package `deepspeed` -> (its class, the stand-in). Call `compat.require_hooks` first."""
+def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
+    """Return each name that is bound: its owner, the name, and (DeepSpeed's value, ours).
+
+    Ours of `PipelineModule._partition_layers` writes the method down, by which layers are cut anew if stages hold
+    several parts. Call `compat.require_hooks` first.
+    """
+    import deepspeed  # not at the top: compat says what is wrong with it
+    from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    return {
-        "PipelineEngine": (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine)),
-        "DualPipeVEngine": (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine)),
-    }
-
-
-@functools.cache
-def _partition() -> tuple[Any, Any]:
-    """Return `PipelineModule._partition_layers`, and the same with the method written down.
-
-    Layers are cut anew by that method if stages hold several parts.
-    """
-    from deepspeed.pipe import PipelineModule
-
     from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 
-    stock = PipelineModule._partition_layers
+    stock_partition = PipelineModule._partition_layers
 
-    @functools.wraps(stock)
+    @functools.wraps(stock_partition)
     def partition_layers(self: Any, method: str = "uniform") -> Any:
         setattr(self, PARTITION_METHOD, method)
-        return stock(self, method)
+        return stock_partition(self, method)
 
-    return stock, partition_layers
+    return (
+        (deepspeed, "PipelineEngine", (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine))),
+        (deepspeed, "DualPipeVEngine", (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine))),
+        (PipelineModule, "_partition_layers", (stock_partition, partition_layers)),
+    )
 
 
 def _bind(ours: bool) -> None:
     """Bind DeepSpeed's names to our stand-ins, or to its own classes again."""
     global _registered
-    import deepspeed  # not at the top: compat says what is wrong with it
-
-    for name, classes in _names().items():
-        setattr(deepspeed, name, classes[ours])
-    deepspeed.pipe.PipelineModule._partition_layers = _partition()[ours]
+    for owner, name, stock_and_ours in _names():
+        setattr(owner, name, stock_and_ours[ours])
     _registered = ours
 
 
@@ -122,11 +113,8 @@ def register(verify_only: bool = False) -> None:
     """Let `deepspeed.initialize` return a `TeraPipeEngine` for configs with an enabled `terapipe` section.
 
     The model must be a `PipelineModule`; in every other case DeepSpeed's own engine is returned. Calling it again
-    changes nothing but `verify_only`; `unregister` takes it back.
-
-    Args:
-        verify_only: the first `train_batch` compares slices with whole sequences, prints the report and ends the
-            process with 0, or with 1 after a difference (`terapipe_ds.run --verify`).
+    changes nothing but `verify_only`; `unregister` takes it back. With `verify_only` the first `train_batch` compares
+    slices with whole sequences, prints the report and ends the process with 0, or with 1 after a difference.
 
     Raises:
         terapipe_ds.compat.CompatError: the installed DeepSpeed lacks a hook that the engine needs.
@@ -156,13 +144,8 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     """Bring the layers of a `PipelineModule` to the stages that hold them under `ds_config`. Every rank must call.
 
     `deepspeed.initialize` does so itself. Call this before, right after the module is built, if parameter groups or an
-    optimizer are made of the module's parameters and stages hold several parts.
-
-    Args:
-        ds_config: DeepSpeed's config, or the path of its JSON file.
-
-    Raises:
-        TeraPipeConfigError: on every rank: the section, or a layout that the module cannot have.
+    optimizer are made of the module's parameters and stages hold several parts. `ds_config` may be the path of a JSON.
+    A layout that the module cannot have is a TeraPipeConfigError on every rank.
     """
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts

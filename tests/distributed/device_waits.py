@@ -13,8 +13,8 @@ from unittest import mock
 from deepspeed.accelerator import get_accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terapipe_ds.runtime.engine.batch_end import CLOSING
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.engine.open_batch import CLOSING
 from terapipe_ds.schedule.action import Action
 
 _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select")

@@ -98,7 +98,7 @@ def job_kept_schedules() -> list[tuple[int, int]]:
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
             engine.train_batch(iter(batches(1, count)[0]))
-            kept.append((len(engine._plans._schedules), len(engine._stage.links._places_of)))
+            kept.append((len(engine._plans._schedules), len(engine._stage.links._order_indices)))
     return kept
 
 

@@ -86,9 +86,9 @@ def nothing_is_checked() -> Iterator[None]:
     """Slices run whatever they give: no layer is refused by its type, no attention by its shapes, no input by its size,
     and nothing is compared."""
     with (
-        mock.patch.object(engine_build, "problem_of_layers", lambda engine: None),
+        mock.patch.object(engine_build, "problem_of_layers", lambda *args: None),
         mock.patch.object(FirstBatchCheck, "run", lambda *arguments: None),
-        mock.patch.object(terapipe_data, "check_found", lambda *arguments: None),
+        mock.patch.object(terapipe_data, "check_sizes", lambda *arguments: None),
         allow_attention_within_slice(),
     ):
         yield

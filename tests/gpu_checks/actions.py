@@ -133,7 +133,7 @@ def _first_step(engine: Any, data: Any) -> tuple[float, float]:
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
-    from terapipe_ds.runtime.engine.batch_end import BatchEnd
+    from terapipe_ds.runtime.engine.open_batch import BatchEnd
     from terapipe_ds.runtime.profiling import slice_timer
 
     real = BatchEnd.timed

@@ -1,1 +1,1 @@
-"""What is drawn, agreed and in flight: batches, their slices, and the loss that the slices make up."""
+"""Draw and agree on batches, weigh their losses, and keep what is in flight."""

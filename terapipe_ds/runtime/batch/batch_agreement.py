@@ -1,15 +1,15 @@
-"""What the ranks tell one another once per batch, before its first action.
+"""Let all ranks agree on a batch before its first action.
 
 DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then the ranks sum up
-one fixed-size tensor on the CPU. From the sums every rank learns whether this is training or evaluation, how many
-micro-batches there are and how long each is, and whether all ranks have drawn their data and agree on what they are
-about to do. Where they do not, they gather what each has to say, and the same problem is raised on every rank.
+one fixed-size tensor on the CPU. The sums tell every rank how long each micro-batch is, and whether all ranks have
+drawn their data and are about to do the same. Where they are not, they gather what each has to say, and the same
+problem is raised on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
-from terapipe_ds.runtime.batch.sliceable import BatchError
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
@@ -35,6 +35,10 @@ class MicroBatchShape:
     rows: int
     length: int
 
+    @classmethod
+    def of(cls, labels: SliceableTensors) -> MicroBatchShape:
+        return cls(labels.rows, labels.length)
+
 
 Shapes = tuple[MicroBatchShape, ...]
 
@@ -44,9 +48,6 @@ class DataSums(NamedTuple):
 
     inputs: int | None = None
     labels: int | None = None
-
-
-NOTHING_DRAWN = DataSums()
 
 
 @dataclass(frozen=True)
@@ -61,15 +62,13 @@ class TensorPeers:
 
 @dataclass(frozen=True)
 class PlaceInJob:
-    """Where a rank is among those that agree on a batch.
+    """Where a rank is among those that agree on a batch. A tensor-parallel rank is in a pipeline of its own.
 
     Attributes:
         drawing: the stages that draw data.
         loss_stage: the stage whose labels decide on the shapes.
         control: the group of the pipeline on the CPU; None with one stage.
         world: the group of all ranks on the CPU; None for a single rank.
-        pipeline_id, num_pipelines: a tensor-parallel rank is in a pipeline of its own.
-        peers: the tensor-parallel ranks of this one; None without tensor parallelism.
     """
 
     stage_id: int = 0
@@ -87,10 +86,8 @@ class PlaceInJob:
 class StageReport:
     """What one rank has to say of a batch.
 
-    Attributes:
-        agreement: the config and what else all ranks must have alike, as text.
-        shapes: of the micro-batches; None on stages that draw no labels.
-        seen: the shapes of the labels that this rank was given, decisive or not; empty where it was given none.
+    `agreement` is the config, and what else all ranks must have alike, as text. `shapes` are of the micro-batches, None
+    on stages that draw no labels; `seen` are those of the labels that this rank was given, decisive or not.
     """
 
     training: bool
@@ -98,7 +95,7 @@ class StageReport:
     agreement: str
     shapes: Shapes | None
     error: BaseException | None = None
-    sums: DataSums = NOTHING_DRAWN
+    sums: DataSums = field(default_factory=DataSums)
     seen: Shapes = ()
 
 
@@ -117,13 +114,11 @@ _SHARED = 3  # the numbers before the headers: failed ranks, other calls, other 
 
 
 def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shapes], None]) -> Shapes:
-    """Return the shapes of this pipeline's micro-batches as the stage sees them that knows the loss.
+    """Return the shapes of this pipeline's micro-batches, as the stage that knows the loss sees them.
 
     A collective over all ranks. Replicas whose data end at different steps all stop at the first end.
 
-    Args:
-        check: looks at what this rank has drawn, once the shapes are known. It is called where a stage that draws was
-            given no labels, and could not look at its inputs before.
+    Where a stage that draws was given no labels, `check` looks at its inputs once the shapes are known.
 
     Raises:
         RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
@@ -137,7 +132,10 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
         raise RaisedEverywhere(_problem(report, place))
     shapes = _shapes(report, place, headers[place.pipeline_id])
     if any(each.without_labels for each in headers):
-        report = replace(report, error=_raised_by(check, shapes))
+        try:
+            check(shapes)
+        except Exception as error:
+            report = replace(report, error=error)
         failed = report.error is not None
         if failed if place.world is None else on_any_rank(failed, place.world):
             raise RaisedEverywhere(_problem(report, place))
@@ -157,12 +155,10 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         first = report.shapes[0]
         is_uniform = all(shape == first for shape in report.shapes)
         header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
-    data, peers = 0, place.peers
+    call, data, peers = share(digest(report.training, report.agreement), rank, num_ranks), 0, place.peers
     if peers is not None:
-        data = share(
-            digest(peers.ranks, report.num_micro_batches, *report.sums), peers.ranks.index(rank), len(peers.ranks)
-        )
-    call = share(digest(report.training, report.agreement), rank, num_ranks)
+        drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
+        data = share(drawn, peers.ranks.index(rank), len(peers.ranks))
     numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64)
     numbers[:_SHARED] = torch.tensor([report.error is not None, call, data])
     numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = torch.tensor([int(n) for n in header])
@@ -178,18 +174,7 @@ def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
     return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())
 
 
-def _raised_by(check: Callable[[Shapes], None], shapes: Shapes) -> Exception | None:
-    try:
-        check(shapes)
-    except Exception as error:
-        return error
-    return None
-
-
-# -- what is wrong ---------------------------------------------------------------------------------------------------
-
-
-class _Told(NamedTuple):
+class _Message(NamedTuple):
     """What a rank tells the others once something is wrong; its error as text, "" without one."""
 
     report: StageReport
@@ -200,49 +185,43 @@ class _Told(NamedTuple):
 
 def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
     """Return what this rank raises: its own error, or the problem of the others."""
-    error, mine = report.error, _Told(replace(report, error=None), replace(place, control=None, world=None))
+    error, own = report.error, _Message(replace(report, error=None), replace(place, control=None, world=None))
     if error is not None:
         what = "refuses the batch" if isinstance(error, TeraPipeConfigError) else "failed to draw its data"
         problem = f"stage {place.stage_id} {what}: {type(error).__name__}: {error}"
-        mine = mine._replace(problem=problem, is_at_end=isinstance(error, StopIteration))
-    told = [mine] if place.world is None else gather(mine, place.world)
-    if error is not None and not mine.is_at_end:
+        own = own._replace(problem=problem, is_at_end=isinstance(error, StopIteration))
+    messages = [own] if place.world is None else gather(own, place.world)
+    if error is not None and not own.is_at_end:
         return error
-    failed = [one for one in told if one.problem]
+    failed = [message for message in messages if message.problem]
     if not failed:
-        return _disagreement(told)
-    unequal = [one for one in failed if one.is_at_end and not _ends_together(one, failed)]
-    if all(one.is_at_end for one in failed) and not unequal:
-        return error or StopIteration()  # the ordinary end of the data
-    texts = [one.problem for one in failed if not one.is_at_end] + [
-        f"the data iterator of stage {one.place.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
-        for one in unequal
+        return _disagreement(messages)
+    ended = {(message.place.pipeline_id, message.place.stage_id) for message in failed if message.is_at_end}
+    texts = [message.problem for message in failed if not message.is_at_end] + [
+        f"the data iterator of stage {at.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
+        for at in (message.place for message in failed if message.is_at_end)
+        if not ended.issuperset((at.pipeline_id, stage_id) for stage_id in at.drawing)
     ]
+    if not texts:
+        return error or StopIteration()  # the ordinary end of the data
     others = BatchError("; ".join(dict.fromkeys(texts)))
     others.__cause__ = error
     return others
 
 
-def _ends_together(one: _Told, failed: Sequence[_Told]) -> bool:
-    """Return whether all stages that draw in a rank's pipeline are at the end of their data."""
-    pipeline_id = one.place.pipeline_id
-    at_end = {each.place.stage_id for each in failed if each.is_at_end and each.place.pipeline_id == pipeline_id}
-    return at_end == set(one.place.drawing)
-
-
-def _disagreement(told: Sequence[_Told]) -> BatchError:
+def _disagreement(messages: Sequence[_Message]) -> BatchError:
     """Show what the ranks do not have alike: all of them, tensor-parallel ranks, or the stages of a pipeline."""
 
     def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
-        texts = {rank: text(told[rank].report) for rank in ranks}
+        texts = {rank: text(messages[rank].report) for rank in ranks}
         return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
 
-    everyone = range(len(told))
+    everyone = range(len(messages))
     lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
     lines += differing("config and plans", everyone, lambda one: one.agreement)
     if lines:
         return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
-    for peers in dict.fromkeys(one.place.peers for one in told if one.place.peers is not None):
+    for peers in dict.fromkeys(one.place.peers for one in messages if one.place.peers is not None):
         who = f"tensor-parallel ranks {list(peers.ranks)} (stage {peers.stage_id}, replica {peers.replica_id})"
         lines += differing(who, peers.ranks, lambda one: f"{one.num_micro_batches} micro-batches") or [
             *differing(f"inputs of {who}", peers.ranks, lambda one: f"checksum {one.sums.inputs or 0:016x}"),
@@ -250,13 +229,10 @@ def _disagreement(told: Sequence[_Told]) -> BatchError:
         ]
     if lines:
         return BatchError("\n  ".join([_OTHER_DATA, *lines]) + f"\n{_SAME_SAMPLES}")
-    for pipeline_id in range(told[0].place.num_pipelines):
-        stages = [rank for rank in everyone if told[rank].place.pipeline_id == pipeline_id]
-        labelled = [rank for rank in stages if told[rank].report.seen]
+    for pipeline_id in range(messages[0].place.num_pipelines):
+        stages = [rank for rank in everyone if messages[rank].place.pipeline_id == pipeline_id]
+        labelled = [rank for rank in stages if messages[rank].report.seen]
+        what = "the [rows, tokens] of the labels of each micro-batch"
         lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
-        lines += differing(
-            "the [rows, tokens] of the labels of each micro-batch",
-            labelled,
-            lambda one: str([[shape.rows, shape.length] for shape in one.seen]),
-        )
+        lines += differing(what, labelled, lambda one: str([[shape.rows, shape.length] for shape in one.seen]))
     return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {_SAME_CALLS} {_SAME_DATA}")

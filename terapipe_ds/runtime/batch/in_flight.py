@@ -1,4 +1,4 @@
-"""What one stage holds of the batch that is running, kept by part, micro-batch and slice, never by order."""
+"""Keep what one stage holds of the batch that is running, by part, micro-batch and slice, never by order."""
 
 from __future__ import annotations
 
@@ -18,25 +18,22 @@ from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 Key = tuple[int, int, int]
-"""(part_id, micro_batch_id, slice_id)."""
+"""`(part_id, micro_batch_id, slice_id)`."""
 
 
 class InFlightError(RuntimeError):
     """The stage's books do not add up: a bug in the engine, never a wrong gradient."""
 
 
-class Places:
-    """Where a computation stands in the order of a stage. Made once per schedule, for the stages that are asked for.
-
-    It holds the orders and not the schedule, so that it can be dropped together with a schedule that nobody keeps.
-    """
+class OrderIndex:
+    """The index of each computation in the order of its stage. It holds no schedule, and is dropped with it."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._orders = schedule.orders
         self._by_stage: dict[int, dict[tuple[Kind, int, SliceKey], int]] = {}
 
     def find(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> int:
-        """The index of F, B or W of ``unit`` in the order of ``stage_id``."""
+        """Return the index of F, B or W of `unit` in the order of `stage_id`."""
         if stage_id not in self._by_stage:
             order = self._orders[stage_id]
             self._by_stage[stage_id] = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
@@ -81,12 +78,12 @@ class BatchInFlight:
         return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
 
     def kinds(self) -> frozenset[Hashable]:
-        """Tell what decides which kernels run: the schedule, and the slices of each micro-batch."""
+        """Return what decides which kernels run: the schedule, and the slices of each micro-batch."""
         how = self.training, self.schedule.name
         return frozenset((how, each.shape.rows, each.shape.length, each.plan.lengths) for each in self.micro_batches)
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
-        """What the shapes of a slice's activations depend on: (mode, rows, sequence length, slice length)."""
+        """Return what the shapes of activations depend on: (mode, rows, sequence length, slice length)."""
         micro_batch = self.micro_batches[unit[0]]
         shape = micro_batch.shape
         return self.training, shape.rows, shape.length, micro_batch.plan.lengths[unit[1]]
@@ -99,21 +96,18 @@ class BatchInFlight:
         self.live_peak = max(self.live_peak, len(self.slices))
 
     def get(self, key: Key) -> SliceInFlight:
-        """A live slice."""
-        try:
-            return self.slices[key]
-        except KeyError:
-            raise InFlightError(
-                f"slice {key[1]}.{key[2]} is not live on stage {self.stage_id} (part {key[0]})"
-            ) from None
+        """Return a live slice."""
+        if key not in self.slices:
+            raise InFlightError(f"slice {key[1]}.{key[2]} is not live on stage {self.stage_id} (part {key[0]})")
+        return self.slices[key]
 
     def drop(self, key: Key) -> None:
-        """The slice's last action has run."""
+        """Drop a slice whose last action has run."""
         self.get(key)
         del self.slices[key]
 
     def assert_done(self, expected_peak: int) -> None:
-        """Nothing is left, and as many slices were live at once as the schedule says."""
+        """Check that nothing is left, and that as many slices were live at once as the schedule says."""
         if self.slices:
             raise InFlightError(
                 f"stage {self.stage_id} still holds slices {sorted(self.slices)} (part, micro-batch, slice) at the end "
@@ -165,17 +159,8 @@ class PartInFlight:
             self.batch.put(self.key(action), SliceInFlight(inputs, None, loss))
 
     def finish(self, action: Action) -> None:
-        """Give back what no later action needs, now that `action` has run."""
-        if action.kind is Kind.FORWARD:
-            self._finish_forward(action)
-        elif action.kind is Kind.BACKWARD:
-            self._finish_backward(action)
-        elif action.kind is Kind.SEND_ACTIVATION:
-            self._outputs_are_gone(action)
-        elif action.kind is Kind.SEND_GRAD:
-            self._gradients_are_gone(action)
-        elif action.kind is Kind.WEIGHT:
-            self.batch.drop(self.key(action))
+        """Give back what no later action needs, now that `action` (F, B, W, or the message of F or B) has run."""
+        self._FINISH[action.kind](self, action)
 
     def _finish_forward(self, action: Action) -> None:
         micro_batch = self.batch.micro_batches[action.micro_batch_id]
@@ -207,3 +192,11 @@ class PartInFlight:
             self.batch.get(key).inputs = ()
         else:
             self.batch.drop(key)
+
+    _FINISH = {
+        Kind.FORWARD: _finish_forward,
+        Kind.SEND_ACTIVATION: _outputs_are_gone,
+        Kind.BACKWARD: _finish_backward,
+        Kind.SEND_GRAD: _gradients_are_gone,
+        Kind.WEIGHT: lambda self, action: self.batch.drop(self.key(action)),
+    }

@@ -1,13 +1,13 @@
-"""The loss of a micro-batch is the weighted sum of its slices' losses.
+"""Weight the losses of slices, so that their sum equals what `loss_fn` gives on the whole sequence.
 
-The weights are such that the sum equals what ``loss_fn`` gives on the whole sequence: by valid labels (``mean_valid``),
-by tokens (``mean``), not at all (``sum``), or by what ``loss_fn.slice_weight(labels)`` says.
+They weigh by valid labels (`mean_valid`), by tokens (`mean`), not at all (`sum`), or by what
+`loss_fn.slice_weight(labels)` says.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,14 +30,13 @@ def slice_weights(
     ignore_index: int,
     slice_weight: Callable[[Any], Any] | None = None,
 ) -> tuple[float, ...]:
-    """One factor per slice of ``plan``.
+    """Return one factor per slice of `plan`.
 
     Args:
         labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
-        loss_reduction: how ``loss_fn`` reduces: ``mean_valid`` | ``mean`` | ``sum``.
-        slice_weight: ``loss_fn.slice_weight``, called with the labels of one slice; replaces ``loss_reduction``. A
-            slice's factor is its weight over the sum of all, which is right where ``loss_fn`` is a sum divided by that
-            weight.
+        loss_reduction: how `loss_fn` reduces: `mean_valid` | `mean` | `sum`.
+        slice_weight: `loss_fn.slice_weight`, called with the labels of one slice; replaces `loss_reduction`. A slice's
+            factor is its weight over the sum of all, which is right where `loss_fn` is a sum divided by that weight.
     """
     if isinstance(labels, UncutLabels):
         return (1.0,)
@@ -45,22 +44,7 @@ def slice_weights(
         return (1.0,) * plan.num_slices
     if slice_weight is None and loss_reduction == "mean":
         return tuple(length / plan.sequence_length for length in plan.lengths)
-    return _shares(slice_counts(labels, plan, ignore_index, slice_weight))
-
-
-def slice_counts(
-    labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
-) -> list[float]:
-    """What of each slice's labels counts: what ``slice_weight`` says, or the number of valid ones."""
-    if slice_weight is not None:
-        return [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
-    valid = labels.deciding != ignore_index
-    dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
-    per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
-    return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
-
-
-def _shares(counts: Sequence[float]) -> tuple[float, ...]:
+    counts = slice_counts(labels, plan, ignore_index, slice_weight)
     total = sum(counts)
     if total == 0.0:
         logger.warning(
@@ -71,33 +55,44 @@ def _shares(counts: Sequence[float]) -> tuple[float, ...]:
     return tuple(count / total for count in counts)
 
 
+def slice_counts(
+    labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
+) -> list[float]:
+    """Return what of each slice's labels counts: what `slice_weight` says, or the number of valid ones."""
+    if slice_weight is not None:
+        return [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
+    valid = labels.deciding != ignore_index
+    dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
+    per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
+    return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
+
+
 class _ExactZero(torch.autograd.Function):
     """A zero loss whose gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN."""
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.outputs = [(t.shape, t.dtype, t.device, t.requires_grad) for t in outputs]
+        ctx.outputs = [(t.shape, t.dtype, t.device) for t in outputs]
         return torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return tuple(
             torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device, _), needed in zip(ctx.outputs, ctx.needs_input_grad, strict=True)
+            for (shape, dtype, device), needed in zip(ctx.outputs, ctx.needs_input_grad, strict=True)
         )
 
 
 def exact_zero(outputs: Any) -> torch.Tensor:
-    """A scalar zero that hangs on ``outputs``, so that the backward of a slice without valid labels still runs."""
+    """Return a scalar zero that hangs on `outputs`, so that the backward of a slice without valid labels still runs."""
     tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
     return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
 
 
 def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
-    """The share of one slice in the loss of its micro-batch: a scalar tensor, or a list of them where ``loss_fn`` gives
-    one.
+    """Return a slice's share in the loss of its micro-batch: a scalar, or a list where `loss_fn` gives one.
 
-    ``loss_fn`` None: the model returns the loss itself.
+    Without `loss_fn` the model returns the loss itself.
     """
     if weight == 0.0:
         if loss_fn is None:

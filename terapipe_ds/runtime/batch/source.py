@@ -22,7 +22,7 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     StageReport,
     agree_on_batch,
 )
-from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_found
+from terapipe_ds.runtime.batch.sliceable import BatchError, SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
 
 logger = logging.getLogger("terapipe_ds")
@@ -34,9 +34,9 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 @dataclass
 class DrawnMicroBatch:
-    """What the data iterator gave: the inputs on the first stage, the labels on the last and wherever there are any.
+    """What the data iterator gave: inputs where the first part is, labels where the last part is.
 
-    `seen` is the shape of the labels, on both stages.
+    `seen` is the shape of the labels, at both ends.
     """
 
     inputs: Any = None
@@ -45,16 +45,15 @@ class DrawnMicroBatch:
 
 
 class BatchSource:
-    """Draws batches for one rank.
+    """Draw batches for one rank.
 
     Args:
         next_batch: DeepSpeed's `PipelineEngine._next_batch`.
+        is_cut: whether sequences of a length are to be cut in slices.
         length_multiple: sequences must be multiples of so many tokens.
-        layout: where the parts are; None for one on each stage.
-        is_cut: whether sequences of a length are to be cut in slices; None for what the config says.
         tells: whether this rank writes to the log which inputs are cut.
-        look_at: shown the labels of each micro-batch that is trained on; what it raises is raised on every rank.
-        check: called before anything is drawn; what it raises is raised on every rank.
+        look_at: shown the labels of each micro-batch that is trained on; like `check`, it may raise.
+        check: called before anything is drawn.
     """
 
     def __init__(
@@ -62,24 +61,19 @@ class BatchSource:
         config: TeraPipeConfig,
         next_batch: Callable[[], Any],
         place: PlaceInJob,
+        layout: Layout,
+        is_cut: Callable[[int], bool],
         length_multiple: int = 1,
-        layout: Layout | None = None,
-        is_cut: Callable[[int], bool] | None = None,
         tells: bool = True,
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
-        self._next_batch = next_batch
-        self._place = place
-        layout = Layout.plain(place.num_stages) if layout is None else layout
+        self._config, self._next_batch, self._place = config, next_batch, place
         self._is_first = place.stage_id in layout.stages_with_end(first=True)
         self._is_last = place.stage_id in layout.stages_with_end(first=False)
-        self._length_multiple = length_multiple
-        self._is_cut = is_cut if is_cut is not None else lambda length: not config.is_one_slice
+        self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = tells  # once
-        self._look_at = look_at
-        self._check = check
+        self._look_at, self._check = look_at, check
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -91,7 +85,7 @@ class BatchSource:
     ) -> tuple[list[DrawnMicroBatch], Shapes]:
         """Draw all micro-batches of a batch. Return them with their shapes. A collective over all ranks.
 
-        Without `needs_labels` no loss is computed: where there are no labels, the inputs tell the length.
+        Without `needs_labels` no loss is computed. Where there are no labels, the inputs tell the length then.
         """
         drawn: list[DrawnMicroBatch] = []
         shapes: Shapes | None = None
@@ -100,13 +94,13 @@ class BatchSource:
         try:
             self._check()
             drawn = [self._draw_one(needs_labels) for _ in range(num_micro_batches)]
+            labels = [each.labels for each in drawn if each.labels is not None]
             if self._is_last:
-                shapes = tuple(self._shape(d) for d in drawn)
-                for each in drawn if training else ():
-                    if each.labels is not None:
-                        self._look_at(each.labels)
+                shapes = tuple(map(self._shape, labels))
+            for each in labels if training else ():
+                self._look_at(each)
             if self._place.peers is not None:
-                sums = self._sums(drawn)
+                sums = self._sums(drawn, labels)
         except Exception as caught:
             error = caught
         seen = tuple(each.seen for each in drawn if each.seen is not None)
@@ -114,15 +108,13 @@ class BatchSource:
         report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
 
-    def _sums(self, drawn: list[DrawnMicroBatch]) -> DataSums:
+    def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
         """Return the checksums of what this stage uses: the inputs on the first, the labels on the last."""
-        inputs = labels = None
-        if self._is_first:
-            inputs = checksum([as_tuple(each.inputs, "the inputs") for each in drawn])
-        if self._is_last:
-            given = [each.labels for each in drawn if each.labels is not None]
-            labels = checksum([each.value if isinstance(each, UncutLabels) else each.tensors for each in given])
-        return DataSums(inputs, labels)
+        values = [each.value if isinstance(each, UncutLabels) else each.tensors for each in labels]
+        return DataSums(
+            checksum([as_tuple(each.inputs, "the inputs") for each in drawn]) if self._is_first else None,
+            checksum(values) if self._is_last else None,
+        )
 
     def _check_inputs(self, drawn: Sequence[DrawnMicroBatch], shapes: Shapes) -> None:
         """Check the inputs of micro-batches whose labels this stage was not given."""
@@ -131,30 +123,31 @@ class BatchSource:
                 self._sliceable(each.inputs, shape, self._is_cut(shape.length))
 
     def _draw_one(self, needs_labels: bool) -> DrawnMicroBatch:
+        drawn = DrawnMicroBatch()
         if not (self._is_first or self._is_last):
-            return DrawnMicroBatch()
+            return drawn
         batch = self._next_batch()
         if batch is None:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
         inputs, labels = _split(batch, has_more=self._config.is_stock_order)
-        drawn = DrawnMicroBatch()
         if self._is_last:
             drawn.labels = self._labels(inputs, labels, needs_labels)
-            drawn.seen = None if self._tells_nothing(labels) else _shape_of(drawn.labels)
+            drawn.seen = None if self._tells_nothing(labels) else MicroBatchShape.of(drawn.labels)
         if self._is_first:
             drawn.inputs = _copied(inputs)
-            if not self._tells_nothing(labels):
-                # Only a check, as early as possible: the last stage's labels decide.
-                known = self._labels_of(labels)
-                drawn.seen = _shape_of(known)
-                self._sliceable(drawn.inputs, drawn.seen, self._is_cut(known.length))
+            if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
+                drawn.seen = MicroBatchShape.of(self._labels_of(labels))
+                self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))
         return drawn
 
     def _tells_nothing(self, labels: Any) -> bool:
         """Return whether labels say nothing of the sequences. In DeepSpeed's own order they may be of any kind."""
-        return not _has_dimension(labels) if self._config.is_stock_order else _is_absent(labels)
+        if not self._config.is_stock_order:
+            return _is_absent(labels)
+        tensors = (labels,) if torch.is_tensor(labels) else labels if isinstance(labels, (tuple, list)) else ()
+        return all(torch.is_tensor(t) and t.dim() == 0 for t in tensors)
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
         if self._config.is_stock_order and self._tells_nothing(labels):
@@ -166,36 +159,32 @@ class BatchSource:
                 "there are no labels, from which come the sequence length and the weights of the slices' losses. Give "
                 "(inputs, labels); only eval_batch(compute_loss=False) goes without"
             )
-        indices = self._config.sliced_inputs
-        chosen = as_tuple(inputs, "the inputs")[0 if indices is None else indices[0] :]
-        return self._labels_of(chosen)
+        indices = self._config.sliced_inputs or (0,)
+        return self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :])
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
-        """Return labels to cut. In DeepSpeed's own order they may lack `sequence_dim` (one class per image): they are
-        one slice then."""
+        """Return labels to cut; in DeepSpeed's own order those without `sequence_dim` (a class per image) are whole."""
         dim = self._config.sequence_dim
         if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
             dim = 0
         return SliceableTensors.of_labels(labels, dim)
 
-    def _shape(self, drawn: DrawnMicroBatch) -> MicroBatchShape:
-        assert drawn.labels is not None
-        length = drawn.labels.length
+    def _shape(self, labels: SliceableTensors) -> MicroBatchShape:
+        length = labels.length
         if length == 0:
-            raise BatchError(f"a batch with labels of shape {list(drawn.labels.deciding.shape)} has no tokens")
-        if isinstance(drawn.labels, UncutLabels) and self._is_cut(length):
-            raise BatchError(
-                f"labels of type {type(drawn.labels.value).__name__} cannot be cut: give tensors, or set no slices by "
-                "hand"
-            )
-        if length % self._length_multiple and not isinstance(drawn.labels, UncutLabels):
+            raise BatchError(f"a batch with labels of shape {list(labels.deciding.shape)} has no tokens")
+        if isinstance(labels, UncutLabels):
+            if self._is_cut(length):
+                kind = type(labels.value).__name__
+                raise BatchError(f"labels of type {kind} cannot be cut: give tensors, or set no slices by hand")
+        elif length % self._length_multiple:
             raise BatchError(
                 f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
                 "each slice divides over the ranks of sequence parallelism, and the whole sequence does not. Give "
                 f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens, or switch "
                 "sequence parallelism off."
             )
-        return _shape_of(drawn.labels)
+        return MicroBatchShape.of(labels)
 
     def slice_inputs(self, inputs: Any, shape: MicroBatchShape, plan: SlicePlan) -> SliceableTensors:
         """Return the inputs of a micro-batch, with which of them are cut by `plan`."""
@@ -210,22 +199,18 @@ class BatchSource:
         is_whole = self._config.is_stock_order and not is_cut  # not with slices that were set by hand
         sliceable = SliceableTensors.of_inputs(inputs, shape.length, dim, indices, is_whole)
         if is_cut and indices is None and shape.length > 1:
-            check_found(sliceable, shape.length, shape.rows)
+            check_sizes(sliceable, shape.length, shape.rows)
         return sliceable
-
-
-# -- what a loader gives ---------------------------------------------------------------------------------------------
 
 
 def _split(batch: Any, has_more: bool) -> tuple[Any, Any]:
     """Return inputs and labels. With `has_more` the batch may have more elements, as in the stock engine."""
-    if not isinstance(batch, (tuple, list)) or not (len(batch) == 2 or (has_more and len(batch) > 2)):
-        raise BatchError(
-            f"the data iterator must give (inputs, labels), got {type(batch).__name__}"
-            + (f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else "")
-            + "; see DeepSpeed's train_batch()"
-        )
-    return batch[0], batch[1]
+    if isinstance(batch, (tuple, list)) and (len(batch) == 2 or (has_more and len(batch) > 2)):
+        return batch[0], batch[1]
+    size = f" of {len(batch)} elements" if isinstance(batch, (tuple, list)) else ""
+    raise BatchError(
+        f"the data iterator must give (inputs, labels), got {type(batch).__name__}{size}; see DeepSpeed's train_batch()"
+    )
 
 
 def _is_absent(labels: Any) -> bool:
@@ -241,30 +226,16 @@ def _copied(data: Any) -> Any:
     return {key: _copied(value) for key, value in data.items()} if type(data) is dict else data
 
 
-def _has_dimension(labels: Any) -> bool:
-    """Return whether something in labels of tensors could be cut."""
-    tensors = (labels,) if torch.is_tensor(labels) else labels
-    return isinstance(tensors, (tuple, list)) and any(not torch.is_tensor(t) or t.dim() > 0 for t in tensors)
-
-
 def _length_of(inputs: Any, dim: int) -> int:
-    """Return the size of the first input that has the dimension; 1 where none has, as on a stage with labels only."""
+    """Return the size of the first input that has the dimension; 1 where none has, or its size is 0."""
     tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     return next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)
-
-
-def _shape_of(labels: SliceableTensors) -> MicroBatchShape:
-    return MicroBatchShape(rows=labels.rows, length=labels.length)
-
-
-# -- checksums -------------------------------------------------------------------------------------------------------
 
 
 def checksum(value: Any) -> int:
     """Return a number in [0, 2^62) that depends on every bit, on the order, the shapes and the dtypes in `value`.
 
-    Cryptographic hashing instead of a sum shows two samples that are swapped, and tokens that change places. It takes
-    half a millisecond for 8 x 8192 token ids of int64 on a server's processor.
+    It takes half a millisecond for 8 x 8192 token ids of int64 on a server's processor.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in _content(value):
@@ -273,10 +244,7 @@ def checksum(value: Any) -> int:
 
 
 def _content(value: Any) -> Iterator[Any]:
-    """Yield the bytes of a value in tuples, lists, dictionaries and dataclasses, however deep.
-
-    An object of another kind counts by its type alone, because its text may name an address.
-    """
+    """Yield the bytes of a value, however deep. An object of an unknown kind counts by its type: a text may vary."""
     if torch.is_tensor(value):
         yield f"{list(value.shape)} {value.dtype};".encode()
         yield value.detach().cpu().contiguous().flatten().view(torch.uint8)[:LIMIT_BYTES].numpy().data

@@ -31,7 +31,7 @@ _CONVERT = (
 
 
 def refuse_what_does_not_fit(
-    engine: PipelineEngine, folder: Path | None, load_optimizer_states: bool, load_module_only: bool
+    engine: PipelineEngine, world: Any, folder: Path | None, load_optimizer_states: bool, load_module_only: bool
 ) -> None:
     """Compare the engine with the checkpoint in `folder`. A collective over all ranks; the first one reads.
 
@@ -56,7 +56,7 @@ def refuse_what_does_not_fit(
             'parameters. Set "zero_optimization": {"stage": 1}'
         )
 
-    problem = gather_results(look if torch_dist.get_rank() == 0 else None)[0]
+    problem = gather_results(look if torch_dist.get_rank() == 0 else None, world)[0]
     if problem is not None:
         raise TeraPipeConfigError(problem)
 

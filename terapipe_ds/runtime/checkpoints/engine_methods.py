@@ -62,15 +62,15 @@ class SafeCheckpoints:
             def save_as(tag: str | None, is_latest: bool) -> Any:
                 return stock_save(save_dir, tag, state, is_latest, exclude_frozen_parameters)
 
-            return save_checkpoint(engine, save_as, save_dir, tag, save_latest, training)
+            return save_checkpoint(engine, self._world, save_as, save_dir, tag, save_latest, training)
 
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
-            chosen = find_checkpoint(engine, load_dir, tag, with_optimizer)
+            chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer)
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
-            refuse_what_does_not_fit(engine, folder, options.optimizer_states, options.module_only)
+            refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
             has_copies = engine.zero_optimization() and not options.module_only  # in fp32, among the states of stages
             if folder is not None and (with_optimizer or has_copies) and not engine.load_universal_checkpoint():
                 states = optimizer_states(engine, self._layout, self._world)

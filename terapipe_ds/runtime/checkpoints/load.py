@@ -31,7 +31,9 @@ class ChosenCheckpoint:
     note: str | None = None  # what is unexpected about the choice
 
 
-def find_checkpoint(engine: PipelineEngine, load_dir: str, tag: str | None, with_optimizer: bool) -> ChosenCheckpoint:
+def find_checkpoint(
+    engine: PipelineEngine, world: Any, load_dir: str, tag: str | None, with_optimizer: bool
+) -> ChosenCheckpoint:
     """Choose a checkpoint on the ranks that name files, and take the choice of this node. A collective over all ranks.
 
     Raises:
@@ -47,7 +49,7 @@ def find_checkpoint(engine: PipelineEngine, load_dir: str, tag: str | None, with
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 
-    choices = gather_results(choose if names_files(engine) else None)
+    choices = gather_results(choose if names_files(engine) else None, world)
     tags = {choice.tag for choice in choices if choice is not None}
     if len(tags) > 1:
         raise CheckpointError(

@@ -82,7 +82,7 @@ class OptimizerStates:
             TeraPipeConfigError: on every rank, before anything is loaded: the states cannot be brought into this order.
             CheckpointError: on every rank: one of them cannot read its file.
         """
-        everyone = gather_results(lambda: self._read_saved(path))
+        everyone = gather_results(lambda: self._read_saved(path), self.world)
         of_ranks = [each for each in everyone if each is not None]
         if len(of_ranks) < len(everyone):  # DeepSpeed says which file is missing
             yield
@@ -91,7 +91,7 @@ class OptimizerStates:
         saved = [of_ranks[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
         listed = [each.listed for each in saved if each.listed is not None]
         orders = tuple(listed) if len(listed) == len(saved) else self.stock or self.orders
-        refuse_everywhere(saved[self.engine.stage_id].problem or self._problem_of(orders))
+        refuse_everywhere(saved[self.engine.stage_id].problem or self._problem_of(orders), self.world)
         in_envelope = any(each.in_envelope for each in saved)
         if orders == self.orders and not in_envelope:
             yield
@@ -124,7 +124,7 @@ class OptimizerStates:
             contents = sources[here].take(state)
         except _UNLIKE as error:
             problem = f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
-        refuse_everywhere(problem)
+        refuse_everywhere(problem, self.world)
 
         def rank_of(holder: Holder) -> int:
             return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
@@ -206,7 +206,7 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
         stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"
     here = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
-    everyone = gather((here, _groups_of(engine), stuck))
+    everyone = gather((here, _groups_of(engine), stuck), world)
     stages = [everyone[grid.stage_to_global(stage_id)] for stage_id in range(engine.num_stages)]
     shapes = {name: shape for named, *_ in stages for name, shape in named.items()}
     orders = tuple(groups for _, groups, _ in stages)

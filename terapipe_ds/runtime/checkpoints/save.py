@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 def save_checkpoint(
     engine: PipelineEngine,
+    world: Any,
     save: Callable[[str | None, bool], T],
     save_dir: str,
     tag: str | None,
@@ -34,6 +35,7 @@ def save_checkpoint(
     """Let DeepSpeed save a checkpoint, and name it when it is whole. A collective over all ranks.
 
     Args:
+        world: a group of all ranks on the CPU; None for a single rank.
         save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
         training: for the manifest.
 
@@ -44,15 +46,15 @@ def save_checkpoint(
         return save(tag, save_latest)
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     paths, leads = CheckpointPaths(Path(save_dir), tag), names_files(engine)
-    tags = sorted(set(gather(tag)))
+    tags = sorted(set(gather(tag, world)))
     if len(tags) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
-    _on_each_rank((lambda: _prepare(paths)) if leads else None)
+    _on_each_rank(world, (lambda: _prepare(paths)) if leads else None)
     writer = _Writer(engine.checkpoint_engine.save, paths.saving)
     with replaced(engine.checkpoint_engine, "save", writer.save):
         saved = save(paths.tag_of(paths.saving), False)
     try:
-        sizes = {name: size for files in _on_each_rank(writer.files) for name, size in (files or {}).items()}
+        sizes = {name: size for files in _on_each_rank(world, writer.files) for name, size in (files or {}).items()}
         if engine.use_node_local_storage():
             sizes = {name: size for name, size in sizes.items() if (paths.saving / name).is_file()}
         manifest = Manifest(
@@ -62,12 +64,12 @@ def save_checkpoint(
             training=dict(training),
             files=sizes,
         )
-        _on_each_rank((lambda: manifest.write(paths.saving)) if leads else None)
+        _on_each_rank(world, (lambda: manifest.write(paths.saving)) if leads else None)
     except CheckpointError:
         if leads:  # room on a disk that may be full
             shutil.rmtree(paths.saving, ignore_errors=True)
         raise
-    _on_each_rank((lambda: _publish(paths, save_latest)) if leads else None)
+    _on_each_rank(world, (lambda: _publish(paths, save_latest)) if leads else None)
     return saved
 
 
@@ -101,7 +103,7 @@ def _publish(paths: CheckpointPaths, is_latest: bool) -> None:
         write_text(paths.folder / LATEST, paths.tag, durable=True)
 
 
-def _on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
+def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:
     """Return what `act` gives on each rank; an error of one rank is a CheckpointError on all of them."""
 
     def attempt() -> T | None:
@@ -111,7 +113,7 @@ def _on_each_rank(act: Callable[[], T] | None) -> list[T | None]:
             rank, kind = torch_dist.get_rank(), type(error).__name__
             raise CheckpointError(f"rank {rank} cannot save the checkpoint: {kind}: {error}") from error
 
-    return gather_results(attempt)
+    return gather_results(attempt, world)
 
 
 class _Writer:

@@ -1,4 +1,4 @@
-"""Put losses and outputs of a batch together from those of its slices."""
+"""Put the losses and outputs of a batch together from those of its slices."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from terapipe_ds.runtime.batch.loss import weighted_loss
 class BatchResults:
     """The losses and outputs of one batch on one stage; without the last part there are none.
 
-    DeepSpeed's attributes get them when a micro-batch is complete, as they do in its own engine: `loss`, `total_loss`
-    and `total_additional_losses` in training, `fwd_outputs` and `outputs`. None of them has a graph.
+    DeepSpeed's attributes get them, without a graph, when a micro-batch is complete: `loss`, `total_loss` and
+    `total_additional_losses` in training, `fwd_outputs` and `outputs`.
     """
 
     def __init__(self, engine: PipelineEngine, sequence_dim: int) -> None:
@@ -35,10 +35,7 @@ class BatchResults:
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
     def add(self, active: ActiveSlice, outputs: Any) -> Any:
-        """Add what the last part gave for a slice, and return the slice's share of its micro-batch's loss.
-
-        The share has its graph. It is None where an evaluation asks for no loss.
-        """
+        """Add what the last part gave for a slice, and return its share of the loss; None where none is asked for."""
         assert self._batch is not None, "no batch is open"
         engine, micro_batch_id = self._engine, active.micro_batch_id
         is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # whose logits DeepSpeed returns
@@ -63,16 +60,11 @@ class BatchResults:
         return loss
 
     def _add_additional_losses(self, weight: float) -> None:
-        """Add the losses that `PipelineModule.get_additional_losses` reports beside the one that is trained.
-
-        They are weighted as the loss is; a slice without a valid label adds nothing.
-        """
+        """Add the losses that `PipelineModule.get_additional_losses` reports, weighted as the one that is trained."""
         additional = self._engine.module.get_additional_losses()
-        if additional is None:
-            return
-        if self._total_additional is None:
+        if additional is not None and self._total_additional is None:
             self._total_additional = type(additional)()
-        for name, loss in additional.items():
+        for name, loss in (additional or {}).items():
             share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
             self._total_additional[name] = accumulated(self._total_additional.get(name), share)
 
@@ -113,7 +105,7 @@ def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows
     """Put the outputs of a micro-batch's slices together along the dimension that has the slice's tokens.
 
     Scalars are losses that the model returns itself: their weighted sum is returned. `[rows * tokens, ...]`, as some
-    models give their logits, comes back in the order that it has for the whole sequence.
+    models give their logits, comes back in the order of whole sequences.
     """
     if len(outputs) == 1:
         return outputs[0]

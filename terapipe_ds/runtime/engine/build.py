@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
@@ -17,7 +19,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_nor
 from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
-from terapipe_ds.runtime.layers.finite import finite_check
+from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
@@ -25,12 +27,13 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
+from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.planning.schedule_choice import first_layout
 from terapipe_ds.runtime.refusals import (
     check_checkpointing,
     problem_of_device_waits,
-    problem_of_given_slices,
     problem_of_layers,
+    problem_of_lengths,
     slice_length_multiple,
     with_multiple,
 )
@@ -40,8 +43,8 @@ from terapipe_ds.runtime.refusals import (
 class EngineSetup:
     """What is settled before DeepSpeed builds its engine.
 
-    Args:
-        parameters: `model_parameters` of `deepspeed.initialize`, of the layers that this stage holds now.
+    `config` has a granularity that the layers can be cut by. `parameters` are `model_parameters` of
+    `deepspeed.initialize`, of the layers that this stage holds now.
     """
 
     config: TeraPipeConfig
@@ -51,44 +54,48 @@ class EngineSetup:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineSetup:
-        """Read the config, and lay the module out in the parts of its schedule. A collective over all ranks.
+        """Read what `deepspeed.initialize` gives to its engine, and lay the module out in the parts of its schedule.
 
-        Args:
-            options: the keyword arguments that `deepspeed.initialize` gives to its engine.
+        A collective over all ranks.
         """
-        raw = options["config_class"]._param_dict
+        raw, rank = options["config_class"]._param_dict, torch_dist.get_rank()
         config = TeraPipeConfig.from_deepspeed(dict(raw))
         module, optimizer = options["model"], options.get("optimizer")
         multiple = slice_length_multiple(module)
         layout, chosen = first_layout(config, raw, module, options.get("model_parameters"), optimizer)
-        return cls(config, multiple, layout, lay_out(module, layout, chosen, optimizer))
+        parameters = lay_out(module, layout, chosen, optimizer)
+        show_log(rank)
+        return cls(with_multiple(config, multiple, rank), multiple, layout, parameters)
 
-    def config_for(self, engine: PipelineEngine) -> TeraPipeConfig:
-        """Return the config with a granularity that the layers can be cut by. A collective over all ranks.
+    def refuse(self, engine: PipelineEngine) -> None:
+        """Raise `TeraPipeConfigError` on every rank where the engine cannot train these layers, or with these options.
 
-        Raises:
-            TeraPipeConfigError: on every rank, where the engine cannot train these layers or with these options.
+        A collective over all ranks.
         """
-        check_checkpointing(self.config.is_stock_order)
+        config, multiple = self.config, self.slice_length_multiple
+        listed = config.slices if isinstance(config.slices, tuple) else ()
+        check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_layers(engine)
-            or problem_of_given_slices(self.config, self.slice_length_multiple)
+            problem_of_layers(engine.module, config, engine.has_moe_layers)
+            or problem_of_lengths("terapipe.slices", listed, multiple)
             or problem_of_copies(self.layout, engine.optimizer)
         )
-        return with_multiple(self.config, self.slice_length_multiple, engine.global_rank)
 
 
-def build_stage(engine: PipelineEngine, layout: Layout, groups: PipelineGroups, wires: Wires) -> Stage:
+def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:
     """Build what the parts of a stage share. A collective over all ranks.
 
     From now on the linear layers accumulate their weight gradients in their products, and DeepSpeed counts gradients
     as it should.
     """
-    refuse_everywhere(problem_of_device_waits(wires.post_on_device))
-    config, store = engine.terapipe_config, SliceStore()
-    flops, finite = stage_flops(engine), finite_check(engine, config.check_finite == "every_step", store, groups.world)
-    weights = accumulate_in_products(engine.module, engine.optimizer)
-    count_every_stage_in_norm(engine.module, engine.grid)
+    refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
+    config, module, store = setup.config, engine.module, SliceStore()
+    flops, finite = stage_flops(engine), None
+    if config.check_finite == "every_step":
+        is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
+        finite = FiniteCheck(module, store, engine.stage_id, groups.world, not _may_overflow(engine), is_collected)
+    weights = accumulate_in_products(module, engine.optimizer)
+    count_every_stage_in_norm(module, engine.grid)
     count_nothing_as_zero(engine.optimizer)
     watchdog = Watchdog(
         engine.global_rank,
@@ -97,8 +104,7 @@ def build_stage(engine: PipelineEngine, layout: Layout, groups: PipelineGroups, 
         asynchronous=not get_accelerator().is_synchronized_device(),
         trace_dir=config.trace_dir,
     )
-    announce_each = engine.module.dynamic_shape and config.is_stock_order
-    links = StageLinks(wires, layout, engine.stage_id, announce_each)
+    links = StageLinks(wires, setup.layout, engine.stage_id, module.dynamic_shape and config.is_stock_order)
     links.waiting = watchdog.waiting
     return Stage(
         engine.stage_id,
@@ -112,3 +118,9 @@ def build_stage(engine: PipelineEngine, layout: Layout, groups: PipelineGroups, 
         finite,
         flops,
     )
+
+
+def _may_overflow(engine: PipelineEngine) -> bool:
+    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

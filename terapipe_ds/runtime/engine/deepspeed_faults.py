@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 logger = logging.getLogger("terapipe_ds")
@@ -20,9 +22,9 @@ logger = logging.getLogger("terapipe_ds")
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
 
-    It takes parameters without the mark of model parallelism for replicated over stages as well, and leaves those of
-    later stages out of the norm. The other optimizers count by the tensor-parallel rank, whatever the mark. Parameters
-    that are divided over tensor-parallel ranks have Megatron's mark, and count on each. See `tied_copies_left_out`.
+    It takes parameters without the mark of model parallelism for replicated over stages, and leaves those of later
+    stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and count on
+    each. See `tied_copies_left_out`.
     """
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return
@@ -31,22 +33,18 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
             parameter.model_parallel = True  # type: ignore[attr-defined]
 
 
-def tell_of_clipping(engine: Any) -> None:
-    """Log on rank 0 that fp32 losses part from the stock engine's where it clips by the norm of the first stage only.
-
-    Most runs clip: 0.19.8 does so at 1.0 where the config says nothing.
-    """
+def tell_of_clipping(engine: PipelineEngine) -> None:
+    """Log on rank 0 that fp32 losses part from the stock engine's, which clips by the norm of the first stage only."""
     in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
-    if engine.global_rank != 0 or engine.num_stages == 1 or not in_fp32 or not engine.gradient_clipping() > 0:
-        return
-    is_said = "gradient_clipping" in engine._config._param_dict
-    logger.info(
-        "gradient_clipping is %g (%s): gradients are clipped by their norm over all stages, whereas DeepSpeed's own "
-        "engine, in fp32 without ZeRO, leaves later stages out of it, so that losses of the two part after the first "
-        'step that clips; to compare them set "gradient_clipping": 0 in both configs',
-        engine.gradient_clipping(),
-        "as the config says" if is_said else "DeepSpeed's default, for the config does not say",
-    )
+    if engine.global_rank == 0 and engine.num_stages > 1 and in_fp32 and engine.gradient_clipping() > 0:
+        is_said = "gradient_clipping" in engine._config._param_dict
+        source = "as the config says" if is_said else "DeepSpeed's default, for the config does not say"
+        logger.info(
+            f"gradient_clipping is {engine.gradient_clipping():g} ({source}): gradients are clipped by their norm over "
+            "all stages, whereas DeepSpeed's own engine, in fp32 without ZeRO, leaves later stages out of it, so that "
+            "losses of the two part after the first step that clips; to compare them set "
+            '"gradient_clipping": 0 in both configs'
+        )
 
 
 _DIVIDED = ("model_parallel", "tensor_model_parallel")  # what DeepSpeed's is_model_parallel_parameter asks for
@@ -60,35 +58,27 @@ def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
     of its stages. Meanwhile the copies, which are never on the first stage, look like replicated parameters.
     """
     copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
-    marks = [(p, name, getattr(p, name)) for p in copies for name in _DIVIDED if hasattr(p, name)]
-    for parameter, name, _ in marks:
-        setattr(parameter, name, False)
-    try:
+    with ExitStack() as marks:
+        for parameter, name in itertools.product(copies, _DIVIDED):
+            if hasattr(parameter, name):
+                marks.callback(setattr, parameter, name, getattr(parameter, name))
+                setattr(parameter, name, False)
         yield
-    finally:
-        for parameter, name, mark in marks:
-            setattr(parameter, name, mark)
 
 
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
-    """Give gradients the marks of their parameters, before a step of `FP16_UnfusedOptimizer`.
+    """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm looks for them.
 
-    It hands gradients to a norm that looks for those marks. Without them tied weights count twice, and of all
-    tensor-parallel ranks only the first one's gradients count.
+    Otherwise tied weights count twice, and of tensor-parallel ranks only the first.
     """
-    if not isinstance(optimizer, FP16_UnfusedOptimizer):
-        return
-    for parameter in module.parameters():
+    for parameter in module.parameters() if isinstance(optimizer, FP16_UnfusedOptimizer) else ():
         if parameter.grad is not None:
             for name in ("ds_pipe_replicated", *_DIVIDED):
                 setattr(parameter.grad, name, getattr(parameter, name, False))
 
 
 def count_nothing_as_zero(optimizer: Any) -> None:
-    """Let `BF16_Optimizer` step on a rank where no gradient counts: it fails on the empty list.
-
-    None counts where a stage has nothing but a tied copy, or parameters that another tensor-parallel rank counts.
-    """
+    """Let `BF16_Optimizer` step on a rank where no gradient counts, as with nothing but a tied copy: it fails there."""
     if not isinstance(optimizer, BF16_Optimizer):
         return
     stock = optimizer.get_grads_for_norm
@@ -103,10 +93,7 @@ def count_nothing_as_zero(optimizer: Any) -> None:
 
 
 def missing_loss_scale(optimizer: Any) -> float:
-    """Return the factor that `DeepSpeedEngine.backward` leaves out: 1.0, but with fp16 and ZeRO-0.
-
-    It does not scale the loss there, while the optimizer divides the gradients by the loss scale all the same.
-    """
+    """Return the factor by which `DeepSpeedEngine.backward` fails to scale the loss: 1.0, but with fp16 and ZeRO-0."""
     if not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         return 1.0
     if optimizer.custom_loss_scaler:

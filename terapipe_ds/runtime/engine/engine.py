@@ -1,8 +1,8 @@
 """Make a slice of tokens the unit of work of DeepSpeed's pipeline engine.
 
 DeepSpeed keeps owning the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and
-timers; this engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
-more micro-batch that is accumulated: one `forward`, one `backward`. Reduction and step come once per batch.
+timers. This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one
+more micro-batch that is accumulated. Reduction and step come once per batch.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.checkpoints.compatibility import warn_of_checkpoints
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints
-from terapipe_ds.runtime.engine.batch_end import CLOSING, BatchEnd
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_faults import tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.incoming_batch import IncomingBatches
-from terapipe_ds.runtime.engine.open_batch import OpenBatch
+from terapipe_ds.runtime.engine.open_batch import CLOSING, BatchEnd, OpenBatch
 from terapipe_ds.runtime.engine.own_time import own_seconds
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_losses
+from terapipe_ds.runtime.layout.tied_and_copied import sum_gradients, sum_over_places
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
-from terapipe_ds.runtime.log import show_log
 from terapipe_ds.runtime.planning.auto_planner import require_profile
 from terapipe_ds.runtime.planning.batch_plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call, check_train_call
+from terapipe_ds.runtime.refusals import check_compile_call, check_eval_call
 from terapipe_ds.schedule.action import Action, Kind
 
 
@@ -60,31 +58,32 @@ class TeraPipeEngine(PipelineEngine):
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
     """
 
-    verify_only: bool = False  # the first batch is checked and then the process ends
     slice_clock: Callable[[], float] | None = None  # by which slices are measured for a plan; None: the wall clock
     _is_built = False  # until then DeepSpeed builds its own engine, in which the last stage has the loss
     _place: Place | None = None  # of the part that runs now
+    total_loss: Any  # DeepSpeed's
+    total_additional_losses: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, verify_only: bool = False, **kwargs: Any) -> None:
         """Build DeepSpeed's engine, and then its collaborators here. The order matters.
 
         The layers move before DeepSpeed reads the module. What is refused is refused before groups are made, and a
-        wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked.
+        wrong profile before links are. A stage has its watch-dog before slices are planned, measured and checked. With
+        `verify_only` the first batch is checked, and then the process ends.
         """
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple = setup.slice_length_multiple
         with neighbours_staged():
             super().__init__(*args, **{**kwargs, "model_parameters": setup.parameters})
-        show_log(self.global_rank)
-        self.terapipe_config = setup.config_for(self)
+        setup.refuse(self)
         self._groups = groups = make_pipeline_groups(self.grid, self._layout)
         to_plan = StageToPlan(self, self.terapipe_config, self._layout, groups, self.slice_length_multiple)
         require_profile(to_plan)
         self._wires = groups.connect(self._layout, self.stage_id, torch.device(self.device))
-        self._stage = stage = build_stage(self, self._layout, groups, self._wires)
+        self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
-        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires)
+        self._incoming = IncomingBatches(self, self._layout, groups, self._plans, stage, self._wires, verify_only)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts)
         self._batch_end = BatchEnd(self, self._layout, stage)
@@ -95,19 +94,16 @@ class TeraPipeEngine(PipelineEngine):
     # -- what a user calls ------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Run one optimizer step over `gradient_accumulation_steps` micro-batches, each in slices.
-
-        Arguments and result are DeepSpeed's. StopIteration and errors in the data are raised on every stage.
-        """
-        check_train_call()
+        """Run one optimizer step, each micro-batch in slices. Errors in the data are raised on every stage."""
+        if not torch.is_grad_enabled():  # refused here as by DeepSpeed, but before the batch: a caller may go on
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         with ErrorsUnwrapped(), self._guarded():
             return super().train_batch(data_iter)
 
     def eval_batch(self, data_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate in slices; arguments and result are DeepSpeed's.
+        """Evaluate in slices. Logits are there on the last stage only, and there as the layers of this rank give them.
 
-        Logits are there on the last stage only, and of each tensor-parallel rank as its layers give them: its part of
-        the vocabulary, where the head is divided.
+        Where tensor parallelism divides the head, that is a part of the vocabulary.
         """
         check_eval_call(data_iter, *args, **kwargs)
         training_iterator = self.data_iterator
@@ -127,30 +123,22 @@ class TeraPipeEngine(PipelineEngine):
         self._stage.links.forget_announced()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile as DeepSpeed does, where sequences are whole.
-
-        Raises:
-            TeraPipeConfigError: they are cut in slices.
-        """
+        """Compile as DeepSpeed does, where sequences are whole. Raises TeraPipeConfigError where they are cut."""
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
 
     def slice_plan(self, sequence_length: int) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens, which are kept per length.
 
-        Raises:
-            ValueError: with `"slices": "auto"`, before a batch with sequences of that length has come.
+        With `"slices": "auto"` it is a ValueError before a batch with sequences of that length has come.
         """
         return self._plans.plan(sequence_length)
 
     def use_slice_plan(self, plan: SlicePlan, schedule: str | None = None) -> None:
         """Run sequences of `plan.sequence_length` tokens with this plan from the next batch on.
 
-        Every rank must make the same call between the same batches; a rank that does not is an error on all. For
-        tuning by hand and for benchmarks: what is planned or configured for other lengths stays as it is.
-
-        Args:
-            schedule: the name of a schedule as well; None keeps the one that the config names.
+        With `schedule` that schedule runs them, too. Every rank must make the same call between the same batches; a
+        rank that does not is an error on all. What is planned or configured for other lengths stays as it is.
 
         Raises:
             PlanError: slices that are no multiples of the module's `slice_length_multiple`.
@@ -188,20 +176,18 @@ class TeraPipeEngine(PipelineEngine):
         If `latest` names a checkpoint that is not whole, load the newest whole one, with a warning.
 
         Raises:
-            TeraPipeConfigError: on every rank, where another TP x PP x DP has saved what is to be loaded, or stages
-                whose optimizer states cannot be brought to those of this engine.
-            CheckpointError: on every rank, where `tag` is not whole, or nothing is, or a file cannot be read.
+            TeraPipeConfigError: on every rank: the checkpoint is of another TP x PP x DP, or its optimizer states
+                cannot be brought to the stages of this engine.
+            CheckpointError: on every rank: `tag` is not whole, or nothing is, or a file cannot be read.
         """
-        options = LoadOptions(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
-        )
+        states = load_optimizer_states, load_lr_scheduler_states
+        options = LoadOptions(load_module_strict, *states, load_module_only, custom_load_fn)
         return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
 
     def destroy(self) -> None:
         """Stop the watch-dog, then let DeepSpeed give back what it holds."""
-        stage = vars(self).get("_stage")
-        if stage is not None:
-            stage.watchdog.close()
+        if "_stage" in vars(self):
+            self._stage.watchdog.close()
         super().destroy()
 
     @property
@@ -239,31 +225,27 @@ class TeraPipeEngine(PipelineEngine):
 
     def _aggregate_total_loss(self) -> Any:
         if self._layout.has_copies:
-            sum_losses(self, self._layout, self._groups)
+            booked = self.total_loss, self.total_additional_losses
+            ranks, control = self._groups.ranks, self._groups.control
+            booked = sum_over_places(booked, self._layout, self.stage_id, ranks, control, self.device)
+            self.total_loss, self.total_additional_losses = booked
         return super()._aggregate_total_loss()
 
     def set_dataloader(self, loader: Any) -> None:
         """Keep a loader where data is drawn."""
         if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader = loader
-            self.data_iterator = iter(loader)
+            self.training_dataloader, self.data_iterator = loader, iter(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Keep an iterator where data is drawn."""
         if self.stage_id in self._layout.drawing_stages:
-            self.training_dataloader = None
-            self.data_iterator = iterator
+            self.training_dataloader, self.data_iterator = None, iterator
 
     def _backward_prologue_per_tensor(self, grad: Any) -> Any:
-        """Divide the loss by the number of micro-batches, but not what comes back from other parts.
-
-        `PipelineEngine` decides this by the stage, so its own method is left out.
-        """
-        if self._place is None or self._place.is_last:
+        """Divide the loss by the number of micro-batches, but not what comes back from other parts."""
+        if self._place is None or self._place.is_last:  # `PipelineEngine` would go by the stage
             return super(PipelineEngine, self)._backward_prologue_per_tensor(grad)
         return grad
-
-    # -- a batch -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -271,20 +253,16 @@ class TeraPipeEngine(PipelineEngine):
         try:
             with self._stage.watchdog.batch():
                 yield
-        except BaseException:
-            self._forget_batch()
+        except BaseException:  # forget the batch: a caller who goes on trains as if it had not begun
+            if self._batch.is_training and self.optimizer is not None:
+                self.optimizer.zero_grad()
+                self.zero_grad()
+            self._batch.forget()
+            self.eval_return_logits = False
+            for timer in self.timers.get_timers().values():
+                if timer.started_:
+                    timer.stop()
             raise
-
-    def _forget_batch(self) -> None:
-        """Forget a batch that failed, so that a caller who goes on trains as if it had not begun."""
-        if self._batch.is_training and self.optimizer is not None:
-            self.optimizer.zero_grad()
-            self.zero_grad()
-        self._batch.forget()
-        self.eval_return_logits = False
-        for timer in self.timers.get_timers().values():
-            if timer.started_:
-                timer.stop()
 
     def _train_schedule(self) -> Any:
         return self._open_batch(self.micro_batches, training=True)
@@ -300,17 +278,13 @@ class TeraPipeEngine(PipelineEngine):
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Run the actions in DeepSpeed's loop, then check that nothing of the batch is left."""
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             tell_of_clipping(self)
         with self._batch.running():
             super()._exec_schedule(pipe_schedule)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
 
-    # -- actions -----------------------------------------------------------------------------------------------------
-
     def _exec_action(self, action: Action) -> None:
-        """Execute one action of the schedule."""
         stage = self._stage
         stage.watchdog.note(action)
         counted = stage.flops.around(action) if stage.flops is not None else nullcontext()
@@ -319,7 +293,6 @@ class TeraPipeEngine(PipelineEngine):
             self._ACTIONS[action.kind](self, action)
 
     def _load(self, action: Action) -> None:
-        """Bring a micro-batch to the device."""
         micro_batch = self._batch.current.micro_batches[action.micro_batch_id]
         with self._stage.deepspeed.timed(BATCH_INPUT_TIMER):
             if micro_batch.inputs is not None:
@@ -331,16 +304,16 @@ class TeraPipeEngine(PipelineEngine):
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()
 
+    def _optimizer_step(self, action: Action) -> None:
+        self._batch_end.before_step()
+        self._exec_optimizer_step()
+        self._batch_end.after_step()
+
     def _exec_reduce_tied_grads(self) -> None:
         if self._layout.has_copies:
             sum_gradients(self.module, self.optimizer)
         else:
             super()._exec_reduce_tied_grads()
-
-    def _optimizer_step(self, action: Action) -> None:
-        self._batch_end.before_step()
-        self._exec_optimizer_step()
-        self._batch_end.after_step()
 
     def clip_fp32_gradients(self) -> None:
         """Clip as DeepSpeed does where no optimizer of its own clips; tied weights count once."""
@@ -349,10 +322,10 @@ class TeraPipeEngine(PipelineEngine):
 
     _ACTIONS = {
         Kind.LOAD: _load,
-        Kind.RECV_ACTIVATION: _on_its_part(PartRunner.post_activation),
+        Kind.RECV_ACTIVATION: lambda self, action: self._stage.links.post(action),
         Kind.FORWARD: _on_its_part(PartRunner.forward),
         Kind.SEND_ACTIVATION: _on_its_part(PartRunner.send_activation),
-        Kind.RECV_GRAD: _on_its_part(PartRunner.post_gradients),
+        Kind.RECV_GRAD: lambda self, action: self._stage.links.post(action),
         Kind.BACKWARD: _on_its_part(PartRunner.backward),
         Kind.WEIGHT: _on_its_part(PartRunner.weight),
         Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),

@@ -8,6 +8,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -19,7 +20,7 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.planning.batch_plans import Plans
-from terapipe_ds.runtime.refusals import check_batch_options
+from terapipe_ds.runtime.refusals import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.verify import FirstBatchCheck, StageToCheck, TensorRanks
 
 
@@ -34,24 +35,24 @@ class IncomingBatches:
         plans: Plans,
         stage: Stage,
         wires: Wires,
+        verify_only: bool,
     ) -> None:
         self._engine, self._config, self._plans = engine, engine.terapipe_config, plans
-        self._stage_id, self._wires = stage.stage_id, wires
+        self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
         places = layout.places(stage.stage_id)
         self._has_first = any(place.is_first for place in places)
-        self._has_last = any(place.is_last for place in places)
         self._first_batch = FirstBatchCheck(self._stage_to_check(layout, groups, stage))
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
             self._config,
             engine._next_batch,
             groups.place(layout, stage.stage_id),
-            engine.slice_length_multiple,
             layout,
-            is_cut=plans.cuts,
+            plans.cuts,
+            engine.slice_length_multiple,
             tells=layout.owner(0) == stage.stage_id and not any(replica_ranks),  # the first part may be on any rank
-            check=self._check_options,
             look_at=self._first_batch.look_at_labels,
+            check=self._check_options,
         )
         self._source.also_agree_on("slice_length_multiple", str(engine.slice_length_multiple))
 
@@ -84,31 +85,23 @@ class IncomingBatches:
         name, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(name, training, tuple(plan.num_slices for plan in plans))
         micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
-        self._first_batch.run(micro_batches, training, engine._compute_loss, engine.verify_only)
+        self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         return BatchInFlight(schedule, self._stage_id, training, micro_batches)
 
     def _check_options(self) -> None:
         """Refuse what has been switched on since the last batch: in DeepSpeed, or in the environment."""
-        in_stock_order = self._config.is_stock_order and not self._plans.cut_by_hand
-        check_batch_options(in_stock_order, self._wires.post_on_device)
+        check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
+        problem = problem_of_device_waits(self._wires.post_on_device)
+        if problem is not None:
+            raise TeraPipeConfigError(problem)
 
     def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
-        inputs = labels = None
-        weights: tuple[float, ...] = ()
-        if self._has_first:
-            inputs = self._source.slice_inputs(drawn.inputs, shape, plan)
-        if self._has_last:
-            labels = drawn.labels
-            assert labels is not None
-            weights = self.weights_of_slices(labels, plan)
-        return MicroBatchInFlight(plan, shape, inputs, labels, weights)
+        inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
+        weights = self.weights_of_slices(drawn.labels, plan) if drawn.labels is not None else ()
+        return MicroBatchInFlight(plan, shape, inputs, drawn.labels, weights)
 
     def weights_of_slices(self, labels: SliceableTensors, plan: SlicePlan) -> tuple[float, ...]:
         """Return the factor of each slice's loss, on a stage that has the labels."""
-        return slice_weights(
-            labels,
-            plan,
-            loss_reduction=self._config.loss_reduction,
-            ignore_index=self._config.ignore_index,
-            slice_weight=getattr(self._engine.module.loss_fn, "slice_weight", None),
-        )
+        reduction, ignored = self._config.loss_reduction, self._config.ignore_index
+        own = getattr(self._engine.module.loss_fn, "slice_weight", None)
+        return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=ignored, slice_weight=own)

@@ -1,14 +1,23 @@
-"""Open, close and forget the batch that a stage runs, for all that keep something of it."""
+"""Open, end, close and forget the batch that a stage runs, for all that keep something of it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
+from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.stage import Stage
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
+from terapipe_ds.schedule.action import Kind
+
+CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
 class OpenBatch:
@@ -26,12 +35,10 @@ class OpenBatch:
 
     @property
     def is_training(self) -> bool:
-        """Whether a training batch is open."""
         return self._batch is not None and self._batch.training
 
     @property
     def is_first_of_its_mode(self) -> bool:
-        """Whether no other training batch, or no other evaluation, has run before."""
         return self.current.training not in self._modes_run
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
@@ -54,7 +61,7 @@ class OpenBatch:
         self._modes_run.add(training)
 
     def close(self, peak_live_slices: int, step: int) -> None:
-        """End the batch, and check that its books are closed: nothing of it is left anywhere."""
+        """Close the batch, and check that its books are closed: nothing of it is left anywhere."""
         stage, batch = self._stage, self.current
         stage.links.close_batch()
         stage.weights.assert_done()
@@ -76,3 +83,42 @@ class OpenBatch:
         self._stage.results.begin(batch)
         for part in self._parts:
             part.open_batch(batch)
+
+
+class BatchEnd:
+    """What comes around DeepSpeed's sums of gradients and optimizer step, once per training batch on each stage."""
+
+    def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
+        self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
+        self._engine, self._layout, self._stage = engine, layout, stage
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Add the time of the block to `closing_s`."""
+        begin_s = time.perf_counter()
+        yield
+        self.closing_s += time.perf_counter() - begin_s
+
+    def before_sums(self) -> None:
+        """Let all ranks agree that their numbers are finite, and run the module's own hook `before_reduce`."""
+        engine, stage = self._engine, self._stage
+        if stage.finite is not None:
+            with stage.watchdog.waiting("the check of all ranks for numbers that are not finite"):
+                stage.links.close_batch()  # a caller may go on after the error
+                stage.finite.agree(engine.global_steps + 1)
+        if self._layout.has_copies:
+            complete_gradients(engine.module, engine.optimizer)
+        before_reduce = getattr(engine.module, "before_reduce", None)
+        if before_reduce is not None:
+            before_reduce(engine)
+
+    def before_step(self) -> None:
+        """Mark gradients for the norm, and report the operations of the batch."""
+        mark_gradients(self._engine.module, self._engine.optimizer)
+        if self._stage.flops is not None:
+            self._stage.flops.report()
+
+    def after_step(self) -> None:
+        """Bring the copies of a part back to one value, where an optimizer may update them differently."""
+        if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
+            take_owners_weights(self._engine.module)

@@ -1,15 +1,14 @@
 """Measure what the engine itself takes of an F and a B around the layers: its books, DeepSpeed's wrappers, autograd.
 
-This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss alone
-and promises step times there that no step can keep. The engine therefore rehearses with layers that do nothing. What a
-timer takes for the same layers is subtracted.
+This time is the same for slices of any length, so it matters where slices are short. A timer runs layers and loss
+alone. So the engine rehearses with layers that do nothing, and what a timer takes for the same layers is subtracted.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +21,12 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.sliceable import SliceableTensors, Tensors
+from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.stage import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.trace import Tracer
-from terapipe_ds.runtime.failures.report import RankRecord, Wait
+from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.links.channel import MessageSpec, TensorSpec
@@ -48,20 +47,22 @@ def own_seconds(
 ) -> tuple[float, float]:
     """Return the engine's own seconds of an F and of a B. Call it inside `untouched(module)`.
 
-    Messages are left out because they are measured separately. What an optimizer adds to a backward is left out because
-    the optimizer's state must not change here.
+    Messages are left out because they are measured separately, and what an optimizer adds to a backward because its
+    state must not change here.
 
     Args:
         is_last: whether the part's slices have a loss, which the engine adds up.
         between: runs layers on a slice before each action, so that caches are as in a step.
         share: the slice's share of a sequence. Short slices run more often in a step, so they are measured more often.
-        clock: replaces the wall clock, as in `SliceTimer`.
     """
     now_s = clock or time.perf_counter
     layers, device = _Idle(), torch.device(engine.device)
     rounds = min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(0.5 / share)))
     labels = SliceableTensors.of_labels(torch.zeros(1, rounds, dtype=torch.int64, device=device), 1)
-    timer = _idle_timer(layers, labels if is_last else None, rounds, device)
+    loss_fn, timer_labels = layers.loss_fn, labels if is_last else None
+    timer = SliceTimer(layers, rounds, device, SliceStore(), labels=timer_labels, is_last=is_last, loss_fn=loss_fn)
+    timer.receive(1, _SPEC)
+    timer.output_spec(1)
     runner = _runner(_Rehearsal(engine, layers), is_last, labels, rounds, device)
 
     def timed(call: Callable[[], object]) -> float:
@@ -77,9 +78,9 @@ def own_seconds(
         for kind, taken in taken_s.items():
             alone_s = timed(partial(_run_layers, timer, kind, slice_id, live))
             taken.append((alone_s, timed(partial(_act, runner, kind, slice_id, is_last))))
-    # the minimum of each: time that other programs took is not the engine's
-    alone, acted = ([min(pair[n] for pair in pairs) for pairs in taken_s.values()] for n in (0, 1))
-    forward_s, backward_s = (max(0.0, with_engine - without) for with_engine, without in zip(acted, alone, strict=True))
+    forward_s, backward_s = (  # of the minima: time that other programs took is not the engine's
+        max(0.0, min(acted for _, acted in pairs) - min(alone for alone, _ in pairs)) for pairs in taken_s.values()
+    )
     return forward_s, backward_s
 
 
@@ -115,90 +116,46 @@ class _Idle(nn.Module):
         """Return none: there is only the loss itself."""
 
 
-def _idle_timer(layers: _Idle, labels: SliceableTensors | None, rounds: int, device: torch.device) -> SliceTimer:
-    """Return the timer of the idle layers, whose times are subtracted."""
-    is_last = labels is not None
-    timer = SliceTimer(layers, rounds, device, SliceStore(), labels=labels, is_last=is_last, loss_fn=layers.loss_fn)
-    timer.receive(1, _SPEC)
-    timer.output_spec(1)
-    return timer
-
-
 class _Rehearsal(PipelineEngine):
     """Stand in for an engine in DeepSpeed's forward and backward: it has the same settings, and leaves no trace there.
 
-    `layers` replace the module. There is no optimizer whose state a backward would change. The timers and the results
-    of a batch are separate ones. Attributes are copied as they are: `setattr` of a module would look at their types.
+    `layers` replace the module, and no optimizer changes its state. Timers and results of a batch are separate ones.
+    Attributes are copied as they are: `setattr` of a module would look at their types.
     """
 
     def __init__(self, engine: PipelineEngine, layers: nn.Module) -> None:
         optimizer = SimpleNamespace(set_gradient_accumulation_boundary=lambda is_boundary: None)
-        self.__dict__.update(vars(engine))
-        self.__dict__.update(module=layers, optimizer=optimizer, timers=type(engine.timers)())
-        self.__dict__.update(total_loss=None, total_additional_losses=None, fwd_outputs=[])
+        results: dict[str, Any] = {"total_loss": None, "total_additional_losses": None, "fwd_outputs": []}
+        self.__dict__.update(vars(engine), module=layers, optimizer=optimizer, timers=type(engine.timers)(), **results)
         self.__dict__.update(_compute_loss=True, eval_return_logits=False)
 
     def __del__(self) -> None:
         """Destroy nothing, since all that is here belongs to the engine."""
 
 
-class _NoMessages:
-    """Replace the channels of a part in the middle: every message is there at once, and none goes anywhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._gradients = (self._message(),)
-
-    def _message(self) -> torch.Tensor:
-        (tensor,) = _SPEC.tensors
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
-
-    def describe_wait(self, action: Action) -> Wait:
-        return Wait(f"the input of {action}: a rehearsal", ())
-
-    def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        return _SPEC, (self._message(),)
-
-    def receive_gradients(self, action: Action) -> Tensors:
-        return self._gradients
-
-    def send_activation(self, *message: object) -> None: ...
-
-    def send_gradients(self, *message: object) -> None: ...
-
-    def has_wire(self, kind: Kind, chunk_id: int) -> bool:
-        return True
-
-
-class _NoWatch:
-    """Take a watchdog's notes in a record of its own, since reports are about real actions."""
-
-    def __init__(self) -> None:
-        self._record = RankRecord(0, 0)
-
-    @contextmanager
-    def waiting(self, what: Wait) -> Iterator[None]:
-        self._record.now_waits(what)
-        yield
+def _links(device: torch.device) -> Any:
+    """Return links of a part in the middle: every message is there at once, and none goes anywhere."""
+    (tensor,) = _SPEC.tensors
+    gradients = (torch.zeros(tensor.shape, dtype=tensor.dtype, device=device),)
+    return SimpleNamespace(
+        describe_wait=lambda action: Wait(f"the input of {action}: a rehearsal", ()),
+        receive_activation=lambda action: (_SPEC, (torch.zeros_like(gradients[0]),)),
+        receive_gradients=lambda action: gradients,
+        send_activation=lambda *message: None,
+        send_gradients=lambda *message: None,
+        has_wire=lambda kind, chunk_id: True,
+    )
 
 
 def _runner(
     engine: PipelineEngine, is_last: bool, labels: SliceableTensors, rounds: int, device: torch.device
 ) -> PartRunner:
     """Return the runner of a part that receives, in a batch of one micro-batch whose slices have one token each."""
-    apart: dict[str, Any] = {"links": _NoMessages(device), "watchdog": _NoWatch()}
-    stage = Stage(
-        0,
-        DeepSpeedCalls(engine),
-        store=SliceStore(),
-        weights=WeightGradients(),
-        results=BatchResults(engine, sequence_dim=1),
-        tracer=Tracer(None, 0, 0, 1),
-        **apart,
-    )
-    micro_batch = MicroBatchInFlight(
-        SlicePlan((1,) * rounds), MicroBatchShape(1, rounds), labels=labels, weights=(0.5,) * rounds
-    )
+    watchdog: Any = SimpleNamespace(waiting=lambda what: nullcontext())  # reports are about real actions
+    results, tracer = BatchResults(engine, sequence_dim=1), Tracer(None, 0, 0, 1)
+    stage = Stage(0, DeepSpeedCalls(engine), _links(device), SliceStore(), watchdog, WeightGradients(), results, tracer)
+    plan, shape = SlicePlan((1,) * rounds), MicroBatchShape(1, rounds)
+    micro_batch = MicroBatchInFlight(plan, shape, labels=labels, weights=(0.5,) * rounds)
     batch = BatchInFlight(build("terapipe", 1, 1, rounds), 0, True, [micro_batch])
     stage.results.begin(batch)
     runner = PartRunner(stage, Place(0, is_last=is_last))

@@ -38,26 +38,24 @@ class PartRunner:
         self.place, self._stage = place, stage
         self._sends_outputs = stage.links.has_wire(Kind.FORWARD, place.chunk_id)
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
-        self._defers_nothing = False  # a batch with W has run, and no W had anything to do
+        self._has_warned = False
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
         """Run actions of `batch` from now on; None: of no batch."""
         sends = self._sends_outputs, self._sends_gradients
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
-        split = batch is not None and any(part_id == self.place.part_id for part_id, *_ in batch.split)
-        self._products = 0 if split else -1
+        self._num_weights = self._num_products = 0  # W that ran, and weight gradients that they had
 
     def close_batch(self) -> None:
         """Say once where the schedule splits backwards and no layer does."""
-        if self._products == 0 and not self._defers_nothing:
-            self._defers_nothing = True
+        if self._num_weights and not self._num_products and not self._has_warned:
+            self._has_warned = True
             logger.warning(
-                "stage %d, chunk %d: the schedule splits backwards, but no layer here leaves weight gradients to W: "
-                "only torch's own nn.Linear and layers with defer_weight_gradients() do, in the dtype of the weight "
-                "and without autocast. Gradients are right; an unsplit schedule is as fast.",
-                self._stage.stage_id,
-                self.place.chunk_id,
+                f"stage {self._stage.stage_id}, chunk {self.place.chunk_id}: the schedule splits backwards, but no "
+                "layer here leaves weight gradients to W: only torch's own nn.Linear and layers with "
+                "defer_weight_gradients() do, in the dtype of the weight and without autocast. Gradients are right; an "
+                "unsplit schedule is as fast."
             )
 
     def _open(self) -> PartInFlight:
@@ -66,19 +64,15 @@ class PartRunner:
 
     def _active(self, action: Action, mode: str) -> ActiveSlice:
         plan = self._open().batch.micro_batches[action.micro_batch_id].plan
-        start, stop = plan.span(action.slice_id)
         return ActiveSlice(
-            start=start,
-            stop=stop,
-            sequence_length=plan.sequence_length,
+            *plan.span(action.slice_id),
+            plan.sequence_length,
             micro_batch_id=action.micro_batch_id,
             slice_id=action.slice_id,
             part_id=self.place.part_id,
             mode=mode,
             store=self._stage.store,
         )
-
-    # -- F -----------------------------------------------------------------------------------------------------------
 
     def forward(self, action: Action) -> None:
         """Run the layers of this part on one slice; the last part adds the slice's share of the loss."""
@@ -97,7 +91,7 @@ class PartRunner:
         slices.finish(action)
 
     def _slice_inputs(self, action: Action, active: ActiveSlice) -> tuple[Tensors, Any]:
-        """Return the leaves of this slice's graph, and copies for the layers, because a layer may work in place."""
+        """Return the leaves of this slice's graph, and copies for the layers, which may work in place."""
         if self.place.is_first:
             inputs = self._open().batch.micro_batches[action.micro_batch_id].inputs
             assert inputs is not None
@@ -113,19 +107,13 @@ class PartRunner:
     def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
         """Return the message that `action` needs, once it is here."""
         stage = self._stage
-        waiting = stage.watchdog.waiting(stage.links.describe_wait(action))
-        with waiting, stage.deepspeed.timed(timer):
+        with stage.watchdog.waiting(stage.links.describe_wait(action)), stage.deepspeed.timed(timer):
             message = receive(action)
         stage.tracer.input_is_here()
         return message
 
-    # -- B and W -----------------------------------------------------------------------------------------------------
-
     def backward(self, action: Action) -> None:
-        """Compute the gradients of one slice.
-
-        Slices of a micro-batch come in reverse, so dK and dV of this one are complete.
-        """
+        """Compute the gradients of one slice. Slices come in reverse, so dK and dV of this one are complete."""
         slices, stage = self._open(), self._stage
         slice_, key = slices.get(action), slices.key(action)
         gradients: Tensors = ()
@@ -149,20 +137,11 @@ class PartRunner:
         slices, stage = self._open(), self._stage
         slices.get(action)
         with push_slice(self._active(action, "weight")):
-            self._products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
+            self._num_weights += 1
+            self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
             if stage.finite is not None:
                 stage.finite.look_at_parameters()
         slices.finish(action)
-
-    # -- messages ----------------------------------------------------------------------------------------------------
-
-    def post_activation(self, action: Action) -> None:
-        """Take the input of a later F in, beside what is computed."""
-        self._stage.links.post_activation(action)
-
-    def post_gradients(self, action: Action) -> None:
-        """Take the gradients of a later B in, beside what is computed."""
-        self._stage.links.post_gradients(action)
 
     def send_activation(self, action: Action) -> None:
         """Send what the layers gave."""
@@ -184,7 +163,5 @@ class PartRunner:
 
     def _input_gradients(self, action: Action) -> Tensors:
         """Return the gradients of what a slice received; zeros where the layers did not use it."""
-        leaves = self._open().get(action).inputs
-        return tuple(
-            leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves if leaf.requires_grad
-        )
+        leaves = [leaf for leaf in self._open().get(action).inputs if leaf.requires_grad]
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)

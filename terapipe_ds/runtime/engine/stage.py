@@ -26,10 +26,7 @@ from terapipe_ds.runtime.links.stage_links import StageLinks
 
 
 class DeepSpeedCalls:
-    """Run layers and backwards as DeepSpeed does for a micro-batch: with its hooks, loss scale and timers.
-
-    `forward` and `backward` are called as `DeepSpeedEngine` defines them: `PipelineEngine` refuses both to users.
-    """
+    """Run layers and backwards as `DeepSpeedEngine` does for a micro-batch: with its hooks, loss scale and timers."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
@@ -48,15 +45,11 @@ class DeepSpeedCalls:
         DeepSpeedEngine.backward(self._engine, loss if scale == 1.0 else loss.float() * scale)
 
     def backward_of_outputs(self, outputs: Any, gradients: Tensors) -> None:
-        """Run the backward of another part: what `DeepSpeedEngine.backward` does, around gradients of outputs.
-
-        Its prologue runs from hooks on the outputs.
-        """
+        """Do for another part what `DeepSpeedEngine.backward` does. Its prologue runs from hooks on the outputs."""
         tensors = [t for t in as_tuple(outputs, "the outputs of a stage") if t.requires_grad]
-        if not tensors:
-            return
-        with self._engine_backward():
-            torch.autograd.backward(tensors, list(gradients))
+        if tensors:
+            with self._engine_backward():
+                torch.autograd.backward(tensors, list(gradients))
 
     @contextmanager
     def weight_backward(self) -> Iterator[None]:
@@ -79,24 +72,20 @@ class DeepSpeedCalls:
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Run one of DeepSpeed's timers, with `wall_clock_breakdown`. Receives are timed while they are waited for."""
-        engine = self._engine
-        if not engine.wall_clock_breakdown():
-            yield
-            return
-        engine.timers(name).start()
+        timer = self._engine.timers(name) if self._engine.wall_clock_breakdown() else None
+        if timer is not None:
+            timer.start()
         yield
-        engine.timers(name).stop()
+        if timer is not None:
+            timer.stop()
 
 
 @dataclass
 class Stage:
     """What the parts of one stage share.
 
-    Args:
-        store: of keys and values; each part has names of its own in it.
-        weights: the weight gradients of all layers, for schedules that split backwards.
-        finite: the search for numbers that are not finite; None where the config does not ask for one.
-        flops: the counter of operations, likewise.
+    In `store` each part has names of its own. `finite`, which searches for numbers that are not finite, and `flops`,
+    which counts operations, are there where the config asks for them.
     """
 
     stage_id: int

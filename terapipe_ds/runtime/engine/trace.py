@@ -1,7 +1,6 @@
-"""Measure timelines: what each stage did when, written in the form in which schedules are drawn.
+"""Measure timelines: what each stage did when, in seconds of the wall clock, which the ranks of a machine share.
 
-Start and end are seconds of the wall clock, so that the files of all ranks of one machine lie on one axis. On an
-accelerator every action is synchronised while its step is traced, which costs some of the overlap.
+On an accelerator every action is synchronised while its step is traced, which costs some of the overlap.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from terapipe_ds.schedule.action import Action, Kind
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
 _COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-_FIRST_STEPS = 5  # traced in any case; later ones each TRACE_EVERY steps
-_TRACE_EVERY = 100
 
 
 def is_traced(step: int) -> bool:
-    """Return whether a training step, counted from 1, is written: the first few are, then each hundredth."""
-    return step <= _FIRST_STEPS or step % _TRACE_EVERY == 0
+    """Return whether a training step, counted from 1, is written: the first five are, then each hundredth."""
+    return step <= 5 or step % 100 == 0
 
 
 class ActionTracer(Protocol):
@@ -48,9 +45,7 @@ class Tracer:
 
     def __init__(self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int) -> None:
         self._dir = Path(trace_dir) if trace_dir else None
-        self._rank = rank
-        self._stage_id = stage_id
-        self._num_stages = num_stages
+        self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
         self._events: list[TimelineEvent] | None = None
         self._start_s = 0.0
 
@@ -68,17 +63,18 @@ class Tracer:
         self._start_s = time.time()
         yield
         wait_for_computation()
-        event = TimelineEvent(
-            stage_id=self._stage_id,
-            action=str(action),
-            micro_batch_id=action.micro_batch_id,
-            slice_id=action.slice_id,
-            kind=action.kind.value,
-            start_s=self._start_s,
-            end_s=time.time(),
-            chunk_id=action.chunk_id,
+        self._events.append(
+            TimelineEvent(
+                stage_id=self._stage_id,
+                action=str(action),
+                micro_batch_id=action.micro_batch_id,
+                slice_id=action.slice_id,
+                kind=action.kind.value,
+                start_s=self._start_s,
+                end_s=time.time(),
+                chunk_id=action.chunk_id,
+            )
         )
-        self._events.append(event)
 
     def input_is_here(self) -> None:
         """Let the computation of the action in hand start now: its wait for a message is over."""
@@ -97,10 +93,9 @@ class Tracer:
 
 
 def wait_for_computation() -> None:
-    """Wait until what this rank computes is done.
+    """Wait until what this rank computes is done: on an accelerator for its current stream alone.
 
-    On an accelerator that is its current stream alone. A receive that is posted ahead waits on a stream of its own, for
-    a message that may need what is computed here first.
+    A receive that is posted ahead has a stream of its own; its message may need what is computed here first.
     """
     if not get_accelerator().is_synchronized_device():
         get_accelerator().current_stream().synchronize()

@@ -1,1 +1,1 @@
-"""What is done to the user's layers while they run: weight gradients apart, checkpointing, checks, counts."""
+"""Work around the user's layers while they run: weight gradients apart, checkpointing, checks, counts."""

@@ -15,11 +15,10 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 def checkpointing_with_gradients(module: Any) -> Iterator[None]:
     """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward.
 
-    Only so long: DeepSpeed tells reentrant checkpointing by the identity of the module's function. A measured module of
-    another kind has none.
+    Only so long: DeepSpeed tells reentrant checkpointing by the identity of the module's function.
     """
     checkpoint = getattr(module, "activation_checkpoint_func", None)
-    if checkpoint is None:
+    if checkpoint is None:  # a measured module of another kind
         yield
         return
     module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint)
@@ -33,8 +32,7 @@ def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., A
     """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
     A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids)
-    never get a gradient; stock DeepSpeed fails there. The non-reentrant kind saves the same memory. What is recomputed
-    runs under the autocast of the forward: DeepSpeed recomputes without, in another dtype.
+    never get a gradient. What is recomputed runs under the autocast of the forward, which DeepSpeed forgets.
     """
 
     def checkpoint_range(function: Callable[..., Any], *inputs: Any) -> Any:

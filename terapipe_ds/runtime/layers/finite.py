@@ -1,13 +1,10 @@
 """Find the first number of a step that is not finite (`"check_finite": "every_step"`), by the place where it arose.
 
-NaN spreads to everything that is computed from it, so a loss of NaN says nothing of its cause. Hooks look at every
-layer's outputs and at the gradients of its inputs, for each slice; the loss, the gradients in the slice store and those
-of parameters are looked at as well. The host waits for no device meanwhile: the extremes of each tensor are kept where
-they are, and read once, when the backwards of the batch are done. Then all ranks raise the same error, before anything
-is reduced or updated. It names the place that no other place has caused.
-
-With a dynamic loss scale a gradient that overflows is how the scale is found: the optimizer skips that step, and the
-check looks only at what the forward computes.
+NaN spreads to everything that is computed from it, so a loss of NaN says nothing of its cause. For each slice hooks
+look at every layer's outputs and at the gradients of its inputs; the loss, the gradients in the slice store and those
+of parameters are looked at as well. The extremes of each tensor stay on its device, and are read once, when the
+backwards of the batch are done. Then all ranks raise the same error, before anything is reduced or updated. It names
+the place that no other place has caused. With a dynamic loss scale gradients may overflow, and are not looked at.
 """
 
 from __future__ import annotations
@@ -20,8 +17,6 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, active_slice
@@ -47,7 +42,7 @@ class Look:
 
     @property
     def order(self) -> tuple[bool, int, int, int]:
-        """What sorts first cannot follow from what sorts later: in the backward, slices and parts come in reverse."""
+        """The sort key that puts causes before their effects: in the backward, slices and parts come in reverse."""
         active, sign = self.active, -1 if self.is_backward else 1
         return self.is_backward, active.micro_batch_id, sign * active.slice_id, sign * active.part_id
 
@@ -62,22 +57,17 @@ class Look:
 class FiniteCheck:
     """The check of one stage; one per engine.
 
-    Args:
-        world: a group of all ranks on the CPU; None for a single rank.
-        gradients: False where the loss scale is dynamic.
-        collected: the optimizer collects gradients by hooks, and `.grad` does not hold those of the whole batch.
+    `world` is a group of all ranks on the CPU; None for a single rank. `gradients` are looked at unless the loss scale
+    is dynamic. With `collected` the optimizer collects them by hooks: `.grad` has not those of the whole batch.
     """
 
     def __init__(
         self, module: PipelineModule, store: SliceStore, stage_id: int, world: Any, gradients: bool, collected: bool
     ) -> None:
-        self._module, self._store = module, store
-        self._stage_id, self._world = stage_id, world
+        self._module, self._store, self._stage_id, self._world = module, store, stage_id, world
         self._gradients, self._collected = gradients, collected
         self._looks: list[Look] = []
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and what its gradient is called
-
-    # -- looking ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -98,7 +88,12 @@ class FiniteCheck:
         for module, name in names.items():
             before, after = self._hooks(name, any(module is part[-1] for part in parts))
             handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-        self._parameters = dict(_parameters_of([*owners, ("the pipeline module", self._module)]))
+        self._parameters = {}
+        for owner, layer in [*owners, ("the pipeline module", self._module)]:
+            of_layer = module_of(layer)
+            for name, parameter in () if of_layer is None else of_layer.named_parameters():
+                if parameter.requires_grad:
+                    self._parameters.setdefault(parameter, (owner, f"the gradient of its parameter {name}"))
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             if self._collected:
@@ -179,14 +174,8 @@ class FiniteCheck:
             what = f"the accumulated {name} of tokens [0, {stop})"
             self.look(f"attention layer {entry.layer!r}", what, grads[:, :, :stop], is_backward=True)
 
-    # -- judging ------------------------------------------------------------------------------------------------------
-
     def agree(self, step: int) -> None:
-        """Compare all ranks, when all backwards of the batch are done. A collective over all ranks.
-
-        Raises:
-            NonFiniteError: on every rank, where one has found something.
-        """
+        """Raise NonFiniteError on every rank where one has found something. A collective, after the last backward."""
         texts = zip(self._looks, _problems(self._looks), strict=True)
         places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
         own = min(places, key=lambda place: place[0], default=None)  # of one slice what was computed first
@@ -195,8 +184,17 @@ class FiniteCheck:
         if self._world is not None:
             firsts = gather(own, self._world) if on_any_rank(own is not None, self._world) else []
         ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(firsts) if place is not None)
-        if ranks:
-            raise RaisedEverywhere(NonFiniteError(_message(ranks, step)))
+        if not ranks:
+            return
+        (_, rank, first), *others = ranks
+        came = f" From there it came to ranks {sorted(rank for _, rank, _ in others)} as well." if others else ""
+        text = (
+            f"step {step} computed a number that is not finite (terapipe.check_finite). The first place, on rank "
+            f"{rank}: {first}. What it was computed from is finite, unless a parameter is not: look at what this place "
+            f"does with these tokens.{came} Nothing was updated in this step; on all ranks a caller who catches this "
+            "error may go on with the next batch."
+        )
+        raise RaisedEverywhere(NonFiniteError(text))
 
 
 def _tensors(args: Sequence[Any]) -> dict[str, Tensor]:
@@ -218,45 +216,9 @@ def _problems(looks: Sequence[Look]) -> list[str]:
     return problems
 
 
-def _parameters_of(owners: Sequence[tuple[str, Any]]) -> Iterator[tuple[nn.Parameter, tuple[str, str]]]:
-    """Yield each parameter with the layer that it belongs to, and what its gradient is called."""
-    seen: set[int] = set()
-    for owner, layer in owners:
-        module = module_of(layer)
-        for name, parameter in [] if module is None else module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter, (owner, f"the gradient of its parameter {name}")
-
-
 def layer_name(layer: Any, index: int) -> str:
     """Return `layer 3 (DecoderLayer)`; of tied layers and of plain functions the function's name."""
     if isinstance(layer, functools.partial):
         layer = layer.func
     kind = type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
     return f"layer {index} ({kind})"
-
-
-def _message(places: Sequence[tuple[object, int, str]], step: int) -> str:
-    (_, rank, first), *others = places
-    came = f" From there it came to ranks {sorted(rank for _, rank, _ in others)} as well." if others else ""
-    return (
-        f"step {step} computed a number that is not finite (terapipe.check_finite). The first place, on rank {rank}: "
-        f"{first}. What it was computed from is finite, unless a parameter is not: look at what this place does with "
-        f"these tokens.{came} Nothing was updated in this step; on all ranks a caller who catches this error may go on "
-        "with the next batch."
-    )
-
-
-def finite_check(engine: PipelineEngine, is_on: bool, store: SliceStore, world: Any) -> FiniteCheck | None:
-    """Return the check of `engine`, where its config asks for one. `world`: a group of all ranks, on the CPU."""
-    if not is_on:
-        return None
-    is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
-    return FiniteCheck(engine.module, store, engine.stage_id, world, not _overflows(engine), is_collected)
-
-
-def _overflows(engine: PipelineEngine) -> bool:
-    """Return whether overflowing gradients are expected: a step is skipped for them, and the scale is lowered."""
-    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())

@@ -1,9 +1,9 @@
 """Count the operations of a stage, where DeepSpeed's config has `flops_profiler`.
 
-DeepSpeed 0.19.8 counts one forward of rank 0, waits for the device around each module (a hang where receives are posted
-ahead), and prints nothing with pipelines. Here every stage of the first replica counts the F, B and W of the first
-micro-batch of `profile_step` by torch's formulas: products of matrices, convolutions and attention, 2 for each
-multiply-add. Attention counts the scores that a causal mask leaves, so slices count as much as whole sequences.
+DeepSpeed 0.19.8 waits for the device around each module (a hang where receives are posted ahead), and prints nothing
+with pipelines. Here every stage of the first replica counts the F, B and W of the first micro-batch of `profile_step`
+by torch's formulas: products of matrices, convolutions and attention, 2 for each multiply-add. Attention counts the
+scores that a causal mask leaves, so slices count as much as whole sequences.
 """
 
 from __future__ import annotations
@@ -111,15 +111,13 @@ class StageFlops:
 
     def report(self) -> None:
         """Print the counts of the profiled step; or write `output_file`, stage k > 0 `<output_file>.stage<k>`."""
-        if not self._is_counting:
-            return
         path, stage_id = self._engine.flops_profiler_output_file(), self._engine.stage_id
-        if not path:
+        if self._is_counting and not path:
             print(self._text(), flush=True)
-            return
-        target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, self._text() + "\n")
+        elif self._is_counting:
+            target = Path(path if stage_id == 0 else f"{path}.stage{stage_id}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_text(target, self._text() + "\n")
 
     def _text(self) -> str:
         """Describe the stage and its modules down to `module_depth`: all with `detailed`, else `top_modules`."""
@@ -143,11 +141,7 @@ class StageFlops:
 
 
 def stage_flops(engine: PipelineEngine) -> StageFlops | None:
-    """Return the counter of this stage, in the place of DeepSpeed's profiler, where the config asks for one.
-
-    Raises:
-        TeraPipeConfigError: the config says how much of the forward is recomputed, which is counted here.
-    """
+    """Return the counter of this stage, in the place of DeepSpeed's profiler, where the config asks for one."""
     if not engine.flops_profiler_enabled():
         return None
     factor = engine.flops_profiler_recompute_fwd_factor()

@@ -8,17 +8,16 @@ gradients. Buffers, other attributes and random numbers are put back afterwards.
 from __future__ import annotations
 
 import copy
-import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import nn
+
+from terapipe_ds.runtime.layout.stock_partition import random_states_kept
 
 
 @contextmanager
@@ -27,39 +26,25 @@ def untouched(module: nn.Module, accumulates_in_fp32: bool = False, with_gradien
 
     Autograd records inside, also where the caller evaluates without gradients: a backward has to be measured.
 
-    Args:
-        accumulates_in_fp32: each backward adds its gradients to some in fp32 and drops them, as optimizers for half
-            precision may do.
-        with_gradients: True: gradients begin as zeros, and a backward adds to them as that of a later slice does.
-            False: they begin as None; what changes the gradient of a parameter (`register_hook`) does so here as well.
+    With `accumulates_in_fp32` each backward adds its gradients to fp32 sums and drops them, as optimizers for half
+    precision may do. With `with_gradients` they begin as zeros, to which a backward adds as that of a later slice does;
+    otherwise as None, and hooks that change the gradient of a parameter do so here as well.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        trackers = getattr(module, "rng_trackers", ())
+        trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())
         stand_ins = _stand_ins(module, accumulates_in_fp32, with_gradients)
-        with _same_random_numbers(trackers), _same_state(module), stand_ins:
+        with random_states_kept(), _same_trackers(trackers), _same_state(module), stand_ins:
             yield
 
 
 @contextmanager
-def _same_random_numbers(trackers: Iterable[Any]) -> Iterator[None]:
-    """Put random states back, with those of `trackers`: a module may draw from states of its own.
-
-    Tensor-parallel layers do so for dropout. Each has `get_states` and `set_states`, as DeepSpeed's.
-    """
-    accelerator = get_accelerator()
-    everyone = [ds_checkpointing.get_cuda_rng_tracker(), *trackers]
-    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
-    tracked = [{name: state.clone() for name, state in tracker.get_states().items()} for tracker in everyone]
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def _same_trackers(trackers: Iterable[Any]) -> Iterator[None]:
+    """Put back the random states of `trackers`, from which tensor-parallel layers draw for dropout."""
+    before = [(tracker, {name: s.clone() for name, s in tracker.get_states().items()}) for tracker in trackers]
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(host)
-        if on_device is not None:
-            accelerator.set_rng_state(on_device)
-        for tracker, states in zip(everyone, tracked, strict=True):
+        for tracker, states in before:
             tracker.set_states(states)
 
 
@@ -76,6 +61,9 @@ def _same_state(module: nn.Module) -> Iterator[None]:
         before.put_back()
 
 
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple)
+
+
 class _Before:
     """What containers held, and the numbers of tensors. Other objects are put back in their places as they are."""
 
@@ -85,16 +73,13 @@ class _Before:
 
     def remember(self, value: Any) -> None:
         """Remember `value` and what it contains; a kind of object that is not known is passed over."""
-        if type(value) in (dict, OrderedDict, defaultdict, list, set, deque):
-            if id(value) not in self._containers:
-                self._containers[id(value)] = value, copy.copy(value)
-                for each in value.values() if isinstance(value, dict) else value:
-                    self.remember(each)
-        elif type(value) is tuple:
-            for each in value:
-                self.remember(each)
-        elif type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
+        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta:
             self._tensors[id(value)] = value, value.detach().to("cpu", copy=True)
+        elif type(value) in _CONTAINERS and id(value) not in self._containers:
+            if type(value) is not tuple:
+                self._containers[id(value)] = value, copy.copy(value)
+            for each in value.values() if isinstance(value, dict) else value:
+                self.remember(each)
 
     def put_back(self) -> None:
         for container, before in self._containers.values():
@@ -117,15 +102,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _stand_ins(module: nn.Module, accumulates_in_fp32: bool, with_gradients: bool) -> Iterator[None]:
-    originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    stand_ins: dict[int, nn.Parameter] = {}
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                originals.append((part._parameters, name, parameter))
-                if id(parameter) not in stand_ins:
-                    stand_ins[id(parameter)] = _stand_in(parameter, accumulates_in_fp32, with_gradients)
+    originals = [
+        (part._parameters, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
+    stand_ins = {id(p): _stand_in(p, accumulates_in_fp32, with_gradients) for p, _ in gradients}
     try:
         for parameter, _ in gradients:
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
@@ -149,8 +133,7 @@ def _stand_in(parameter: nn.Parameter, accumulates_in_fp32: bool, with_gradients
     if not with_gradients:
         for hook in (parameter._backward_hooks or {}).values():  # they change gradients: those of slices otherwise
             stand_in.register_hook(hook)
-        return stand_in
-    if accumulates_in_fp32:
+    elif accumulates_in_fp32:
         total = torch.zeros_like(parameter, dtype=torch.float32)
 
         def accumulate(fresh: torch.Tensor) -> None:

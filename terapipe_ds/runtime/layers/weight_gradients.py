@@ -1,8 +1,8 @@
 """Let linear layers compute their weight gradients themselves: into `.grad` by the product, and later if need be.
 
-Autograd makes a gradient for each backward and then adds it to `.grad`: with slices this happens once per slice, and
-costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once (the fused
-accumulation of Megatron-LM, for plain torch).
+Autograd makes a gradient for each backward and then adds it to `.grad`. With slices this happens once per slice, and
+costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once, as the fused
+accumulation of Megatron-LM does.
 
 Where the schedule splits backwards, the layers keep in B what their weight gradients need (input and output gradient)
 and compute these in W (zero bubble, Qi et al., arXiv 2401.10241): `nn.Linear` itself, and any module that has
@@ -57,9 +57,7 @@ class _Product(NamedTuple):
 class WeightGradients:
     """The weight gradients of the linear layers of one stage that are computed here and not by autograd.
 
-    Args:
-        is_watched: DeepSpeed's own optimizers for half precision and ZeRO collect gradients, by hooks on a parameter's
-            accumulation, and must be told of each.
+    With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks, and must be told of each.
     """
 
     def __init__(self, is_watched: bool = False) -> None:
@@ -90,21 +88,18 @@ class WeightGradients:
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice and return how many weight gradients it had.
 
-        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients.
-
-        Raises:
-            InFlightError: its B has not run, or its W has run before; or a layer has changed in place what was kept.
+        `around` gives a context for backwards by autograd, which is entered where hooks collect gradients. It is an
+        InFlightError if its B has not run, its W has run before, or a layer has changed in place what was kept.
         """
-        try:
-            products = self._waiting.pop(key)
-        except KeyError:
-            raise InFlightError(f"W{key[1]}.{key[2]} of part {key[0]} ran before its B, or a second time") from None
+        products, what = self._waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
+        if products is None:
+            raise InFlightError(f"{what} ran before its B, or a second time")
         count = len(products)
         for product in products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
-                    f"W{key[1]}.{key[2]} of part {key[0]}: the input or the output gradient of a linear layer with "
-                    f"weight {list(product.weight.shape)} was changed in place after its B"
+                    f"{what}: the input or the output gradient of a linear layer with weight "
+                    f"{list(product.weight.shape)} was changed in place after its B"
                 )
         if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
             with around():
@@ -112,18 +107,16 @@ class WeightGradients:
         else:
             with torch.no_grad():
                 for product in products:
-                    fresh = _add_product(product.weight, product.rows, product.all_inputs())
-                    if fresh is not None:
-                        _accumulate(product.weight, fresh)
+                    weight = product.weight
+                    fresh = _add_product(weight, product.rows, product.all_inputs())
+                    if fresh is not None:  # added as autograd does
+                        weight.grad = fresh if weight.grad is None else weight.grad + fresh
         return count
 
     def kept_bytes(self, key: Key) -> int:
         """Return the bytes that wait for the W of a slice."""
-        storages = [
-            t.untyped_storage() for product in self._waiting.get(key, ()) for t in (product.rows, product.inputs)
-        ]
-        kept = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        return sum(kept.values())
+        kept = [t.untyped_storage() for product in self._waiting.get(key, ()) for t in (product.rows, product.inputs)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
@@ -131,13 +124,10 @@ class WeightGradients:
             missing = sorted(self._waiting)
             raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
 
-    # -- asked by the layers -----------------------------------------------------------------------------------------
-
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now is to leave its weight gradient to this object.
+        """Return whether a linear layer that runs now, in training, is to leave its weight gradient to this object.
 
-        It is in training in the dtype of the weight: of a slice whose backward is split, and of any slice where no hook
-        collects gradients.
+        It is where the slice's backward is split, or where no hook collects gradients, in the dtype of the weight.
         """
         active = active_slice()
         if active is None or not torch.is_grad_enabled():
@@ -147,12 +137,8 @@ class WeightGradients:
                 return False
         elif active.is_whole or self.is_watched or _has_hooks(weight):
             return False
-        return (
-            weight.requires_grad
-            and weight.is_leaf
-            and inputs.dtype == weight.dtype
-            and not torch.is_autocast_enabled(inputs.device.type)
-        )
+        is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
+        return is_plain and not torch.is_autocast_enabled(inputs.device.type)
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -167,8 +153,8 @@ class WeightGradients:
         Args:
             weight: the parameter, [out, in].
             rows: gradients of the layer's outputs, [tokens, out].
-            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives: W
-                has its products in the order of `keep`, and ranks with one schedule run their W in one order.
+            inputs: [tokens, in]; with `gather` anything of which it makes that when W runs. It may use collectives,
+                since W has its products in the order of `keep`.
 
         Raises:
             InFlightError: in any other backward, where the gradient would get lost.
@@ -191,11 +177,6 @@ def _in_autograd(products: list[_Product]) -> None:
             gradient = product.rows.t() @ product.all_inputs()
         del product
         torch.autograd.backward([weight], [gradient])
-
-
-def _accumulate(weight: Tensor, gradient: Tensor) -> None:
-    """Add a gradient as autograd does."""
-    weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:

@@ -1,1 +1,1 @@
-"""Which part of the layers is where: cutting the module, moving layers, tied and copied weights."""
+"""Know which part of the layers is where: cut the module, move layers, tied and copied weights."""

@@ -1,8 +1,7 @@
 """Cut a `PipelineModule` in the parts of a layout, and move its layers to the stages that hold these.
 
 DeepSpeed builds the layers of one part on each stage before any config is read. `lay_out` cuts the module anew by
-DeepSpeed's own partition methods and moves layers to the stages that hold them from then on, with the values they have:
-whatever the layout is, the model starts from the same parameters.
+DeepSpeed's own partition methods, and moves layers with the values they have to the stages that hold them from then on.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,18 +32,13 @@ _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the Pi
 def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any = None) -> Any:
     """Cut `module` in the parts of `layout` and move its layers there. A collective over all ranks.
 
-    A module that is laid out so already is left alone.
-
-    Args:
-        parameters: `model_parameters` of `deepspeed.initialize`, chosen before the layers move.
-        optimizer: the user's own one, which was made before the layers move; or a function that makes one.
-
-    Returns:
-        `parameters` as they are afterwards.
+    A module that is laid out so already is left alone. `parameters` are `model_parameters` of `deepspeed.initialize`,
+    chosen before the layers move, and returned as they are afterwards. `optimizer` is the user's own one, or a function
+    that makes one.
 
     Raises:
         TeraPipeConfigError: on every rank: fewer layers than parts; nothing tells how the module was cut, or what
-            `parameters` are afterwards; or an optimizer that exists, and would train what no stage runs.
+            `parameters` are afterwards; or the optimizer exists already, and would train what no stage runs.
     """
     if isinstance(module, PartedModule):
         if module.terapipe_layout.placement != layout.placement:
@@ -79,18 +74,14 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
 
 
 def can_move(module: Any, parameters: Any, optimizer: Any) -> bool:
-    """Return whether `lay_out` could move layers of this rank; `parameters` must not be an iterator.
-
-    Write down the method that cuts `module`, if it had to be guessed.
-    """
+    """Return whether `lay_out` could move layers of this rank, and write a guessed method down that cuts `module`."""
     listed = None if parameters is None else list(parameters)
     if isinstance(optimizer, torch.optim.Optimizer) or _kind_of(listed, module, _parameter_ids(module)) != "current":
         return False
-    try:
+    with contextlib.suppress(TeraPipeConfigError):
         setattr(module, PARTITION_METHOD, _method_of(module))
-    except TeraPipeConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _described(layout: Layout) -> str:
@@ -108,9 +99,6 @@ def _parted_class(stock: type) -> type:
     return type(stock.__name__, (PartedModule, stock), names)
 
 
-# -- which parameters are trained ----------------------------------------------------------------------------------
-
-
 def _parameter_ids(module: Any) -> tuple[set[int], set[int]]:
     """Return the ids of all parameters, and of those that are trained."""
     parameters = list(module.parameters())
@@ -120,14 +108,8 @@ def _parameter_ids(module: Any) -> tuple[set[int], set[int]]:
 def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int]]) -> Any:
     """Return what the optimizer gets for a `model_parameters` that was made before the layers moved.
 
-    Args:
-        parameters: None, all parameters, or the trainable ones. A list was made before the layers moved; an unread
-            iterator yields the new ones.
-        before: the `_parameter_ids` that the module had.
-
-    Raises:
-        TeraPipeConfigError: on every rank: groups, or a choice among the parameters, on some rank. Nothing tells what
-            they mean for layers that were elsewhere.
+    An unread iterator yields the new parameters. `before` are the `_parameter_ids` that the module had. Groups, or a
+    choice among the parameters, on some rank are an error on all: what would they mean for other layers?
     """
     listed = None if parameters is None else list(parameters)
     kinds = gather(_kind_of(listed, module, before))
@@ -147,17 +129,12 @@ def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[
     if listed is None:
         return "current"
     ids = {id(each) for each in listed if isinstance(each, Tensor)}
-    if len(ids) < len(listed):
-        return "choice"
-    if ids in _parameter_ids(module):
+    if len(ids) == len(listed) and ids in _parameter_ids(module):
         return "current"
-    if ids not in before:
+    if len(ids) < len(listed) or ids not in before:
         return "choice"
     every, trained = before
     return "either" if every == trained else "all" if ids == every else "trained"
-
-
-# -- cutting -------------------------------------------------------------------------------------------------------
 
 
 def _method_of(module: Any) -> str:
@@ -174,11 +151,10 @@ def _method_of(module: Any) -> str:
 def _cut(module: Any, layout: Layout, method: str) -> None:
     """Set `module.parts` to the bounds of all parts, and show them as DeepSpeed shows those of stages."""
     bounds, num_stages, num_parts, shown = list(module.parts), module.num_stages, layout.num_parts, io.StringIO()
-    layers = len(module._layer_specs)
-    if layers < num_parts:
+    if len(module._layer_specs) < num_parts:
         raise TeraPipeConfigError(
-            f"{layers} layers cannot be cut in {num_parts} parts ({num_stages} stages, {layout.chunks_per_stage} "
-            "chunks each): give fewer chunks_per_stage"
+            f"{len(module._layer_specs)} layers cannot be cut in {num_parts} parts ({num_stages} stages, "
+            f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
         )
     module.num_stages = num_parts
     try:
@@ -207,30 +183,26 @@ def _build(module: Any, built: Mapping[LayerName, Any]) -> None:
     module._layer_specs = [
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
-    module._held, here = [], set()
+    module.held_parts, here = [], set()
     for place in module.terapipe_layout.places(module.stage_id):
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}
         module._build()
-        module._held.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
+        module.held_parts.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
         here |= {layer_name(specs, layer_id) for layer_id in range(start, stop)}
     module._layer_specs = specs
     for key in set(module.tied_modules) - here:
         del module.tied_modules[key]
-    module._active_chunk = 0
     module.activate(0)
-
-
-# -- moving --------------------------------------------------------------------------------------------------------
 
 
 def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any]) -> None:
     """Send each layer's values from the stage that had built it to those that have now, in one order on all stages."""
     layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
-    layer_ids: dict[LayerName, list[int]] = {}
+    layer_ids: dict[LayerName, list[int]] = defaultdict(list)
     for layer_id in range(len(module._layer_specs)):
-        layer_ids.setdefault(layer_name(module._layer_specs, layer_id), []).append(layer_id)
+        layer_ids[layer_name(module._layer_specs, layer_id)].append(layer_id)
     group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
     for ranks in grid.topology().get_axis_comm_lists("pipe"):
         made = torch_dist.new_group(ranks, backend="gloo")
@@ -243,19 +215,14 @@ def _move_layers(module: Any, bounds_before: Sequence[int], built: Mapping[Layer
                 values = [(key, t.detach().cpu().clone(), t.requires_grad) for key, t in _tensors(built[name]).items()]
                 torch_dist.send_object_list([values], dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
-                received: list[Any] = [None]
+                tensors, received = _tensors(held[name]), list[Any]([None])
                 torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
-                _set_values(held[name], received[0])
+                for key, value, requires_grad in received[0]:
+                    tensors[key].data = value.to(tensors[key].device)  # in the dtype that the module has meanwhile
+                    tensors[key].requires_grad_(requires_grad)
 
 
 def _tensors(layer: Any) -> dict[str, Tensor]:
     if not isinstance(layer, nn.Module):
         return {}
     return {**dict(layer.named_parameters(remove_duplicate=False)), **dict(layer.named_buffers(remove_duplicate=False))}
-
-
-def _set_values(layer: Any, values: Sequence[tuple[str, Tensor, bool]]) -> None:
-    tensors = _tensors(layer)
-    for name, value, requires_grad in values:
-        tensors[name].data = value.to(tensors[name].device)  # in the dtype that the module was converted to meanwhile
-        tensors[name].requires_grad_(requires_grad)

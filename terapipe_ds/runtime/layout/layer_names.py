@@ -9,11 +9,8 @@ from typing import Any
 from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
-LayerName = int | str
-"""The number of a layer, or the key that it is tied by."""
-
-STOCK_BOUNDS = "terapipe_stock_bounds"
-"""Attribute of a module that was laid out: how DeepSpeed had cut it."""
+LayerName = int | str  # the number of a layer, or the key that it is tied by
+STOCK_BOUNDS = "terapipe_stock_bounds"  # attribute of a module that was laid out: how DeepSpeed had cut it
 
 
 def layer_name(specs: Sequence[Any], layer_id: int) -> LayerName:
@@ -43,11 +40,7 @@ def module_of(layer: Any) -> nn.Module | None:
 
 
 def layers_by_name(module: Any, parts: Iterable[tuple[int, Sequence[Any]]]) -> dict[LayerName, Any]:
-    """Return the layers that were built on this stage, functions among them.
-
-    Args:
-        parts: the number of the first layer and the `forward_funcs` of each part.
-    """
+    """Return the layers of a stage, functions among them; `parts`: each with its first layer and `forward_funcs`."""
     layers: dict[LayerName, Any] = dict(module.tied_modules.items())
     for start, functions in parts:
         for layer_id, layer in enumerate(functions, start):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,8 +52,8 @@ class Layout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether stage k holds part k, as with DeepSpeed's own engine."""
-        return self.placement == Layout.plain(self.num_stages).placement
+        """Whether stage k holds part k and nothing else, as with DeepSpeed's own engine."""
+        return all(stage_id == part_id and chunk_id == 0 for (stage_id, chunk_id), part_id in self.placement.items())
 
     @property
     def has_copies(self) -> bool:
@@ -61,26 +62,18 @@ class Layout:
 
     def places(self, stage_id: int) -> tuple[Place, ...]:
         """Return the places of a stage, by chunk."""
-        last = self.num_parts - 1
         parts = [self.placement[stage_id, chunk_id] for chunk_id in range(self.chunks_per_stage)]
-        return tuple(Place(part, chunk_id, part == 0, part == last) for chunk_id, part in enumerate(parts))
-
-    @cached_property
-    def _homes(self) -> dict[int, list[tuple[int, int]]]:
-        homes: dict[int, list[tuple[int, int]]] = {}
-        for (stage_id, chunk_id), part_id in sorted(self.placement.items(), key=lambda item: item[0][::-1]):
-            homes.setdefault(part_id, []).append((stage_id, chunk_id))
-        return homes
+        return tuple(Place(p, chunk_id, p == 0, p == self.num_parts - 1) for chunk_id, p in enumerate(parts))
 
     def homes(self, part_id: int) -> list[tuple[int, int]]:
         """Return the places (stage, chunk) of a part, its home first."""
-        return self._homes[part_id]
+        return sorted((place for place, part in self.placement.items() if part == part_id), key=lambda at: at[::-1])
 
     def owner(self, part_id: int) -> int:
         """Return the stage that saves the part."""
-        return self._homes[part_id][0][0]
+        return self.homes(part_id)[0][0]
 
-    @property
+    @cached_property
     def loss_stage(self) -> int:
         """The stage that knows the loss of a batch: the owner of the last part."""
         return self.owner(self.num_parts - 1)
@@ -89,17 +82,15 @@ class Layout:
         """Return the stages that hold the first part, or the last one: those that draw inputs, or labels."""
         return tuple(sorted(stage_id for stage_id, _ in self.homes(0 if first else self.num_parts - 1)))
 
-    @property
+    @cached_property
     def drawing_stages(self) -> tuple[int, ...]:
         """The stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:
         """Say why the links of this layout cannot carry a schedule; None: they can."""
-        if not self.has_copies:
-            return None
         chunks: dict[int, int] = {}
-        for action in (action for order in schedule.orders for action in order):
+        for action in itertools.chain.from_iterable(schedule.orders) if self.has_copies else ():
             if chunks.setdefault(action.micro_batch_id, action.chunk_id) != action.chunk_id:
                 return (
                     f"schedule {schedule.name!r}: micro-batch {action.micro_batch_id} changes between chunks; where "
@@ -108,19 +99,13 @@ class Layout:
         return None
 
     def wires(self) -> list[WireEnds]:
-        """Return every way of activations between two stages.
-
-        A micro-batch keeps its direction: a copy of a part sends to the copy of the next part that has its chunk,
-        where there is one.
-        """
+        """Return every way of activations between two stages. A copy of a part sends to the next one with its chunk."""
         wires = []
         for part_id in range(self.num_parts - 1):
             targets = self.homes(part_id + 1)
             for source in self.homes(part_id):
-                same = [target for target in targets if target[1] == source[1]]
-                for target in same if self.has_copies and same else targets:
-                    if source[0] != target[0]:
-                        wires.append((*source, *target))
+                same = [target for target in targets if target[1] == source[1]] if self.has_copies else []
+                wires += [(*source, *target) for target in same or targets if source[0] != target[0]]
         return wires
 
     def own_wire(self, part_id: int) -> WireEnds:
@@ -137,19 +122,16 @@ _Way = TypeVar("_Way")
 
 
 def rounds_of(ways: Iterable[_Way], ends: Callable[[_Way], tuple[int, int]]) -> list[list[_Way]]:
-    """Group ways between stages in rounds in which every stage has one at most.
-
-    Args:
-        ends: gives the two stages of a way.
-    """
-    rounds: list[tuple[set[int], list[_Way]]] = []
+    """Group ways between stages, whose two stages `ends` gives, in rounds in which every stage has one at most."""
+    rounds: list[list[_Way]] = []
     for way in ways:
-        stages, members = next((each for each in rounds if each[0].isdisjoint(ends(way))), (set[int](), list[_Way]()))
-        if not members:
-            rounds.append((stages, members))
-        stages.update(ends(way))
-        members.append(way)
-    return [members for _, members in rounds]
+        apart = (members for members in rounds if all(set(ends(other)).isdisjoint(ends(way)) for other in members))
+        members = next(apart, None)
+        if members is None:
+            rounds.append([way])
+        else:
+            members.append(way)
+    return rounds
 
 
 def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Placement:
@@ -160,11 +142,7 @@ def placement_of(schedule: str, num_stages: int, chunks_per_stage: int) -> Place
 
 
 def layout_of(config: TeraPipeConfig, num_stages: int) -> Layout:
-    """Return the layout that the schedule of `config` runs on.
-
-    Raises:
-        TeraPipeConfigError: the schedule has no such layout.
-    """
+    """Return the layout that the schedule of `config` runs on. Raises TeraPipeConfigError where it has none."""
     what = f"terapipe.schedule = {config.schedule!r}"
     if config.schedule.endswith(".csv"):
         schedule = load(config.schedule)

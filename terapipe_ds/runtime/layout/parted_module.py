@@ -1,7 +1,6 @@
 """Hold several parts of the layers on each stage of a `PipelineModule`, as DeepSpeed's `DualPipeVModule` holds two.
 
-`laying_out` makes a `PartedModule` of a user's module. The functions at the end are what the rest of the runtime asks
-of a module, whether its stages hold one part or several.
+`cut_module` makes a `PartedModule` of a user's module. The functions at the end go for any module.
 """
 
 from __future__ import annotations
@@ -34,23 +33,19 @@ class PartedModule(PipelineModule):
     """The class of a module that was laid out, in front of its own; `forward` runs one part at a time."""
 
     terapipe_layout: Layout
-    _held: list[HeldPart]  # by chunk
-    _active_chunk: int
+    held_parts: list[HeldPart]  # by chunk
+    active_chunk: int = 0
 
     def activate(self, chunk_id: int) -> None:
         """Let `forward` run the part at `chunk_id`."""
-        part = self._held[chunk_id]
-        self._active_chunk = chunk_id
+        part = self.held_parts[chunk_id]
+        self.active_chunk = chunk_id
         self.forward_funcs, self.fwd_map = part.forward_funcs, part.fwd_map
         self.is_checkpointable_results = part.checkpointable
         self._set_bounds(part.start, part.stop)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the layers of the active part, for an engine that says which.
-
-        Raises:
-            RuntimeError: something else calls: it would run some part of the layers.
-        """
+        """Run the layers of the active part for an engine. Any other caller, who would not know which, is refused."""
         if active_slice() is None:
             raise RuntimeError(
                 "the layers of this module are in several parts per stage, and this call does not say which: train and "
@@ -60,9 +55,9 @@ class PartedModule(PipelineModule):
 
     def each_part(self) -> Iterator[int]:
         """Activate one part after the other, and at the end the one that was active."""
-        before = self._active_chunk
+        before = self.active_chunk
         try:
-            for chunk_id in range(len(self._held)):
+            for chunk_id in range(len(self.held_parts)):
                 self.activate(chunk_id)
                 yield chunk_id
         finally:
@@ -70,13 +65,11 @@ class PartedModule(PipelineModule):
 
     def replace_layers(self, forward_funcs: list[Any]) -> None:
         """Let the active part run these functions in place of its layers."""
-        self.forward_funcs = self._held[self._active_chunk].forward_funcs = forward_funcs
+        self.forward_funcs = self.held_parts[self.active_chunk].forward_funcs = forward_funcs
 
     def held_layers(self) -> dict[LayerName, Any]:
         """Return the layers of all parts on this stage."""
-        return layers_by_name(self, [(part.start, part.forward_funcs) for part in self._held])
-
-    # -- what DeepSpeed calls ----------------------------------------------------------------------------------------
+        return layers_by_name(self, [(part.start, part.forward_funcs) for part in self.held_parts])
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that owns a layer; for tied layers."""
@@ -102,13 +95,13 @@ class PartedModule(PipelineModule):
         for chunk_id in self.each_part():
             self.is_checkpointable_results_interval = None  # kept per interval, and not per part
             super()._precompute_checkpointable_values()
-            self._held[chunk_id].checkpointable = self.is_checkpointable_results
+            self.held_parts[chunk_id].checkpointable = self.is_checkpointable_results
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Write DeepSpeed's file per layer; a part with several places is written at its home."""
-        for chunk_id in self.each_part():
-            part_id = self.terapipe_layout.placement[self.stage_id, chunk_id]
-            if self.terapipe_layout.homes(part_id)[0] == (self.stage_id, chunk_id):
+        layout = self.terapipe_layout
+        for here in ((self.stage_id, chunk_id) for chunk_id in self.each_part()):
+            if layout.homes(layout.placement[here])[0] == here:
                 super().save_state_dict(*args, **kwargs)
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:

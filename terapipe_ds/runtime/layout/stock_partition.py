@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS
 
-PARTITION_METHOD = "_terapipe_partition_method"
-"""Attribute of a module: how it was cut."""
+PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: how it was cut
 
 
 def guessed_method(module: Any, parameters: Sequence[int] | None = None) -> str | None:
-    """Return a method that gives the stages which a module was built with before `terapipe_ds.register()`.
-
-    The arguments are those of `bounds_by`.
-    """
+    """Return a method that gives the stages which a module was built with; the arguments are those of `bounds_by`."""
     stock = list(getattr(module, STOCK_BOUNDS, module.parts))
     methods = ("parameters", "uniform")
     return next((m for m in methods if bounds_by(module, m, len(stock) - 1, parameters) == stock), None)
@@ -31,8 +28,7 @@ def guessed_method(module: Any, parameters: Sequence[int] | None = None) -> str 
 def bounds_by(module: Any, method: str, num_parts: int, parameters: Sequence[int] | None = None) -> list[int]:
     """Return the first layer of every part, and the number of layers.
 
-    Args:
-        parameters: how many trained parameters each layer has; None: DeepSpeed builds every layer once more to count.
+    Without `parameters`, which are the trained ones by layer, DeepSpeed builds every layer once more to count them.
     """
     with _restored(module), random_states_kept() if parameters is None else contextlib.nullcontext():
         module.num_stages = num_parts
@@ -61,11 +57,15 @@ def _restored(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Draw none of the user's random numbers for layers that are built only to be counted or overwritten."""
-    states = random.getstate(), np.random.get_state()
+    """Put the random states of Python, NumPy, the host and the current device back at the end."""
+    accelerator = get_accelerator()
+    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
+    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        if on_device is not None:
+            accelerator.set_rng_state(on_device)

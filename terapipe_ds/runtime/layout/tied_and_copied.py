@@ -1,13 +1,12 @@
 """Keep parts that live at two places (Chimera) one model: their gradients are summed before the optimizer steps.
 
-To DeepSpeed a layer with two places is a layer tied over them: their gradients are summed where those of tied layers
-are (in few messages: a stage has hundreds of them), one of the copies counts in norms and in numbers of parameters, and
-all of them make the same steps.
+To DeepSpeed a layer with two places is a layer tied over them. Their gradients are summed where those of tied layers
+are, in few messages. One of the copies counts in norms and in numbers of parameters, and all make the same steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch._utils import _take_tensors
+from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name
 from terapipe_ds.runtime.layout.layout import Layout
@@ -25,16 +24,11 @@ from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 BUCKET_BYTES = 50 * 2**20  # what a message has at most, but for a single tensor that is larger
 
-# -- who has copies ------------------------------------------------------------------------------------------------
-
 
 def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> dict[str, dict[str, Any]]:
     """Return what `PipelineModule.tied_comms` has of a tied layer, for each layer that another stage holds as well.
 
-    A collective over all ranks, which make all groups in one order.
-
-    Args:
-        layers: those of the parts on this stage.
+    A collective over all ranks, which make all groups in one order. `layers` are those of the parts on this stage.
     """
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
@@ -44,25 +38,20 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
             ranks = tuple(pipeline[stage_id] for stage_id in stages)
             if ranks not in groups:
                 groups[ranks] = torch_dist.new_group(list(ranks))
-            if module.global_rank in ranks and isinstance(layers.get(name), nn.Module):
-                comms[str(name)] = _comm(module, layers[name], ranks, groups[ranks], seen)
+            layer = layers.get(name)
+            if module.global_rank not in ranks or not isinstance(layer, nn.Module):
+                continue
+            for parameter in layer.parameters():
+                parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
+            # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
+            new = {key: id(parameter) for key, parameter in layer.named_parameters() if id(parameter) not in seen}
+            seen |= set(new.values())
+            comms[str(name)] = {"ranks": list(ranks), "group": groups[ranks], "weight_attr": list(new), "module": layer}
     return comms
 
 
-def _comm(module: Any, layer: nn.Module, ranks: tuple[int, ...], group: Any, seen: set[int]) -> dict[str, Any]:
-    for parameter in layer.parameters():
-        parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
-    # the frozen ones as well: they may be trained later, and what is to be summed is asked at each step
-    new = [(name, parameter) for name, parameter in layer.named_parameters() if id(parameter) not in seen]
-    seen |= {id(parameter) for _, parameter in new}
-    return {"ranks": list(ranks), "group": group, "weight_attr": [name for name, _ in new], "module": layer}
-
-
 def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ...], int]]:
-    """Return the stages that hold each layer, or each tied one, and the one among them that saves it.
-
-    The first stage counts in norms, as on DeepSpeed's first stage everything does.
-    """
+    """Return the stages that hold each layer, or each tied one, and the one among them that saves it."""
     holders: dict[LayerName, list[int]] = {}
     for part_id in range(layout.num_parts):
         stages = [stage_id for stage_id, _ in layout.homes(part_id)]  # its owner first
@@ -76,12 +65,9 @@ def owners_of(module: Any, layout: Layout) -> dict[LayerName, int]:
     return {name: owner for name, (_, owner) in _holders(module, layout).items()}
 
 
-# -- who may have them ---------------------------------------------------------------------------------------------
-
-
 def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
     """Say why this optimizer cannot train parts that live at two places; None: it can."""
-    if not layout.has_copies or _sums_copies(optimizer, {}):
+    if not layout.has_copies or not getattr(optimizer, "use_grad_accum_attribute", False):
         return None
     return (
         "parts that are at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
@@ -96,26 +82,21 @@ def can_have(schedule: str, optimizer: Any = None, raw: Mapping[str, Any] = Mapp
     Args:
         raw: DeepSpeed's config, for the time before there is an optimizer; any `grad_accum_dtype` in it counts.
     """
-    return schedule not in BIDIRECTIONAL or _sums_copies(optimizer, raw)
-
-
-def _sums_copies(optimizer: Any, raw: Mapping[str, Any]) -> bool:
     types = raw.get("data_types")
-    other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
-    return not other_dtype and not getattr(optimizer, "use_grad_accum_attribute", False)
+    has_other_dtype = isinstance(types, Mapping) and types.get("grad_accum_dtype") is not None
+    sums_copies = not has_other_dtype and not getattr(optimizer, "use_grad_accum_attribute", False)
+    return schedule not in BIDIRECTIONAL or sums_copies
 
 
 def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool:
     """Return whether two copies of a parameter may be updated to values that differ by rounding.
 
     Their gradients are equal to the last bit once they are summed over places. Then DeepSpeed averages them over
-    replicas, for each stage by itself: three numbers or more are added in an order that depends on where they are in
-    its buffers, and on the network. Two numbers have one sum. Torch's own optimizers treat numbers alike wherever they
-    are in a flat buffer. Fused and other vectorized ones may round the last few in another way.
+    replicas, for each stage by itself. Three numbers or more are added in an order that depends on where they are in
+    its buffers, and on the network; two have one sum. Torch's own optimizers treat numbers alike wherever they are in a
+    flat buffer. Fused and other vectorized ones may round the last few in another way.
 
-    Args:
-        optimizer: computes the updates: inside DeepSpeed's wrapper, if there is one.
-        num_replicas: the size of data parallelism.
+    `optimizer` computes the updates, inside DeepSpeed's wrapper if there is one; `num_replicas` is that of the data.
     """
     if not layout.has_copies or optimizer is None:
         return False
@@ -123,16 +104,10 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     return num_replicas > 2 or not is_plain or any(group.get("fused") for group in optimizer.param_groups)
 
 
-# -- the end of a batch --------------------------------------------------------------------------------------------
-
-
 def complete_gradients(module: Any, optimizer: Any) -> None:
-    """Give a gradient of zero to each parameter that has one at another of its places and none here.
+    """Give a gradient of zero to each parameter that has one at another of its places only, so that all step alike.
 
-    Then all of them sum and step alike: a direction may have no micro-batch.
-
-    Raises:
-        RuntimeError: on all ranks that hold it: a parameter is trained at one of its places and not at another.
+    A parameter that is trained at one place only is a RuntimeError on all ranks that hold it.
     """
     gradients = _Gradients(optimizer)
     for group, weights in _by_group(module.get_tied_weights_and_groups()):
@@ -159,9 +134,8 @@ def sum_gradients(module: Any, optimizer: Any) -> None:
 def take_owners_weights(module: Any) -> None:
     """Give each copy, after a step, the values of the place that saves it, where `copies_may_differ`.
 
-    To sum over places what DeepSpeed has averaged already would not do: ZeRO-1 keeps averages in partitions that are
-    cut elsewhere on each stage. The fp32 weights and the moments that an optimizer keeps beside these are left alone:
-    those of a copy matter to its own next step only, whose result is overwritten; those of the owner are saved.
+    The fp32 weights and the moments that an optimizer keeps beside these are left alone. Those of a copy matter to its
+    own next step only, whose result is overwritten; those of the owner are saved.
     """
     by_source: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
     for name, (stages, owner) in _holders(module, module.terapipe_layout).items():
@@ -175,7 +149,7 @@ def take_owners_weights(module: Any) -> None:
 
 
 def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the weights of each group. All ranks have the groups in one order, so that no two wait for each other."""
+    """Yield the weights of each group, in the order that all ranks have, so that no two wait for each other."""
     by_group: dict[int, tuple[Any, list[Any]]] = {}
     for weight, group in tied:
         by_group.setdefault(id(group), (group, []))[1].append(weight)
@@ -200,19 +174,13 @@ class _Gradients:
     def is_there(self, weight: Any) -> bool:
         if self._optimizer is None:
             return weight.grad is not None
-        if id(weight) not in self._places:
-            return False
-        i, j = self._places[id(weight)]
-        return bool(self._optimizer.fp32_groups_has_gradients[i][j])
+        i, j = self._places.get(id(weight), (None, None))
+        return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
     def of(self, weight: Any) -> Tensor | None:
         """Return what is summed; None: there is nothing on any stage."""
-        gradient: Tensor | None = None
-        if self._optimizer is None:
-            gradient = weight.grad
-        elif id(weight) in self._places:
-            gradient = weight._hp_grad
-        return gradient
+        gradient = weight.grad if self._optimizer is None else None
+        return weight._hp_grad if id(weight) in self._places else gradient
 
     def complete(self, weight: Any, anywhere: bool) -> None:
         if self._optimizer is None:
@@ -222,9 +190,6 @@ class _Gradients:
             i, j = self._places[id(weight)]
             weight._hp_grad = self._optimizer.fp32_groups_gradients[i][j]
             self._optimizer.fp32_groups_has_gradients[i][j] = anywhere
-
-
-# -- many tensors in few messages ----------------------------------------------------------------------------------
 
 
 def all_reduce(tensors: Iterable[Tensor], group: Any) -> None:
@@ -239,12 +204,10 @@ def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
 
 @torch.no_grad()
 def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    dense = []
-    for tensor in tensors:
-        if tensor.layout == torch.strided:
-            dense.append(tensor)
-        else:
-            collective(tensor)
+    tensors = list(tensors)
+    for sparse in (tensor for tensor in tensors if tensor.layout != torch.strided):
+        collective(sparse)
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
     for bucket in _take_tensors(dense, BUCKET_BYTES):  # of one dtype and device
         if len(bucket) == 1 and bucket[0].is_contiguous():
             collective(bucket[0])
@@ -255,41 +218,30 @@ def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object])
         torch._foreach_copy_(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])
 
 
-# -- losses --------------------------------------------------------------------------------------------------------
+def sum_over_places(
+    booked: tuple[Any, ...], layout: Layout, stage_id: int, ranks: Sequence[int], control: Any, device: Any
+) -> tuple[Any, ...]:
+    """Return, on the stage that tells all ranks of the loss, the sums over the places of the last part.
 
-
-def sum_losses(engine: PipelineEngine, layout: Layout, groups: Any) -> None:
-    """Bring what the last part has booked at its other places to the stage that tells all ranks of the loss."""
+    Any other stage gets back what it has booked: of each kind of loss None, a loss, a list of losses, or a dict of
+    them. `ranks` are those of the stages, `control` their group on the CPU.
+    """
     stages = [stage_id for stage_id, _ in layout.homes(layout.num_parts - 1)]
-    if engine.stage_id not in stages:
-        return
-    booked = [_on_the_host(engine.total_loss), _on_the_host(engine.total_additional_losses)]
-    if engine.stage_id != layout.loss_stage:
-        torch_dist.send_object_list(booked, dst=groups.ranks[layout.loss_stage], group=groups.control)
-        return
-    for stage_id in stages[1:]:
-        theirs: list[Any] = [None, None]
-        torch_dist.recv_object_list(theirs, src=groups.ranks[stage_id], group=groups.control)
-        engine.total_loss = _sum(engine.total_loss, theirs[0], engine.device)
-        engine.total_additional_losses = _sum(engine.total_additional_losses, theirs[1], engine.device)
+    if stage_id in stages[1:]:
+        on_host = tree_map_only(Tensor, lambda loss: loss.detach().cpu(), list(booked))
+        torch_dist.send_object_list(on_host, dst=ranks[layout.loss_stage], group=control)
+    for other in stages[1:] if stage_id == stages[0] else ():
+        theirs: list[Any] = [None] * len(booked)
+        torch_dist.recv_object_list(theirs, src=ranks[other], group=control)
+        theirs = tree_map_only(Tensor, lambda loss: loss.to(device), theirs)
+        booked = tuple(_sum(*pair) for pair in zip(booked, theirs, strict=True))
+    return booked
 
 
-def _on_the_host(booked: Any) -> Any:
-    """Return a loss, a list of losses, or a dict of them, without graph."""
-    if torch.is_tensor(booked):
-        return booked.detach().cpu()
-    if isinstance(booked, dict):
-        return {name: _on_the_host(loss) for name, loss in booked.items()}
-    return booked if booked is None else [_on_the_host(loss) for loss in booked]
-
-
-def _sum(mine: Any, theirs: Any, device: Any) -> Any:
+def _sum(here: Any, there: Any) -> Any:
     """Add two bookings of one form; None: nothing is booked."""
-    if theirs is None:
-        return mine
-    if torch.is_tensor(theirs):
-        return theirs.to(device) if mine is None else mine + theirs.to(device)
-    if isinstance(theirs, dict):
-        mine = mine or {}
-        return type(theirs)({name: _sum(mine.get(name), theirs.get(name), device) for name in {**mine, **theirs}})
-    return [_sum(None if mine is None else mine[i], loss, device) for i, loss in enumerate(theirs)]
+    if here is None or there is None:
+        return there if here is None else here
+    if isinstance(there, dict):
+        return type(there)({name: _sum(here.get(name), there.get(name)) for name in {**here, **there}})
+    return here + there if torch.is_tensor(there) else [_sum(*pair) for pair in zip(here, there, strict=True)]

@@ -1,1 +1,1 @@
-"""How tensors travel between parts: channels, the groups behind them, what is on its way."""
+"""Carry tensors between parts: channels, the groups behind them, staging through the host."""

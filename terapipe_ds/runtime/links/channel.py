@@ -1,14 +1,13 @@
-"""Links: the wires from one part to the next, one per direction.
+"""Carry messages over links: the wires from one part to the next, one per direction.
 
-A link is two channels, a :class:`SendChannel` on one stage and a :class:`ReceiveChannel` on the other, on a process
-group that carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
-:meth:`ReceiveChannel.wait`. Messages travel in the order of the schedule, which is proved to be the same on both sides,
-and each is asked for by its unit ``(micro_batch_id, slice_id)``.
+A link is two channels, a `SendChannel` on one stage and a `ReceiveChannel` on the other, on a process group that
+carries this direction only. Receives are posted ahead, sends do not block; the one call that blocks is
+`ReceiveChannel.wait`. Messages travel in the order of the schedule, which is proved to be the same on both sides, and
+each is asked for by its unit `(micro_batch_id, slice_id)`.
 
-Shapes are not sent with each slice: the first message of a signature (mode, rows, sequence length, slice length) is
-announced once, from then on both sides know what a slice of that signature looks like. (In DeepSpeed's own order with
-``dynamic_shape`` each message has a signature of its own.) The gradient of a unit has the shape of the activation that
-was sent for it.
+Shapes are not sent with each slice. The first message of a signature (mode, rows, sequence length, slice length) is
+announced; from then on both sides know what a slice of that signature looks like. (In DeepSpeed's own order with
+`dynamic_shape` each message has a signature of its own.) The gradient of a unit has the shape of its activation.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.int32, torch.int64, torch.complex64, torch.complex128,
 )  # fmt: skip
 _ANNOUNCEMENT_INTS = 256
-_TAGS_BY_HOST = 1 << 16
-"""In the control group the announcements of a link have its tag, and messages that go there this many more."""
+_TAGS_BY_HOST = 1 << 16  # what is added to the tag of a link for messages in the control group, which announces too
 
 
 class LinkError(RuntimeError):
@@ -60,17 +58,17 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """The tensors of one message; ``is_tuple``: the layers hand a tuple on, not a bare tensor."""
+    """The tensors of one message; `is_tuple`: the layers hand a tuple on, not a bare tensor."""
 
     tensors: tuple[TensorSpec, ...]
     is_tuple: bool
 
     def gradient(self) -> MessageSpec:
-        """What flows back for this message: one gradient for each tensor that requires one."""
+        """Return the spec of what flows back: one gradient for each tensor that requires one."""
         return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
 
     def encode(self) -> torch.Tensor:
-        """As a fixed-size tensor of int64, for the one announcement of a signature."""
+        """Return the announcement of this spec: a tensor of int64 of a fixed size."""
         ints = [int(self.is_tuple), len(self.tensors)]
         for spec in self.tensors:
             ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
@@ -82,11 +80,12 @@ class MessageSpec:
 
     @staticmethod
     def blank() -> torch.Tensor:
-        """A tensor to receive an announcement in."""
+        """Return a tensor to receive an announcement in."""
         return torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
 
     @classmethod
     def decode(cls, announcement: torch.Tensor) -> MessageSpec:
+        """Return the spec that `encode` has announced."""
         ints = iter(announcement.tolist())
         is_tuple, count = bool(next(ints)), next(ints)
         specs = []
@@ -98,25 +97,28 @@ class MessageSpec:
 
 @dataclass(frozen=True)
 class Wire:
-    """Where the messages of one channel go: a peer rank, the group of this direction and the control group (gloo,
-    CPU). ``staged``: by way of the host's memory, see ``staging``. An engine has its wires from
-    ``PipelineGroups.connect``."""
+    """The way of the messages of one channel; an engine has its wires from `PipelineGroups.connect`.
+
+    `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
+    messages. With `staged` they go by way of the host's memory. `tag` tells this link from others of the same two
+    ranks; backends without tags have a group for each.
+    """
 
     peer: int
     group: Any
     control: Any
     device: torch.device
-    name: str  # "activations to stage 1", for messages
+    name: str
     staged: bool = False
     peer_stage_id: int = -1
-    tag: int = 0  # of this link among those of the same two ranks; backends without tags have a group for each
+    tag: int = 0
 
     def isend(self, tensor: torch.Tensor) -> Any:
-        """Begin to send what ``outgoing`` gave; returns what to wait for."""
+        """Begin to send what `outgoing` gave; return what to wait for."""
         return torch_dist.isend(tensor, self.peer, group=self.group, tag=self._message_tag)
 
     def irecv(self, buffer: torch.Tensor) -> Any:
-        """Begin to receive into a ``buffer``; returns what to wait for."""
+        """Begin to receive into a `buffer`; return what to wait for."""
         return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
 
     def by_host(self) -> Wire:
@@ -128,20 +130,20 @@ class Wire:
         return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
 
     def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
+        """Return `tensor` as the backend can send it: contiguous, and booleans as bytes (NCCL knows no booleans)."""
         tensor = tensor.detach().contiguous()
         tensor = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
         return to_host(tensor) if self.staged else tensor
 
     def buffer(self, spec: TensorSpec) -> torch.Tensor:
-        """Memory that the backend can receive such a tensor in."""
+        """Return memory that the backend can receive such a tensor in."""
         dtype = torch.uint8 if spec.dtype == torch.bool else spec.dtype
         if self.staged:
             return host_buffer(spec.shape, dtype, self.device)
         return torch.empty(spec.shape, dtype=dtype, device=self.device)
 
     def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        """The tensor that came in ``buffer``, on the device."""
+        """Return the tensor that came in `buffer`, on the device."""
         buffer = buffer.to(self.device) if self.staged else buffer
         return buffer.view(torch.bool) if spec.dtype == torch.bool else buffer
 
@@ -153,7 +155,7 @@ class _Channel:
         self.wire = self._connected = wire
 
     def go_by_host(self, by_host: bool) -> None:
-        """Say which way the messages of the batch that begins take; both ends must do the same."""
+        """Choose the way of the messages of the batch that begins; both ends must do the same."""
         self.wire = self._connected.by_host() if by_host else self._connected
 
 
@@ -167,39 +169,34 @@ class SendChannel(_Channel):
 
     def announce(self, signature: Signature, spec: MessageSpec, consumed_at: int) -> None:
         """Tell the receiver, once per signature, what its messages look like; later ones must look the same."""
-        known = self.announced.get(signature)
-        if known is None:
+        before = self.announced.get(signature)
+        if before is None:
             self.announced[signature] = spec
             announcement = spec.encode()
             work = torch_dist.isend(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
             self._in_flight.append((consumed_at, [work], [announcement]))
-        elif known != spec:
+        elif before != spec:
             raise LinkError(
-                f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {known} before; what a "
+                f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {before} before; what a "
                 "stage hands on may depend on the batch size, the sequence length and the slice length only. Other "
                 'shapes take PipelineModule(dynamic_shape=True), terapipe.slices 1 and terapipe.schedule "1f1b"'
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int) -> None:
-        """Send without blocking. ``consumed_at``: the place in the peer's order of the unit that waits for it."""
+        """Send without blocking. `consumed_at`: the index in the peer's order of the unit that waits for it."""
         ready = [self.wire.outgoing(t) for t in tensors]
         works = [self.wire.isend(t) for t in ready]
         self._in_flight.append((consumed_at, works, ready))
 
     def release(self, before: int) -> None:
-        """The peer is known to have run all before this place of its order: what these waited for has arrived."""
+        """Give back the memory of what the peer has consumed: it has run all before this index of its order."""
         while self._in_flight and self._in_flight[0][0] < before:
             self._wait_oldest()  # done already; waiting is how gloo gives the memory back
 
     def keep_at_most(self, count: int) -> None:
-        """Wait for the oldest sends until no more than ``count`` are on their way. Only where the peer never waits for
-        us."""
+        """Wait for the oldest sends until at most `count` are on their way. Only where the peer never waits for us."""
         while len(self._in_flight) > count:
             self._wait_oldest()
-
-    def flush(self) -> None:
-        """Wait until everything has been received. At the end of a batch."""
-        self.keep_at_most(0)
 
     def _wait_oldest(self) -> None:
         _, works, _ = self._in_flight.popleft()
@@ -218,38 +215,34 @@ class _Posted:
 class ReceiveChannel(_Channel):
     """The receiving end of one direction of a link.
 
-    Args:
-        spec_of: the spec of a unit's message, or None while it is not known yet.
-        learn: called at the latest moment for a unit whose spec is not known; must make it known (may block).
+    `spec_of` gives the spec of a unit's message, or None while it is not known. `learn` makes it known at the latest
+    moment, and may block.
     """
 
     def __init__(
         self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None], learn: Callable[[SliceKey], None]
     ) -> None:
         super().__init__(wire)
-        self._spec_of = spec_of
-        self._learn = learn
+        self._spec_of, self._learn = spec_of, learn
         self._posted: deque[_Posted] = deque()
 
     def post(self, unit: SliceKey) -> None:
-        """Ask for the message of ``unit`` as soon as its shape is known. Units are posted in the order of the
-        schedule."""
+        """Receive the message of `unit` as soon as its shape is known. Post units in the order of the schedule."""
         self._posted.append(_Posted(unit))
         self._start_posted()
 
     def _start_posted(self) -> None:
         """Start the receives whose shape is known, in order: one behind an unknown shape has to wait for it."""
         for posted in self._posted:
-            if posted.spec is not None:
-                continue
-            posted.spec = self._spec_of(posted.unit)
             if posted.spec is None:
-                return
-            posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
-            posted.works = tuple(self.wire.irecv(buffer) for buffer in posted.buffers)
+                posted.spec = self._spec_of(posted.unit)
+                if posted.spec is None:
+                    return
+                posted.buffers = tuple(self.wire.buffer(spec) for spec in posted.spec.tensors)
+                posted.works = tuple(self.wire.irecv(buffer) for buffer in posted.buffers)
 
     def wait(self, unit: SliceKey) -> tuple[MessageSpec, Tensors]:
-        """The message of ``unit``, which must be the next one of the schedule. Blocks until it is here."""
+        """Return the message of `unit`, which must be the next one of the schedule, once it is here."""
         if not self._posted or self._posted[0].unit != unit:
             expected = self._posted[0].unit if self._posted else "nothing"
             raise LinkError(f"{self.wire.name}: asked for the message of {unit}, but the next one posted is {expected}")
@@ -265,13 +258,13 @@ class ReceiveChannel(_Channel):
         return posted.spec, tuple(self.wire.incoming(buffer, spec) for buffer, spec in buffers)
 
     def assert_empty(self) -> None:
-        """At the end of a batch: every receive that was posted was used."""
+        """Check, at the end of a batch, that every receive that was posted was used."""
         if self._posted:
             raise LinkError(f"{self.wire.name}: never used the message of {[p.unit for p in self._posted]}")
 
 
 class AnnouncedSpecs:
-    """Specs that the sender announces: the receiving side of :meth:`SendChannel.announce`."""
+    """Specs that the sender announces: the receiving side of `SendChannel.announce`."""
 
     def __init__(self, wire: Wire, signature_of: Callable[[SliceKey], Signature]) -> None:
         self._wire = wire

@@ -1,10 +1,10 @@
-"""Process groups of a pipeline: for each direction of traffic, and one on the CPU for headers and announcements.
+"""Make the process groups of a pipeline: for each direction of traffic, and one on the CPU for announcements.
 
 gloo matches messages by tags, whatever the order in which they were posted, and needs one group per direction. NCCL
-knows no tags, and what a rank posts in one group it runs in the order in which it was posted (always so where a device
-is bound to the process group, as DeepSpeed binds it). A send to the next stage would wait for receives that were posted
-ahead from the stage before, and from four stages on some wait for one another in a circle. So there all wires of a
-stage are in groups of their own; wires that have no stage in common share one, which makes two per direction on a line.
+knows no tags. What a rank posts in one group runs in the order in which it was posted, at least where a device is bound
+to the process group, as DeepSpeed binds it. A send to the next stage would wait for receives that were posted ahead
+from the stage before, and from four stages on some wait for one another in a circle. So with NCCL no two wires of a
+stage share a group. Wires that have no stage in common do, which makes two groups per direction on a line.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ logger = logging.getLogger("terapipe_ds")
 
 
 class Wires:
-    """The wires of one stage, by their ends in the layout.
-
-    ``PipelineGroups.connect`` makes them: each has carried a number the way that its messages go. There is no other way
-    to a wire, and so none to one that would connect its ends in the middle of something else.
-    """
+    """The wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number over each."""
 
     def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]]) -> None:
         self._by_ends = by_ends
@@ -50,29 +46,31 @@ class Wires:
         return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
 
     def _both(self, ends: WireEnds) -> tuple[Wire, Wire]:
-        if ends not in self._by_ends:
-            raise LinkError(
-                f"there is no wire (source stage, chunk, stage, chunk) = {ends} here; connected are "
-                f"{sorted(self._by_ends)}. Take one of Layout.wires() that begins or ends on this stage."
-            )
-        return self._by_ends[ends]
+        if ends in self._by_ends:
+            return self._by_ends[ends]
+        what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
+        raise LinkError(f"there is {what} here; connected are {sorted(self._by_ends)}")
 
 
 @dataclass(frozen=True)
 class PipelineGroups:
     """The groups of the pipeline this rank is in.
 
-    ``by_wire``: for each wire those of activations and of gradients, which are never the same, so that an activation
-    never waits behind a gradient; empty with one stage.
+    Args:
+        by_wire: for each wire the group of activations and that of gradients, so that neither waits behind the other.
+        control: of the pipeline on the CPU; None with one stage.
+        everyone: all ranks, on the CPU; None where this pipeline is the only one.
+        peers: the tensor-parallel ranks of this one, itself among them; None where it is alone.
+        index: of this pipeline among all, which are `count`.
     """
 
     ranks: tuple[int, ...]
     by_wire: Mapping[WireEnds, tuple[Any, Any]] = field(default_factory=dict)
-    control: Any = None  # on the CPU; None with one stage
-    everyone: Any = None  # all ranks, on the CPU; None where this pipeline is the only one
-    peers: TensorPeers | None = None  # the tensor-parallel ranks of this one, itself among them; None where it is alone
-    index: int = 0  # of this pipeline among all
-    count: int = 1  # of pipelines
+    control: Any = None
+    everyone: Any = None
+    peers: TensorPeers | None = None
+    index: int = 0
+    count: int = 1
 
     @property
     def num_replicas(self) -> int:
@@ -93,23 +91,14 @@ class PipelineGroups:
 
     def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
         """Return where this rank is among those that agree on a batch."""
-        return PlaceInJob(
-            stage_id,
-            len(self.ranks),
-            layout.drawing_stages,
-            layout.loss_stage,
-            self.control,
-            self.world,
-            self.index,
-            self.count,
-            self.peers,
-        )
+        stage = stage_id, len(self.ranks), layout.drawing_stages, layout.loss_stage
+        return PlaceInJob(*stage, self.control, self.world, self.index, self.count, self.peers)
 
     def connect(self, layout: Layout, stage_id: int, device: torch.device) -> Wires:
-        """Send one number over each wire, all stages in one order, which cannot deadlock; returns those of this stage.
+        """Send one number over each wire, all stages in one order, which cannot deadlock; return those of this stage.
 
         NCCL connects two ranks when the first message goes from one to the other in a group, and blocks until both are
-        there; in the middle of a batch one could wait on the activations and the other on the gradients.
+        there. In the middle of a batch one could wait on the activations and the other on the gradients.
         """
         if stage_id == 0:
             self._warn_of_one_queue(device)
@@ -118,38 +107,24 @@ class PipelineGroups:
             source, _, target, _ = ends
             if stage_id not in (source, target):
                 continue
-            both = self._wires(ends, stage_id, layout.tag(ends), device)
-            for wire, sender in zip(both, (source, target), strict=True):
-                number = torch.zeros(1, device="cpu" if wire.staged else device)
-                exchange = torch_dist.send if stage_id == sender else torch_dist.recv
-                exchange(number, wire.peer, group=wire.group, tag=wire.tag)
-            connected[ends] = both
+            peer_id, tag = target if stage_id == source else source, layout.tag(ends)
+            both = []
+            for what, sender, group in zip(
+                ("activations", "gradients"), (source, target), self.by_wire[ends], strict=True
+            ):
+                sends, peer, staged = stage_id == sender, self.ranks[peer_id], needs_staging(group, device)
+                name = f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})"
+                both.append(Wire(peer, group, self.control, device, name, staged, peer_id, tag))
+                number = torch.zeros(1, device="cpu" if staged else device)
+                exchange = torch_dist.send if sends else torch_dist.recv
+                exchange(number, peer, group=group, tag=tag)
+            connected[ends] = both[0], both[1]
         return Wires(connected)
-
-    def _wires(self, ends: WireEnds, stage_id: int, tag: int, device: torch.device) -> tuple[Wire, Wire]:
-        source, _, target, _ = ends
-        peer_id = target if stage_id == source else source
-        peer, kinds = self.ranks[peer_id], (("activations", stage_id == source), ("gradients", stage_id == target))
-        activations, gradients = (
-            Wire(
-                peer,
-                group,
-                self.control,
-                device,
-                f"{what} {'to' if sends else 'from'} stage {peer_id} (rank {peer})",
-                needs_staging(group, device),
-                peer_id,
-                tag,
-            )
-            for group, (what, sends) in zip(self.by_wire[ends], kinds, strict=True)
-        )
-        return activations, gradients
 
     def _warn_of_one_queue(self, device: torch.device) -> None:
         groups = [group for group, _ in self.by_wire.values()]  # none with one stage, which posts no receives
-        if device.type != "cuda" or not groups or any(needs_staging(group, device) for group in groups):
-            return
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        on_device = device.type == "cuda" and groups and not any(needs_staging(group, device) for group in groups)
+        if on_device and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             logger.warning(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue of the device, so computations may wait "
                 "behind receives that are posted ahead; unset it unless tensor parallelism needs it"
@@ -157,14 +132,18 @@ class PipelineGroups:
 
 
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
-    """Groups for every pipeline of DeepSpeed's ``grid``; a collective over all ranks, which make all groups in one
-    order."""
-    world, rank = list(range(torch_dist.get_world_size())), torch_dist.get_rank()
-    everyone = torch_dist.new_group(world, backend="gloo") if len(world) > grid.pipe_parallel_size else None
-    peers = _tensor_peers(grid)
-    mine = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=len(world))
+    """Make the groups of every pipeline of DeepSpeed's `grid`, and return those of this rank's pipeline.
+
+    A collective over all ranks, which make all groups in one order.
+    """
+    num_ranks, rank, peers = torch_dist.get_world_size(), torch_dist.get_rank(), None
+    everyone = torch_dist.new_group(backend="gloo") if num_ranks > grid.pipe_parallel_size else None
+    if grid.get_slice_parallel_world_size() > 1:
+        replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+        peers = TensorPeers(tuple(grid.slice_group), grid.get_stage_id(), replica_id, num_replicas)
+    own = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=num_ranks)
     if grid.pipe_parallel_size == 1:
-        return mine
+        return own
     rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
     pipelines = grid.topology().get_axis_comm_lists("pipe")
     for index, ranks in enumerate(pipelines):
@@ -172,22 +151,15 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
         control = torch_dist.new_group(ranks, backend="gloo")
         by_wire = {ends: pair for wires, pair in zip(rounds, groups, strict=True) for ends in wires}
         if rank in ranks:
-            mine = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers, index, len(pipelines))
-    return mine
+            own = PipelineGroups(tuple(ranks), by_wire, control, everyone, peers, index, len(pipelines))
+    return own
 
 
 def _keeps_order() -> bool:
-    """Whether the backend runs what is posted in a group in that order, since it knows no tags."""
+    """Return whether the backend runs what is posted in a group in that order, since it knows no tags."""
     return torch_dist.get_backend() != "gloo"
 
 
 def wires_apart(layout: Layout) -> list[list[WireEnds]]:
-    """The wires of a layout by groups that keep the order of all that a rank posts: none holds two of one stage."""
+    """Return the wires of a layout in groups of which none has two wires of one stage."""
     return rounds_of(layout.wires(), ends=lambda wire: (wire[0], wire[2]))
-
-
-def _tensor_peers(grid: Any) -> TensorPeers | None:
-    if grid.get_slice_parallel_world_size() == 1:
-        return None
-    replica_id, num_replicas = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
-    return TensorPeers(tuple(grid.slice_group), grid.get_stage_id(), replica_id, num_replicas)

@@ -1,16 +1,16 @@
-"""The channels of one stage: activations in and out, gradients in and out, of each of its parts."""
+"""Send and receive for one stage: activations in and out, gradients in and out, of each of its parts."""
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from terapipe_ds.runtime.batch.in_flight import BatchInFlight, Places
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
 from terapipe_ds.runtime.batch.sliceable import Tensors
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
@@ -30,31 +30,33 @@ _EVALUATION_SENDS = 8
 2 K slices run before their first one comes round, fewer than the K links of the way can hold, so it cannot deadlock."""
 
 
+_Channel = TypeVar("_Channel")
+
+
+@dataclass
 class _PartChannels:
     """The up to four channels of one part at one place. A neighbour on the same stage has no channel."""
 
-    def __init__(self) -> None:
-        self.activations_in: ReceiveChannel | None = None
-        self.announced_in: AnnouncedSpecs | None = None
-        self.activations_out: SendChannel | None = None
-        self.gradients_in: ReceiveChannel | None = None
-        self.gradients_out: SendChannel | None = None
+    activations_in: ReceiveChannel | None = None
+    announced_in: AnnouncedSpecs | None = None
+    activations_out: SendChannel | None = None
+    gradients_in: ReceiveChannel | None = None
+    gradients_out: SendChannel | None = None
 
 
 class StageLinks:
     """Sends and receives of one stage, addressed by actions of the schedule.
 
-    A message that arrives tells how far its sender has come in its order; whatever that rank had to receive before has
+    A message that arrives tells how far its sender has come in its order. What that rank had to receive before has
     then arrived as well, and the memory of those sends is given back. Between two parts of this stage there is no wire:
     what one hands on waits here for the other.
 
-    Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host:
-    CUDA loads kernels when they are first launched, and that may wait for all that is at work on the device, receives
-    among it that end only after what this stage is about to run.
+    Where messages wait for their other end on the device, those of the first batch of each kind go by way of the host.
+    CUDA loads a kernel when it is first launched, and then may wait for all that is at work on the device: also for
+    receives that end only after what this stage is about to run.
 
-    Args:
-        announce_each: shapes may differ from one message to the next, and each is announced; otherwise the first one of
-            a signature is, and the next ones are received as soon as they come.
+    With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
+    of a signature is, and the next ones are received as soon as they come.
     """
 
     def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
@@ -63,9 +65,10 @@ class StageLinks:
         self._post_on_device = wires.post_on_device
         self._kinds_run: set[Hashable] = set()
         self._batch: BatchInFlight | None = None
-        self._places_of: dict[int, Places] = {}  # by the identity of a schedule, for as long as that lives
+        self._order_indices: dict[int, OrderIndex] = {}  # by the identity of a schedule, for as long as that lives
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
-        self._towards: dict[int, list[SendChannel]] = defaultdict(list)  # by the stage that receives
+        self._receiving: list[ReceiveChannel] = []
+        self._sending: list[SendChannel] = []
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
@@ -74,58 +77,50 @@ class StageLinks:
             elif stage_id == target:
                 self._add_previous(self._channels[target_chunk], wires, ends)
 
-    def _add_next(self, mine: _PartChannels, wires: Wires, ends: WireEnds) -> None:
-        sending = mine.activations_out = SendChannel(wires.activations(ends))
+    def _add_next(self, part: _PartChannels, wires: Wires, ends: WireEnds) -> None:
+        sending = part.activations_out = SendChannel(wires.activations(ends))
 
         def gradient_spec(unit: SliceKey) -> MessageSpec | None:
             sent = sending.announced.get(self._signature(unit))
             return None if sent is None else sent.gradient()
 
-        mine.gradients_in = ReceiveChannel(wires.gradients(ends), gradient_spec, _never_learned)
-        self._towards[sending.wire.peer_stage_id].append(sending)
+        part.gradients_in = ReceiveChannel(wires.gradients(ends), gradient_spec, _never_learned)
+        self._receiving.append(part.gradients_in)
+        self._sending.append(sending)
 
-    def _add_previous(self, mine: _PartChannels, wires: Wires, ends: WireEnds) -> None:
+    def _add_previous(self, part: _PartChannels, wires: Wires, ends: WireEnds) -> None:
         wire = wires.activations(ends)
-        announced = mine.announced_in = AnnouncedSpecs(wire, self._signature)
-        mine.activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
-        mine.gradients_out = SendChannel(wires.gradients(ends))
-        self._towards[wire.peer_stage_id].append(mine.gradients_out)
-
-    # -- a batch -----------------------------------------------------------------------------------------------------
+        announced = part.announced_in = AnnouncedSpecs(wire, self._signature)
+        part.activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
+        part.gradients_out = SendChannel(wires.gradients(ends))
+        self._receiving.append(part.activations_in)
+        self._sending.append(part.gradients_out)
 
     def open_batch(self, batch: BatchInFlight) -> None:
-        """Messages are those of ``batch`` from now on."""
+        """Take messages for those of `batch` from now on."""
         self._batch = batch
         self._handed.clear()
         by_host = self._post_on_device and not batch.kinds() <= self._kinds_run
-        for channel in self._ends():
+        for channel in (*self._receiving, *self._sending):
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
         key = id(batch.schedule)
-        if key not in self._places_of:
-            self._places_of[key] = Places(batch.schedule)
-            weakref.finalize(batch.schedule, self._places_of.pop, key).atexit = False
-        self._places = self._places_of[key]
+        if key not in self._order_indices:
+            self._order_indices[key] = OrderIndex(batch.schedule)
+            weakref.finalize(batch.schedule, self._order_indices.pop, key).atexit = False
+        self._order_index = self._order_indices[key]
 
     def close_batch(self) -> None:
-        """Every message of the batch was used, and everything sent has been received."""
-        for channel in self._ends():
-            if isinstance(channel, ReceiveChannel):
-                channel.assert_empty()
-        for channel in self._ends():
-            if isinstance(channel, SendChannel):
-                with self.waiting(_wait_of_send(channel)):
-                    channel.flush()
+        """Check that every message of the batch was used, and wait until everything sent has been received."""
+        for receiving in self._receiving:
+            receiving.assert_empty()
+        for sending in self._sending:
+            with self.waiting(_wait_of_send(sending)):
+                sending.keep_at_most(0)
         if self._batch is not None:
             self._kinds_run |= self._batch.kinds()
         self._batch = None
-
-    def _ends(self) -> Iterator[SendChannel | ReceiveChannel]:
-        for mine in self._channels:
-            for channel in (mine.activations_in, mine.gradients_in, mine.activations_out, mine.gradients_out):
-                if channel is not None:
-                    yield channel
 
     def _open(self) -> BatchInFlight:
         if self._batch is None:
@@ -136,7 +131,7 @@ class StageLinks:
         return unit if self._announce_each else self._open().signature(unit)
 
     def forget_announced(self) -> None:
-        """Announce each signature again. Between batches, on both ends of a link."""
+        """Announce each signature again. Call it between batches, on both ends of a link."""
         for channels in self._channels:
             if channels.announced_in is not None:
                 channels.announced_in.known.clear()
@@ -144,62 +139,57 @@ class StageLinks:
                 channels.activations_out.announced.clear()
 
     def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
-        """A message has come that ``stage_id`` sends after this computation."""
-        sent_at = self._places.find(stage_id, kind, part_id, unit)
-        for channel in self._towards[stage_id]:
-            channel.release(before=sent_at)
+        """Release what `stage_id` has received, now that a message has come that it sends after this computation."""
+        sent_at = self._order_index.find(stage_id, kind, part_id, unit)
+        for channel in self._sending:
+            if channel.wire.peer_stage_id == stage_id:
+                channel.release(before=sent_at)
 
-    # -- activations -------------------------------------------------------------------------------------------------
-
-    def post_activation(self, action: Action) -> None:
-        _there(self._channels[action.chunk_id].activations_in, action).post(action.unit)
+    def post(self, action: Action) -> None:
+        """Take the input of a later F, or the gradients of a later B, in beside what is computed."""
+        channels = self._channels[action.chunk_id]
+        is_activation = action.kind is Kind.RECV_ACTIVATION
+        _there(channels.activations_in if is_activation else channels.gradients_in, action).post(action.unit)
 
     def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        """Blocks until the input of F ``action`` is here."""
+        """Return the input of F `action`, once it is here."""
         channel = self._channels[action.chunk_id].activations_in
         if channel is None:
             return self._take(action)
         message = channel.wait(action.unit)
-        self._heard_from(self._stage_of(channel), Kind.FORWARD, action.part_id - 1, action.unit)
+        self._heard_from(channel.wire.peer_stage_id, Kind.FORWARD, action.part_id - 1, action.unit)
         return message
 
     def send_activation(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
         channel = _there(self._channels[action.chunk_id].activations_out, action)
-        needed_at = self._places.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
+        needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, action.unit)
         channel.announce(self._signature(action.unit), spec, consumed_at=needed_at)
         channel.send(tensors, consumed_at=needed_at)
         if not self._open().training:  # no gradient will tell that these have arrived
             with self.waiting(_wait_of_send(channel)):
                 channel.keep_at_most(_EVALUATION_SENDS)
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
-    def post_gradients(self, action: Action) -> None:
-        _there(self._channels[action.chunk_id].gradients_in, action).post(action.unit)
-
     def receive_gradients(self, action: Action) -> Tensors:
-        """Blocks until the output gradients of B ``action`` are here; one for each output that requires one."""
+        """Return the output gradients of B `action`, once they are here: one for each output that requires one."""
         channel = self._channels[action.chunk_id].gradients_in
         if channel is None:
             return self._take(action)[1]
         _, gradients = channel.wait(action.unit)
-        self._heard_from(self._stage_of(channel), Kind.BACKWARD, action.part_id + 1, action.unit)
+        self._heard_from(channel.wire.peer_stage_id, Kind.BACKWARD, action.part_id + 1, action.unit)
         return gradients
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
-        needed_at = self._places.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
+        needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
         channel.send(gradients, consumed_at=needed_at)
 
-    # -- within this stage -------------------------------------------------------------------------------------------
-
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
-        """Whether what an F (B) of the part at ``chunk_id`` gives goes to another stage."""
+        """Return whether what an F (B) of the part at `chunk_id` gives goes to another stage."""
         channels = self._channels[chunk_id]
         return (channels.activations_out if kind is Kind.FORWARD else channels.gradients_out) is not None
 
     def hand_on(self, action: Action, spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep what F or B ``action`` gave for the neighbour on this stage."""
+        """Keep what F or B `action` gave for the neighbour on this stage."""
         part_id = action.part_id + (1 if action.kind is Kind.FORWARD else -1)
         self._handed[action.kind, part_id, action.unit] = spec, tuple(tensor.detach() for tensor in tensors)
 
@@ -209,23 +199,17 @@ class StageLinks:
         except KeyError:
             raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
 
-    # -- reports -----------------------------------------------------------------------------------------------------
-
-    def _stage_of(self, channel: ReceiveChannel) -> int:
-        return channel.wire.peer_stage_id
-
     def describe_wait(self, action: Action) -> Wait:
-        """For reports: what an F or a B waits for, and from whom."""
-        forward = action.kind is Kind.FORWARD
-        channels = self._channels[action.chunk_id]
-        channel = channels.activations_in if forward else channels.gradients_in
-        what = f"the {'input' if forward else 'gradients'} of {action}"
+        """Say, for reports, what an F or a B waits for, and from whom."""
+        channels, is_forward = self._channels[action.chunk_id], action.kind is Kind.FORWARD
+        channel = channels.activations_in if is_forward else channels.gradients_in
+        what = f"the {'input' if is_forward else 'gradients'} of {action}"
         if channel is None:
             return Wait(f"{what}, from this stage", ())
         return Wait(f"{what}: {channel.wire.name}", (channel.wire.peer,))
 
 
-def _there(channel: Any, action: Action) -> Any:
+def _there(channel: _Channel | None, action: Action) -> _Channel:
     if channel is None:
         raise LinkError(f"{action}: the part at chunk {action.chunk_id} has no wire for it")
     return channel

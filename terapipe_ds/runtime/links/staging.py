@@ -1,8 +1,7 @@
-"""Messages of an accelerator over a backend that knows the host's memory only: by way of pinned buffers.
+"""Send messages of an accelerator by way of pinned buffers, over a backend that knows the host's memory only.
 
-gloo sends no CUDA tensors from one rank to one other. With it several stages can share one device, which NCCL refuses;
-that is for tests and for a first try on a small machine, not for speed. What gloo does with tensors of all ranks
-together (sums, broadcasts, gathers) it does with CUDA tensors as well.
+gloo sends no CUDA tensors from one rank to one other; collectives it runs on CUDA tensors as well. With it several
+stages can share one device, which NCCL refuses. That is for tests and for a first try on a small machine.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _HOST_BACKENDS = ("gloo", "mpi")
 
 
 def needs_staging(group: Any, device: torch.device) -> bool:
-    """Whether what ``group`` carries between two ranks for ``device`` must lie in the host's memory."""
+    """Return whether what `group` carries between two ranks for `device` must be in the host's memory."""
     if device.type == "cpu":
         return False
     group = torch_dist.group.WORLD if group is None else group
@@ -28,23 +27,19 @@ def needs_staging(group: Any, device: torch.device) -> bool:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory of the host, pinned where it is copied from or to an accelerator: ``device``."""
+    """Return memory of the host, pinned where `device`, which it is copied from or to, is an accelerator."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory that is complete when this returns: the backend does not wait for the device."""
+    """Return a copy in the host's memory, complete when this returns: the backend does not wait for the device."""
     copy = host_buffer(tuple(tensor.shape), tensor.dtype, tensor.device)
-    return copy.copy_(tensor)  # not ``non_blocking``: torch waits for the current stream
+    return copy.copy_(tensor)  # not `non_blocking`: torch waits for the current stream
 
 
 @contextmanager
 def neighbours_staged() -> Iterator[None]:
-    """Let DeepSpeed's own messages between stages go by way of the host while in it, where the backend needs that.
-
-    DeepSpeed's engine sends its neighbours a number of the device while it is built, and its stock engine sends
-    everything so.
-    """
+    """Send DeepSpeed's own messages between stages by way of the host meanwhile, where the backend needs that."""
     if not needs_staging(None, torch.device(get_accelerator().current_device_name())):
         yield
         return

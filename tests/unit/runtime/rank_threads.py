@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,22 +31,16 @@ class Ranks:
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:
         """What `act` returns or raises on each rank."""
-        results: dict[int, Any] = {}
 
-        def run(rank: int) -> None:
+        def run(rank: int) -> Any:
             self._local.rank = rank
             try:
-                results[rank] = act(rank)
+                return act(rank)
             except Exception as error:
-                results[rank] = error
+                return error
 
-        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in self._all]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(JOIN_S)
-        assert sorted(results) == list(self._all), "a rank waits for ever"
-        return [results[rank] for rank in self._all]
+        with ThreadPoolExecutor(len(self._all)) as pool:
+            return list(pool.map(run, self._all))
 
     def _exchange(self, name: str, value: Any, group: Any) -> list[Any]:
         """The values of the group's ranks."""
@@ -80,6 +75,3 @@ class Ranks:
 
     def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = map(pickle.loads, self._exchange("gather", pickle.dumps(value), group))
-
-    def broadcast_object_list(self, values: list[Any], group: Any = None, group_src: int = 0) -> None:
-        values[:] = pickle.loads(self._exchange("broadcast", pickle.dumps(values), group)[group_src])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -25,8 +26,7 @@ from tests.unit.runtime.rank_threads import Ranks
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    ranks = Ranks(3)
-    monkeypatch.setattr(agreement, "torch_dist", ranks)
+    monkeypatch.setattr(agreement, "torch_dist", ranks := Ranks(3))
     return ranks
 
 
@@ -46,15 +46,16 @@ class TestValues:
         assert ranks.run(lambda rank: gather(10 * rank)) == [[0, 10, 20]] * 3
         assert ranks.run(lambda rank: gather(rank, (0, 2)) if rank != 1 else None) == [[0, 2], None, [0, 2]]
 
-    def test_on_the_cpu_where_the_ranks_talk_by_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        ranks, groups = Ranks(2), []
-        monkeypatch.setattr(agreement, "torch_dist", ranks)
-        monkeypatch.setattr(ranks, "get_backend", lambda: "nccl")
-        ranks.new_group = lambda backend: groups.append(backend) or (0, 1)  # type: ignore[attr-defined]
-        ranks.destroy_process_group = groups.remove  # type: ignore[attr-defined]
-        monkeypatch.setattr(ranks, "destroy_process_group", lambda group: groups.append(group))
-        assert ranks.run(gather) == [[0, 1]] * 2
-        assert sorted(map(str, groups)) == ["(0, 1)", "(0, 1)", "gloo", "gloo"]
+    def test_on_the_cpu_where_the_ranks_talk_by_devices(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = mock.Mock(return_value=(0, 1, 2))
+        ended = mock.Mock()
+        for name, function in (("get_backend", lambda: "nccl"), ("new_group", made), ("destroy_process_group", ended)):
+            monkeypatch.setattr(ranks, name, function, raising=False)
+        assert ranks.run(gather) == [[0, 1, 2]] * 3
+        assert made.call_args_list == [mock.call(backend="gloo")] * 3
+        assert ended.call_args_list == [mock.call((0, 1, 2))] * 3
+        assert ranks.run(lambda rank: gather(rank, (0, 1, 2))) == [[0, 1, 2]] * 3
+        assert made.call_count == 3, "not where a group on the CPU is given"
 
     def test_only_rank_0_is_asked(self, ranks: Ranks) -> None:
         asked: list[int] = []
@@ -77,8 +78,7 @@ class TestErrors:
     ) -> None:
         for act in (from_rank_0, gather_results):
             own, *others = ranks.run(lambda rank, act=act: act(lambda: fail(error) if rank == 0 else None))
-            assert own is error
-            assert all(type(other) is kind and text in str(other) for other in others)
+            assert own is error and all(type(other) is kind and text in str(other) for other in others)
 
     def test_the_first_rank_that_fails_is_told(self, ranks: Ranks) -> None:
         errors = {1: OSError("disk"), 2: ValueError("other")}

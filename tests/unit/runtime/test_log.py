@@ -38,5 +38,4 @@ def test_the_programs_own_handlers_stay(bare_logger: logging.Logger) -> None:
     own = logging.NullHandler()
     bare_logger.handlers[:] = [own]
     show_log(0)
-    assert bare_logger.handlers == [own]
-    assert bare_logger.level == logging.NOTSET
+    assert bare_logger.handlers == [own] and bare_logger.level == logging.NOTSET

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -26,60 +28,39 @@ def unregistered() -> Iterator[None]:
     terapipe_ds.unregister()
 
 
-class FakeConfig:
-    """A DeepSpeedConfig as the engines get it."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._param_dict = raw
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which engine classes were built; their constructors do nothing else."""
-    names: list[str] = []
-    for engine in (PipelineEngine, TeraPipeEngine, DualPipeVEngine):
-
-        def init(self: Any, *args: Any, name: str = engine.__name__, **kwargs: Any) -> None:
-            names.append(name)
-
-        monkeypatch.setattr(engine, "__init__", init)
-    return names
-
-
 def test_it_is_reversible_and_idempotent() -> None:
-    assert not register.is_registered()
+    def bound() -> tuple[Any, ...]:
+        return deepspeed.PipelineEngine, deepspeed.DualPipeVEngine, PipelineModule._partition_layers
+
+    stock = bound()
+    assert stock[:2] == (PipelineEngine, DualPipeVEngine) and not register.is_registered()
     terapipe_ds.register()
-    stand_ins = deepspeed.PipelineEngine, deepspeed.DualPipeVEngine
-    assert stand_ins[0] is not PipelineEngine
-    assert stand_ins[1] is not DualPipeVEngine
+    ours = bound()
+    assert not set(ours) & set(stock)
     terapipe_ds.register()
-    assert (deepspeed.PipelineEngine, deepspeed.DualPipeVEngine) == stand_ins
-    assert register.is_registered()
+    assert bound() == ours and register.is_registered()
     for _ in range(2):
         terapipe_ds.unregister()
-        assert deepspeed.PipelineEngine is PipelineEngine
-        assert deepspeed.DualPipeVEngine is DualPipeVEngine
-        assert not register.is_registered()
+        assert bound() == stock and not register.is_registered()
     terapipe_ds.register()
-    assert deepspeed.PipelineEngine is stand_ins[0]
+    assert bound() == ours
 
 
-def test_dualpipev(built: list[str]) -> None:
+def test_dualpipev(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DualPipeVEngine, "__init__", lambda *args, **kwargs: None)
     terapipe_ds.register()
-    engine = deepspeed.DualPipeVEngine(config_class=FakeConfig({}))
-    assert built == ["DualPipeVEngine"]
-    assert isinstance(engine, deepspeed.DualPipeVEngine)
-    assert isinstance(engine, deepspeed.PipelineEngine)
+    engine = deepspeed.DualPipeVEngine(config_class=SimpleNamespace(_param_dict={}))
+    assert type(engine) is DualPipeVEngine
+    assert isinstance(engine, deepspeed.DualPipeVEngine) and isinstance(engine, deepspeed.PipelineEngine)
     with pytest.raises(TeraPipeConfigError, match="cannot be combined with a DualPipeVModule: .* to false"):
-        deepspeed.DualPipeVEngine(config_class=FakeConfig(ENABLED))
+        deepspeed.DualPipeVEngine(config_class=SimpleNamespace(_param_dict=ENABLED))
 
 
 def test_the_stand_in_looks_like_the_class() -> None:
     terapipe_ds.register()
     stand_in = deepspeed.PipelineEngine
-    assert (stand_in.__name__, stand_in.__module__) == ("PipelineEngine", PipelineEngine.__module__)
-    assert stand_in.__doc__ == PipelineEngine.__doc__
-    assert stand_in.train_batch is PipelineEngine.train_batch
+    for name in ("__name__", "__module__", "__doc__", "train_batch"):
+        assert getattr(stand_in, name) is getattr(PipelineEngine, name)
     for engine in (PipelineEngine, TeraPipeEngine, DualPipeVEngine, stand_in):
         assert issubclass(engine, stand_in)
     assert not issubclass(deepspeed.DeepSpeedEngine, stand_in)

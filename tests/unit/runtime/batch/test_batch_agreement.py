@@ -30,7 +30,7 @@ def last(**changes: Any) -> StageReport:
 def places(stages: int, pipelines: int = 1, peers: int = 1) -> list[PlaceInJob]:
     """Those of all ranks: as in DeepSpeed, neighbouring ranks are of one stage and of pipelines side by side."""
     size = stages * pipelines
-    found = []
+    in_job = []
     for rank in range(size):
         stage_id, pipeline_id = divmod(rank, pipelines)
         start = rank - rank % peers
@@ -38,8 +38,8 @@ def places(stages: int, pipelines: int = 1, peers: int = 1) -> list[PlaceInJob]:
         pipeline = None if stages == 1 else tuple(range(pipeline_id, size, pipelines))
         stage = stage_id, stages, tuple(sorted({0, stages - 1})), stages - 1
         everyone = tuple(range(size)), pipeline_id, pipelines
-        found.append(PlaceInJob(*stage, pipeline, *everyone, group if peers > 1 else None))
-    return found
+        in_job.append(PlaceInJob(*stage, pipeline, *everyone, group if peers > 1 else None))
+    return in_job
 
 
 def agreed(
@@ -88,31 +88,24 @@ class TestErrors:
             assert isinstance(error, BatchError) and "ranks [0, 2]: t" in str(error) and "ranks [1]: " in str(error)
 
 
-def drawn(sums: list[tuple[int | None, int | None]]) -> list[StageReport]:
-    """Four ranks, of one stage and two replicas, that have drawn data with these checksums."""
-    return [last(sums=DataSums(*each)) for each in sums]
-
-
 class TestTensorPeers:
-    PLACES = places(1, pipelines=4, peers=2)
+    """Four ranks, of one stage and two replicas, that have drawn data with some checksums."""
 
-    @pytest.mark.parametrize("other", [(0, 5), (2**62 - 1, 6), (None, 3), (None, None)])
-    def test_peers_with_the_same_data(
-        self, monkeypatch: pytest.MonkeyPatch, other: tuple[int | None, int | None]
-    ) -> None:
-        """Replicas have other data, and that is right."""
-        results, _ = agreed(monkeypatch, drawn([(1, 2), (1, 2), other, other]), self.PLACES)
-        assert results == [SHAPES] * 4
+    def agreed(self, monkeypatch: pytest.MonkeyPatch, *sums: tuple[int | None, int | None]) -> list[Any]:
+        return agreed(monkeypatch, [last(sums=DataSums(*each)) for each in sums], places(1, pipelines=4, peers=2))[0]
+
+    @pytest.mark.parametrize("other", [(2**62 - 1, 6), (None, 3), (None, None)])
+    def test_replicas_may_have_other_data(self, monkeypatch: pytest.MonkeyPatch, other: Any) -> None:
+        assert self.agreed(monkeypatch, (1, 2), (1, 2), other, other) == [SHAPES] * 4
 
     @pytest.mark.parametrize(("other", "what"), [((7, 9), "inputs"), ((8, 8), "labels")])
     def test_peers_with_other_data(self, monkeypatch: pytest.MonkeyPatch, other: tuple[int, int], what: str) -> None:
-        results, _ = agreed(monkeypatch, drawn([(1, 2), (1, 2), (8, 9), other]), self.PLACES)
-        for error in results:
+        for error in self.agreed(monkeypatch, (1, 2), (1, 2), (8, 9), other):
             assert isinstance(error, BatchError)
             _, line, advice = str(error).splitlines()
             assert line.strip().startswith(f"{what} of tensor-parallel ranks [2, 3] (stage 0, replica 1): ranks [2]")
             assert "data-parallel rank" in advice
 
     def test_data_that_are_swapped_between_replicas(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        results, _ = agreed(monkeypatch, drawn([(1, 2), (8, 9), (8, 9), (1, 2)]), self.PLACES)
+        results = self.agreed(monkeypatch, (1, 2), (8, 9), (8, 9), (1, 2))
         assert all(str(error).count("inputs of tensor-parallel ranks") == 2 for error in results)

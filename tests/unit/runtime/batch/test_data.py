@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,9 +12,10 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped
 from terapipe_ds.runtime.batch import source as data
-from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.sliceable import BatchError
 from terapipe_ds.runtime.batch.source import BatchSource
+from terapipe_ds.runtime.layout.layout import Layout
 
 TOKENS = torch.arange(24).reshape(2, 12)
 SHAPE, PLAN = MicroBatchShape(2, 12), SlicePlan((5, 7))
@@ -28,7 +27,13 @@ def config(**changes: Any) -> TeraPipeConfig:
 
 
 class Source(BatchSource):
-    """Raises what a user gets."""
+    """One part on each stage; raises what a user gets."""
+
+    def __init__(
+        self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any
+    ) -> None:
+        is_cut = options.pop("is_cut", lambda length: not config.is_one_slice)
+        super().__init__(config, next_batch, place, Layout.plain(place.num_stages), is_cut, **options)
 
     def draw(self, *args: Any, **kwargs: Any) -> Any:
         with ErrorsUnwrapped():
@@ -39,13 +44,8 @@ def at(stage_id: int, num_stages: int, **more: Any) -> PlaceInJob:
     return PlaceInJob(stage_id, num_stages, tuple(sorted({0, num_stages - 1})), num_stages - 1, **more)
 
 
-def source(next_batch: Callable[[], Any], stage_id: int = 0, num_stages: int = 1, **changes: Any) -> BatchSource:
-    return Source(config(**changes), next_batch, at(stage_id, num_stages))
-
-
-def of(*batches: Any, **options: Any) -> BatchSource:
-    iterator = iter(batches)
-    return source(lambda: next(iterator), **options)
+def of(*batches: Any, **changes: Any) -> BatchSource:
+    return Source(config(**changes), iter(batches).__next__, at(0, 1))
 
 
 @pytest.fixture
@@ -64,32 +64,25 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
 
 
 class TestDrawing:
-    def test_deepspeeds_own_order_takes_what_is_no_sequence(self) -> None:
-        stock_order = {"slices": 1, "schedule": "1f1b"}
-        images, classes = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)
-        (drawn,), shapes = (one := of((images, classes), **stock_order)).draw(1, training=True)
-        assert shapes == (MicroBatchShape(1, 4),)
-        inputs = one.slice_inputs(drawn.inputs, shapes[0], SlicePlan((4,)))
-        assert torch.equal(inputs.span(0, 4)[0], images)
-        targets = torch.zeros(4, 5)  # the sequence dimension is there, and no input has its size
-        _, shapes = of((images, targets), **stock_order).draw(1, training=True)
-        assert shapes == (MicroBatchShape(4, 5),)
+    def test_what_is_no_sequence_is_refused_but_in_deepspeeds_own_order(self) -> None:
+        images, classes, targets = torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long), torch.zeros(4, 5)
         for other in ({}, {"slices": 1}):
             with pytest.raises(BatchError, match='no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'):
                 of((images, classes), **other).draw(1, training=True)
+        one = of((images, targets), **WHOLE)
+        assert one.draw(1, training=True)[1] == (MicroBatchShape(4, 5),)
         with pytest.raises(BatchError, match="no input tensor has the sequence"):
-            one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))
+            one.slice_inputs(images, MicroBatchShape(4, 5), SlicePlan((2, 3)))  # set by hand
 
     def test_a_loader_may_reuse_its_memory(self) -> None:
         memory = torch.zeros(2, 12, dtype=torch.long)
-        drawn, _ = source(lambda: ((memory.add_(1), memory), memory)).draw(3, training=True)
+        drawn, _ = Source(config(), lambda: ((memory.add_(1), memory), memory), at(0, 1)).draw(3, training=True)
         assert [int(each.inputs[0][0, 0]) for each in drawn] == [1, 2, 3]
         assert [int(each.labels.tensors[0][0, 0]) for each in drawn if each.labels is not None] == [1, 2, 3]
 
     @pytest.mark.parametrize("labels", [None, (), []])
     def test_without_a_loss_the_inputs_tell_the_length(self, labels: Any) -> None:
-        passenger = torch.zeros(3)
-        _, shapes = of(((passenger, TOKENS), labels)).draw(1, training=False, needs_labels=False)
+        _, shapes = of(((torch.zeros(3), TOKENS), labels)).draw(1, training=False, needs_labels=False)
         assert shapes == (MicroBatchShape(2, 12),)
 
 
@@ -104,7 +97,7 @@ class TestWhatSizesDoNotTell:
         for cut in ({}, {"slices": [5, 7]}, {"slices": "auto"}):
             with pytest.raises(BatchError, match=f"input 1 .*{told}.*sliced_inputs = .0. hands it whole"):
                 of(batch, **cut).draw(1, training=True)
-        for whole in ({"slices": 1}, {"slices": [12]}, {"slices": 1, "schedule": "1f1b"}):
+        for whole in ({"slices": 1}, {"slices": [12]}, WHOLE):
             one = of(batch, **whole)
             (drawn,), (shape,) = one.draw(1, training=True)
             assert one.slice_inputs(drawn.inputs, shape, SlicePlan((12,))).tensors[1].shape == passenger.shape
@@ -116,44 +109,14 @@ class TestWhatSizesDoNotTell:
         assert one.slice_inputs(drawn.inputs, shape, PLAN).sliced == sliced
 
 
-class TestSums:
-    """What goes into the comparison of tensor-parallel ranks."""
-
-    PEERS = TensorPeers((0, 1), 0, 0, 1)
-
-    def sums(
-        self,
-        reports: list[StageReport],
-        batches: list[Any],
-        stage_id: int = 0,
-        num_stages: int = 2,
-        peers: TensorPeers | None = PEERS,
-        **changes: Any,
-    ) -> DataSums:
-        iterator = iter(batches)
-        source = Source(config(**changes), lambda: next(iterator), at(stage_id, num_stages, peers=peers))
-        source.draw(len(batches), training=True)
-        return reports[-1].sums
-
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [
-            (3, 4), (None, 0), ("text", "next"), (1, True), (torch.tensor(1), torch.tensor(2)),
-            ({"a": TOKENS}, {"a": TOKENS + 1}), ({"a": TOKENS}, {"b": TOKENS}), ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
-            ({"a": [1, 2], "b": []}, {"a": [1], "b": [2]}), (np.arange(3000), np.arange(3000)[::-1]),
-            (MicroBatchShape(2, 12), MicroBatchShape(2, 13)),
-        ],
-    )  # fmt: skip
-    def test_labels_of_any_kind_count_in_deepspeeds_own_order(
-        self, reports: list[StageReport], one: Any, other: Any
-    ) -> None:
-        first = self.sums(reports, [(TOKENS, one)], 1, **WHOLE)
-        assert first == self.sums(reports, [(TOKENS, copy.deepcopy(one))], 1, **WHOLE)
-        assert first.labels != self.sums(reports, [(TOKENS, other)], 1, **WHOLE).labels
-
-    def test_an_object_whose_text_names_its_address_is_no_false_alarm(self, reports: list[StageReport]) -> None:
-        one, other = ([(TOKENS, {"kept": object()})] for _ in range(2))
-        assert self.sums(reports, one, 1, **WHOLE) == self.sums(reports, other, 1, **WHOLE)
+@pytest.mark.parametrize("stage_id", [0, 1])
+def test_tensor_parallel_ranks_compare_what_their_stage_uses(reports: list[StageReport], stage_id: int) -> None:
+    place = at(stage_id, 2, peers=TensorPeers((0, 1), stage_id, 0, 1))
+    for inputs, labels in ((TOKENS, 3), (TOKENS + 1, 3), (TOKENS, 4)):
+        Source(config(**WHOLE), iter([(inputs, labels)]).__next__, place).draw(1, training=True)
+    first, other_inputs, other_labels = (report.sums for report in reports)
+    assert (first.inputs is None, first.labels is None) == (stage_id == 1, stage_id == 0)
+    assert (first != other_inputs, first != other_labels) == (stage_id == 0, stage_id == 1)
 
 
 class TestErrors:
@@ -178,28 +141,23 @@ class TestErrors:
 class TestStockOrder:
     """Labels that are no tensors go to `loss_fn` as they are; the inputs tell the length where there are any."""
 
-    @pytest.mark.parametrize("labels", [3, None, (), "text", {"a": 1}, torch.tensor(2.0), (torch.tensor(1),)])
-    def test_labels_of_any_kind(self, labels: Any) -> None:
-        drawn, shapes = of((TOKENS, labels), **WHOLE).draw(1, training=True)
-        assert drawn[0].labels is not None and drawn[0].seen is None
-        assert drawn[0].labels.to(torch.device("cpu")).part(0, 12) == labels
-        assert shapes == (MicroBatchShape(1, 12),)
+    @pytest.mark.parametrize("labels", [3, (), {"a": 1}, torch.tensor(2.0)])
+    def test_they_cannot_be_cut_by_slices_that_are_set_by_hand(self, labels: Any) -> None:
         one = Source(config(**WHOLE), lambda: (TOKENS, labels), at(0, 1), is_cut=lambda length: length == 12)
-        with pytest.raises(BatchError, match="cannot be cut"):  # with slices that were set by hand
+        with pytest.raises(BatchError, match="cannot be cut"):
             one.draw(1, training=True)
 
-    @pytest.mark.parametrize("kind", [tuple, list])
-    def test_tensors_without_dimensions_go_to_the_device(self, kind: Any) -> None:
-        labels = kind([torch.tensor(1), torch.tensor(2.0)])
-        drawn, _ = of((TOKENS, labels), **WHOLE).draw(1, training=True)
+    def test_tensors_without_dimensions_go_to_the_device(self) -> None:
+        drawn, _ = of((TOKENS, [torch.tensor(1), torch.tensor(2.0)]), **WHOLE).draw(1, training=True)
         assert drawn[0].labels is not None
         moved = drawn[0].labels.to(torch.device("meta")).part(0, 12)
-        assert type(moved) is tuple  # as the stock engine makes of both
-        assert [(each.device.type, each.dtype) for each in moved] == [("meta", t.dtype) for t in labels]
+        assert type(moved) is tuple  # as the stock engine makes of a list
+        assert [(each.device.type, each.dtype) for each in moved] == [("meta", torch.int64), ("meta", torch.float32)]
 
     @pytest.mark.parametrize("inputs", [None, torch.zeros(2), torch.zeros(2, 0)])
     def test_a_last_stage_that_knows_no_length(self, inputs: Any, reports: list[StageReport]) -> None:
-        of((inputs, 3), stage_id=1, num_stages=2, **WHOLE).draw(1, training=True)
+        source = Source(config(**WHOLE), iter([(inputs, 3)]).__next__, at(1, 2), length_multiple=4)
+        source.draw(1, training=True)  # and sequence parallelism needs none
         assert reports[0].error is None and reports[0].shapes == (MicroBatchShape(1, 1),)
 
     def test_tensors_in_a_dict_are_copied(self) -> None:
@@ -211,10 +169,6 @@ class TestStockOrder:
         kept = drawn[0].labels.part(0, 12)
         assert kept["classes"].sum() == 2 and kept["factors"][0].sum() == 1 and kept["name"] == "n"
 
-    def test_what_stands_behind_inputs_and_labels_is_left_alone(self) -> None:
+    def test_more_elements_behind_inputs_and_labels_are_left_alone(self) -> None:
         drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)
         assert drawn[0].labels is not None and torch.equal(drawn[0].labels.tensors[0], TOKENS + 1)
-
-    def test_sequence_parallelism_needs_no_length_of_them(self) -> None:
-        stage = Source(config(**WHOLE), iter([(torch.zeros(2), 3)]).__next__, at(0, 1), length_multiple=4)
-        assert stage.draw(1, training=True)[1] == (MicroBatchShape(1, 1),)

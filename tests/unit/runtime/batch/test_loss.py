@@ -50,16 +50,11 @@ class TestSliceWeights:
         assert "no valid label at all" in caplog.text
 
 
-def mean_valid(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def mean(logits: Tensor, labels: Tensor) -> Tensor:
-    return (logits.sum(-1) - labels).square().mean()
-
-
-def total(logits: Tensor, labels: Tensor) -> Tensor:
-    return (logits.sum(-1) - labels).square().sum()
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean_valid": lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+    "mean": lambda logits, labels: (logits.sum(-1) - labels).square().mean(),
+    "sum": lambda logits, labels: (logits.sum(-1) - labels).square().sum(),
+}
 
 
 @settings(max_examples=60)
@@ -68,13 +63,12 @@ def total(logits: Tensor, labels: Tensor) -> Tensor:
     rows=st.integers(1, 3),
     masked=st.floats(0.0, 1.0),
     seed=st.integers(0, 10**6),
-    reduction=st.sampled_from(["mean_valid", "mean", "sum"]),
+    reduction=st.sampled_from(sorted(LOSSES)),
 )
 def test_weighted_losses_and_gradients_add_up(
     lengths: list[int], rows: int, masked: float, seed: int, reduction: str
 ) -> None:
     """Whatever is masked, also whole slices; gradients of what has no label are exact zeros."""
-    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean_valid": mean_valid, "mean": mean, "sum": total}
     generator = torch.Generator().manual_seed(seed)
     plan = SlicePlan(tuple(lengths))
     logits = torch.randn(rows, sum(lengths), VOCAB_SIZE, generator=generator, dtype=torch.float64)
@@ -84,17 +78,16 @@ def test_weighted_losses_and_gradients_add_up(
 
     weights = weights_of(labels, plan, loss_reduction=reduction)
     parts = [
-        weighted_loss(sliced[:, start:stop], labels[:, start:stop], weight, losses[reduction])
+        weighted_loss(sliced[:, start:stop], labels[:, start:stop], weight, LOSSES[reduction])
         for weight, (start, stop) in zip(weights, plan.spans(), strict=True)
     ]
     found = torch.stack(parts).sum()
     found.backward()
     if reduction == "mean_valid" and (labels == -100).all():
-        assert float(found.detach()) == 0.0
-        assert sliced.grad is not None
+        assert float(found.detach()) == 0.0 and sliced.grad is not None
         assert float(sliced.grad.abs().max()) == 0.0
         return
-    expected = losses[reduction](whole, labels)
+    expected = LOSSES[reduction](whole, labels)
     expected.backward()
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(sliced.grad, whole.grad, rtol=1e-12, atol=1e-12)
@@ -105,8 +98,7 @@ class TestWeightedLoss:
         logits = torch.full((1, 2, 3), float("nan"), requires_grad=True)
         loss = weighted_loss(logits, torch.full((1, 2), -100), 0.0, pytest.fail)
         loss.backward()
-        assert float(loss.detach()) == 0.0
-        assert logits.grad is not None
+        assert float(loss.detach()) == 0.0 and logits.grad is not None
         assert torch.equal(logits.grad, torch.zeros(1, 2, 3)), "0 * NaN would be NaN"
 
     def test_the_loss_that_the_model_returns_cannot_be_left_out(self) -> None:
@@ -118,21 +110,11 @@ class TestWeightedLoss:
             weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
 
 
-class TestExactZero:
-    def test_every_output_that_can_gets_a_gradient_of_zeros(self) -> None:
-        logits, scale = torch.randn(2, 3, requires_grad=True), torch.randn(1, requires_grad=True)
-        exact_zero((logits * 2, torch.ones(2, dtype=torch.bool), scale * 3)).backward()
-        assert torch.equal(logits.grad, torch.zeros(2, 3))  # type: ignore[arg-type]
-        assert torch.equal(scale.grad, torch.zeros(1))  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize(
-        ("dtype", "expected"),
-        [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-    )
-    def test_it_is_as_wide_as_a_loss(self, dtype: torch.dtype, expected: torch.dtype) -> None:
-        outputs = torch.ones(2, dtype=dtype, requires_grad=True)
-        zero = exact_zero(outputs)
-        zero.backward()
-        assert zero.dtype == expected
-        assert outputs.grad is not None
-        assert outputs.grad.dtype == dtype
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_every_output_that_can_gets_a_gradient_of_zeros(dtype: torch.dtype, wide: torch.dtype) -> None:
+    logits, scale = torch.ones(2, 3, dtype=dtype, requires_grad=True), torch.ones(1, requires_grad=True)
+    zero = exact_zero((logits * 2, torch.ones(2, dtype=torch.bool), scale * 3))
+    zero.backward()
+    assert zero.dtype == wide, "as wide as a loss"
+    assert torch.equal(logits.grad, torch.zeros(2, 3, dtype=dtype))  # type: ignore[arg-type]
+    assert torch.equal(scale.grad, torch.zeros(1))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How long the memory of a slice lives on one part: the table of `PartInFlight`, row by row."""
+"""The books of a stage: how long the memory of a slice lives (the table of `PartInFlight`), and what is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.batch.in_flight import BatchInFlight, InFlightError, MicroBatchInFlight, PartInFlight
+from terapipe_ds.runtime.batch.in_flight import (
+    BatchInFlight,
+    InFlightError,
+    MicroBatchInFlight,
+    OrderIndex,
+    PartInFlight,
+    SliceInFlight,
+)
 from terapipe_ds.runtime.batch.sliceable import SliceableTensors
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import build
@@ -60,14 +67,11 @@ def test_a_slice_with_a_weight_action_lives_until_that_has_run(sends: bool) -> N
 
 
 def test_without_a_message_the_backward_ends_the_slice() -> None:
-    slices = part(sends=False)
+    slices = part(is_last=True, sends=False)
+    kept = slices.batch.get(KEY)
+    assert kept.outputs is None and kept.loss is not None, "the last part keeps no outputs"
     finish(slices, Kind.FORWARD, Kind.BACKWARD)
     assert slices.batch.slices == {}
-
-
-def test_the_last_part_keeps_the_loss_and_no_outputs() -> None:
-    kept = part(is_last=True).batch.get(KEY)
-    assert kept.outputs is None and kept.loss is not None
 
 
 @pytest.mark.parametrize("sends", [True, False])
@@ -95,3 +99,32 @@ def test_inputs_labels_keys_and_values_of_a_micro_batch(training: bool, is_first
         assert not released.called
         finish(slices, Kind.BACKWARD)
     released.assert_called_once_with(1, 0)
+
+
+def test_a_batch_keeps_slices_by_unit_and_ends_with_none() -> None:
+    batch = part(training=True).batch
+    a_slice = SliceInFlight((), torch.zeros(()))
+    with pytest.raises(InFlightError, match=r"F0\.0 ran twice on stage 1"):
+        batch.put(KEY, a_slice)
+    batch.put((1, 0, 1), a_slice)
+    assert batch.get((1, 0, 1)) is a_slice and batch.get(KEY) is not a_slice
+    batch.drop((1, 0, 1))
+    for missing in (batch.get, batch.drop):
+        with pytest.raises(InFlightError, match=r"slice 0\.1 is not live on stage 1"):
+            missing((1, 0, 1))
+    with pytest.raises(InFlightError, match=r"stage 1 still holds slices \[\(1, 0, 0\)\]"):
+        batch.assert_done(expected_peak=2)
+    batch.drop(KEY)
+    batch.put(KEY, a_slice)
+    batch.drop(KEY)
+    batch.assert_done(expected_peak=2)
+    for wrong in (1, 3):
+        with pytest.raises(InFlightError, match=f"held 2 live slices at once, the schedule says {wrong}"):
+            batch.assert_done(expected_peak=wrong)
+
+
+def test_the_index_of_a_computation_is_that_in_the_order_of_its_stage() -> None:
+    schedule = build("seq1f1b", 3, 2, 2)
+    indices = OrderIndex(schedule)
+    for stage_id, order in enumerate(schedule.orders):
+        assert [indices.find(stage_id, a.kind, a.part_id, a.unit) for a in order] == list(range(len(order)))

@@ -10,9 +10,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.engine.batch_results import accumulated, joined
-from terapipe_ds.runtime.engine.deepspeed_faults import (
-    count_nothing_as_zero,
-)
+from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
 
 PLAN = SlicePlan((4, 2, 1))
 WEIGHTS = (0.5, 0.0, 0.25)
@@ -23,20 +21,18 @@ def cut(whole: torch.Tensor, dim: int) -> list[torch.Tensor]:
 
 
 class TestJoined:
-    @pytest.mark.parametrize(("shape", "dim"), [((2, 7, 5), 1), ((2, 7), 1), ((7, 2, 5), 0), ((2, 3, 7), 2)])
+    @pytest.mark.parametrize(("shape", "dim"), [((2, 7, 5), 1), ((7, 2, 5), 0), ((2, 3, 7), 2)])
     def test_along_the_dimension_of_the_tokens(self, shape: tuple[int, ...], dim: int) -> None:
         whole = torch.randn(shape)
         assert torch.equal(joined(cut(whole, dim), PLAN, WEIGHTS, 2, 1), whole)
 
     def test_the_sequence_dimension_comes_first(self) -> None:
         """Rows that are as many as the tokens of every slice do not deceive it."""
-        plan = SlicePlan((2, 2))
-        whole = torch.randn(2, 4, 3)
-        assert torch.equal(joined(list(whole.split(2, dim=1)), plan, (1.0, 1.0), 2, 1), whole)
-        turned = whole.transpose(0, 1)
-        assert torch.equal(joined(list(turned.split(2, dim=0)), plan, (1.0, 1.0), 2, 0), turned)
+        plan, whole = SlicePlan((2, 2)), torch.randn(2, 4, 3)
+        for dim, outputs in ((1, whole), (0, whole.transpose(0, 1))):
+            assert torch.equal(joined(list(outputs.split(2, dim)), plan, (1.0, 1.0), 2, dim), outputs)
 
-    @pytest.mark.parametrize("lengths", [(4, 2, 1), (3, 3), (2, 2, 2)])
+    @pytest.mark.parametrize("lengths", [(4, 2, 1), (2, 2, 2)])
     @pytest.mark.parametrize("rows", [1, 2, 3])
     def test_rows_and_tokens_in_one_dimension(self, lengths: tuple[int, ...], rows: int) -> None:
         """As the last layer gives them that ends with `logits.flatten(0, 1)`."""
@@ -55,28 +51,22 @@ class TestJoined:
         assert float(whole[2]) == 0.75
 
 
-class TestSums:
-    @pytest.mark.parametrize(
-        ("dtype", "expected"),
-        [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
-    )
-    def test_losses_are_accumulated_wide_and_without_a_graph(self, dtype: torch.dtype, expected: torch.dtype) -> None:
-        total: Any = None
-        for _ in range(300):
-            total = accumulated(total, torch.ones((), dtype=dtype, requires_grad=True) * 1)
-        assert float(total) == 300.0, "bf16 would stop at 256"
-        assert total.dtype == expected
-        assert not total.requires_grad
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_losses_are_accumulated_wide_and_without_a_graph(dtype: torch.dtype, wide: torch.dtype) -> None:
+    total: Any = None
+    for _ in range(300):
+        total = accumulated(total, torch.ones((), dtype=dtype, requires_grad=True) * 1)
+    assert float(total) == 300.0, "bf16 would stop at 256"
+    assert total.dtype == wide and not total.requires_grad
 
 
-class TestStockFaults:
-    def test_a_rank_whose_gradients_do_not_count_has_a_norm_of_zero(self) -> None:
-        optimizer = BF16_Optimizer.__new__(BF16_Optimizer)
-        counted: list[torch.Tensor] = []
-        optimizer.get_grads_for_norm = lambda for_clipping=False: counted if for_clipping else (counted, {})
-        count_nothing_as_zero(optimizer)
-        (zero,), experts = optimizer.get_grads_for_norm()
-        assert float(zero.norm()) == 0.0 and experts == {}
-        assert optimizer.get_grads_for_norm(for_clipping=True) == []
-        counted.append(torch.ones(3))
-        assert optimizer.get_grads_for_norm()[0] is counted
+def test_a_rank_whose_gradients_do_not_count_has_a_norm_of_zero() -> None:
+    optimizer = BF16_Optimizer.__new__(BF16_Optimizer)
+    counted: list[torch.Tensor] = []
+    optimizer.get_grads_for_norm = lambda for_clipping=False: counted if for_clipping else (counted, {})
+    count_nothing_as_zero(optimizer)
+    (zero,), experts = optimizer.get_grads_for_norm()
+    assert float(zero.norm()) == 0.0 and experts == {}
+    assert optimizer.get_grads_for_norm(for_clipping=True) == []
+    counted.append(torch.ones(3))
+    assert optimizer.get_grads_for_norm()[0] is counted

@@ -17,15 +17,9 @@ from terapipe_ds.timeline import Timeline
 F, B = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A wall clock that a test sets."""
-    now = [100.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    return now
-
-
-def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[float]) -> None:
+def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
     tracer = Tracer(str(tmp_path), rank=3, stage_id=1, num_stages=2)
     tracer.begin(1)
     with tracer.measure(F):
@@ -36,14 +30,12 @@ def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, clock: list[f
         clock[0] += 4.0
     tracer.write(1)
     timeline = Timeline.load(tmp_path / "timeline-step000001-rank0003.json")
-    assert [(e.action, e.stage_id, e.start_s, e.end_s) for e in timeline.events] == [
-        ("F0.0", 1, 105.0, 107.0),
-        ("B0.0", 1, 107.0, 111.0),
-    ]
+    events = [(e.action, e.stage_id, e.start_s, e.end_s) for e in timeline.events]
+    assert events == [("F0.0", 1, 105.0, 107.0), ("B0.0", 1, 107.0, 111.0)]
 
 
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:
-    tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
+    tracer = Tracer(str(tmp_path), 0, 0, 1)
     for step in (None, 6, 99):
         tracer.begin(step)
         with tracer.measure(F):

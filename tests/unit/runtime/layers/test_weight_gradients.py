@@ -80,11 +80,9 @@ def test_the_same_gradients_as_autograd_s(bias: bool, products: list[bool]) -> N
 
 
 def test_a_weight_that_two_layers_share(products: list[bool]) -> None:
-    model, _, inputs = example(bias=False)
-    model = nn.Sequential(*model, nn.Linear(5, 5, bias=False, dtype=torch.float64))
-    model.append(nn.Linear(5, 5, bias=False, dtype=torch.float64))
-    model[4].weight = model[3].weight
-    ours = copy.deepcopy(model)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model[1].weight = model[0].weight
+    ours, inputs = copy.deepcopy(model), torch.randn(2, 10, 4, dtype=torch.float64)
     accumulate_in_products(ours, None)
     backward(ours, inputs)
     backward(model, inputs)
@@ -92,48 +90,43 @@ def test_a_weight_that_two_layers_share(products: list[bool]) -> None:
     assert any(products)
 
 
-class TestNobodyIsLeftOut:
-    def test_hooks_on_a_weight_are_called_for_each_slice(self, products: list[bool]) -> None:
-        _, ours, inputs = example()
-        seen: list[str] = []
-        ours[0].weight.register_hook(lambda grad: seen.append("gradient"))
-        ours[2].weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
+def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> None:
+    _, ours, inputs = example()
+    seen: list[str] = []
+    ours[0].weight.register_hook(lambda grad: seen.append("gradient"))
+    ours[2].weight.register_post_accumulate_grad_hook(lambda weight: seen.append("accumulated"))
+    backward(ours, inputs)
+    assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
+    assert products == []
+
+
+def test_without_a_slice_with_the_whole_sequence_and_under_autocast_it_is_the_plain_layer(products: list[bool]) -> None:
+    _, ours, inputs = example()
+    ours, inputs = ours.float(), inputs.float()
+    for _ in range(2):
+        ours(inputs).sum().backward()
+    backward(ours, inputs, ((0, 10), (0, 10)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
         backward(ours, inputs)
-        assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
-        assert products == []
+    with slice_of(0, 3), torch.no_grad():
+        assert not ours(inputs[:, :3]).requires_grad
+    assert products == []
 
-    @pytest.mark.parametrize("how", ["no slice", "the whole sequence", "no gradients", "autocast"])
-    def test_elsewhere_it_is_the_plain_layer(self, how: str, products: list[bool]) -> None:
-        _, ours, inputs = example()
-        ours, inputs = ours.float(), inputs.float()
-        if how == "no slice":
-            for _ in range(2):
-                ours(inputs).sum().backward()
-        elif how == "the whole sequence":
-            backward(ours, inputs, ((0, 10), (0, 10)))
-        elif how == "no gradients":
-            with slice_of(0, 3), torch.no_grad():
-                assert not ours(inputs[:, :3]).requires_grad
-        else:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                backward(ours, inputs)
-        assert products == []
 
-    def test_subclasses_and_layers_with_a_forward_of_their_own_are_left_alone(self) -> None:
-        class Adapted(nn.Linear):
-            def forward(self, inputs: Tensor) -> Tensor:
-                return super().forward(inputs) * 2
+def test_subclasses_and_layers_with_a_forward_of_their_own_are_left_alone() -> None:
+    class Adapted(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * 2
 
-        adapted, patched = Adapted(3, 3), nn.Linear(3, 3)
-        mine = patched.forward = lambda inputs: inputs  # type: ignore[assignment]
-        accumulate_in_products(nn.ModuleList([adapted, patched]), None)
-        assert "forward" not in vars(adapted) and vars(patched)["forward"] is mine
+    adapted, patched = Adapted(3, 3), nn.Linear(3, 3)
+    own = patched.forward = lambda inputs: inputs  # type: ignore[assignment]
+    accumulate_in_products(nn.ModuleList([adapted, patched]), None)
+    assert "forward" not in vars(adapted) and vars(patched)["forward"] is own
 
 
 def test_a_gradient_of_another_dtype_is_left_to_autograd(products: list[bool]) -> None:
     _, ours, inputs = example(bias=False)
-    ours = ours.float()
-    for parameter in ours.parameters():
+    for parameter in ours.float().parameters():
         parameter.grad_dtype = None
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float64)
     backward(ours, inputs.float())
@@ -164,40 +157,32 @@ class TestSplitBackward:
         gradients.open_batch(self.UNITS)
         return gradients
 
-    def forward_and_backward(
-        self, gradients: WeightGradients, which: tuple[int, int, int], forward: Any = None, whole: bool = False
-    ) -> Tensor:
+    def forward_and_backward(self, gradients: WeightGradients, which: tuple[int, int, int], whole: bool = False) -> Any:
         inputs = self.inputs[which].clone().requires_grad_()
         with unit(*which, whole=whole), gradients.deferred(which):
-            (forward or self.model)(inputs).square().sum().backward()
-        assert inputs.grad is not None
+            self.model(inputs).square().sum().backward()
         return inputs.grad
 
     def autograd_s(self) -> dict[tuple[int, int, int], Tensor]:
         """The gradients of the inputs by autograd; those of the parameters are in `.grad`."""
-        found = {}
-        for which in self.UNITS:
-            inputs = self.inputs[which].clone().requires_grad_()
-            self.plain(inputs).square().sum().backward()
-            assert inputs.grad is not None
-            found[which] = inputs.grad
-        return found
+        inputs = {which: self.inputs[which].clone().requires_grad_() for which in self.UNITS}
+        for each in inputs.values():
+            self.plain(each).square().sum().backward()
+        return {which: each.grad for which, each in inputs.items() if each.grad is not None}
 
     @contextmanager
     def around(self) -> Iterator[None]:
         self.hooked.append("begin")
         yield
-        self.hooked.append("end")
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_b_has_all_but_the_weights_and_w_these(self, whole: bool) -> None:
         gradients, expected = self.gradients(), self.autograd_s()
         for which in self.UNITS:
-            found = self.forward_and_backward(gradients, which, whole=whole)
-            torch.testing.assert_close(found, expected[which], rtol=1e-13, atol=1e-13)
-        for name, parameter in self.model.named_parameters():
-            is_weight = name in ("0.weight", "2.weight", "4.weight")
-            assert (parameter.grad is None) == is_weight, name
+            ours = self.forward_and_backward(gradients, which, whole)
+            torch.testing.assert_close(ours, expected[which], rtol=1e-13, atol=1e-13)
+        left = [name for name, parameter in self.model.named_parameters() if parameter.grad is None]
+        assert left == ["0.weight", "2.weight", "4.weight"]
         assert [gradients.compute(which, self.around) for which in self.UNITS] == [3, 3, 3]
         gradients.assert_done()
         assert_same(self.model, self.plain)
@@ -216,11 +201,13 @@ class TestSplitBackward:
         for which in self.UNITS:
             gradients.compute(which, self.around)
         assert sorted(self.hooked[1:4]) == ["0.weight", "2.weight", "4.weight"]
-        assert self.hooked[0] == "begin" and self.hooked[4] == "end" and len(self.hooked) == 15
+        assert self.hooked[0] == self.hooked[4] == "begin" and len(self.hooked) == 12
         assert_same(self.model, self.plain)
 
     def test_w_before_b_w_twice_and_w_that_never_came(self) -> None:
         gradients = self.gradients()
+        with unit(3, 0, 1), pytest.raises(InFlightError, match="but not in its B"):
+            self.model(self.inputs[3, 0, 1].clone().requires_grad_()).sum().backward()
         with pytest.raises(InFlightError, match=r"W0\.1 of part 3 ran before its B, or a second time"):
             gradients.compute((3, 0, 1), self.around)
         self.forward_and_backward(gradients, (3, 0, 1))
@@ -232,6 +219,15 @@ class TestSplitBackward:
         with pytest.raises(InFlightError, match="a second time"):
             gradients.compute((3, 0, 1), self.around)
         gradients.assert_done()
+
+    def test_a_gradient_of_another_dtype_is_added_to(self) -> None:
+        gradients, weight = self.gradients(), self.model[0].weight
+        weight.grad_dtype, weight.grad = None, torch.ones_like(weight, dtype=torch.float32)
+        self.autograd_s()
+        for which in self.UNITS:
+            self.forward_and_backward(gradients, which)
+            gradients.compute(which, self.around)
+        torch.testing.assert_close(weight.grad, self.plain[0].weight.grad + 1)
 
     def test_what_is_kept_must_not_change(self) -> None:
         gradients = self.gradients()
@@ -263,39 +259,26 @@ class TestSplitBackward:
             assert gradients.compute(which, self.around) == 2
         assert_same(self.model, self.plain)
 
-    def test_a_backward_apart_from_b_is_refused(self) -> None:
-        self.gradients()
-        with unit(3, 0, 1), pytest.raises(InFlightError, match="but not in its B"):
-            self.model(self.inputs[3, 0, 1].requires_grad_()).sum().backward()
 
-
-class TestLayersOfOnesOwn:
-    """What `docs/how-it-works.md` shows, run as it is printed there."""
-
-    UNITS = ((0, 0, 1), (0, 0, 0))
-
-    def projection(self) -> nn.Module:
-        text = (Path(__file__).parents[4] / "docs" / "how-it-works.md").read_text()
-        code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
-        names = {"nn": nn, "torch": torch, "F": F, "partial": partial, "once_differentiable": once_differentiable}
-        exec(code, names)
-        torch.manual_seed(0)
-        return names["Projection"](4).double()
-
-    @pytest.mark.parametrize("watched", [False, True])
-    def test_w_has_its_products(self, watched: bool) -> None:
-        model = self.projection()
-        model = nn.Sequential(model, nn.Tanh(), self.projection())
-        plain = copy.deepcopy(model)
-        gradients = accumulate_in_products(model, DeepSpeedOptimizer() if watched else None)
-        gradients.open_batch(self.UNITS)
-        inputs = torch.randn(2, 5, 4, dtype=torch.float64)
-        for which in self.UNITS:
-            mine, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
-            with unit(*which), gradients.deferred(which):
-                model(mine).square().sum().backward()
-            plain(theirs).square().sum().backward()
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-13, atol=1e-13)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        assert [gradients.compute(which, nullcontext) for which in self.UNITS] == [2, 2]
-        assert_same(model, plain)
+@pytest.mark.parametrize("watched", [False, True])
+def test_the_layer_of_ones_own_in_the_documents_leaves_its_products_to_w(watched: bool) -> None:
+    """`docs/how-it-works.md`, run as it is printed there."""
+    text = (Path(__file__).parents[4] / "docs" / "how-it-works.md").read_text()
+    code = text.split("### Layers of your own")[1].split("```python\n")[1].split("```")[0]
+    names = {"nn": nn, "torch": torch, "F": F, "partial": partial, "once_differentiable": once_differentiable}
+    exec(code, names)
+    torch.manual_seed(0)
+    model = nn.Sequential(names["Projection"](4), nn.Tanh(), names["Projection"](4)).double()
+    plain, units = copy.deepcopy(model), ((0, 0, 1), (0, 0, 0))
+    gradients = accumulate_in_products(model, DeepSpeedOptimizer() if watched else None)
+    gradients.open_batch(units)
+    inputs = torch.randn(2, 5, 4, dtype=torch.float64)
+    for which in units:
+        ours, autograd_s = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+        with unit(*which), gradients.deferred(which):
+            model(ours).square().sum().backward()
+        plain(autograd_s).square().sum().backward()
+        torch.testing.assert_close(ours.grad, autograd_s.grad, rtol=1e-13, atol=1e-13)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert [gradients.compute(which, nullcontext) for which in units] == [2, 2]
+    assert_same(model, plain)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from terapipe_ds.costs.devices import ITEM_BYTES, DeviceCard, LinkCard, device_card
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import check_count
 
 Array = npt.NDArray[np.float64]
 
@@ -223,26 +223,18 @@ def analytic_costs(
     size = model_size(model) if isinstance(model, str) else model
     card = device_card(device) if isinstance(device, str) else device
     for name, value in (("num_stages", num_stages), ("micro_batch", micro_batch), ("tensor_parallel", tensor_parallel)):
-        if type(value) is not int or value < 1:
-            raise AnalyticCostError(f"{name} = {show_value(value)}: give an integer >= 1")
-    _check_tensor_parallel(size, tensor_parallel)
-    layers = _layers_per_part(size, num_stages, layers_per_part)
+        check_count(name, value, AnalyticCostError)
+    size.check_tensor_parallel(tensor_parallel, AnalyticCostError)
+    layers = size.layers_of_parts(num_stages, layers_per_part, AnalyticCostError)
+    link, peer_link = (
+        card.node_link if devices <= card.devices_per_node else card.network_link
+        for devices in (num_stages * tensor_parallel, tensor_parallel)
+    )
+    shared = tensor_parallel, activation_checkpointing, link, peer_link
 
     @functools.cache
-    def part(num_layers: int, has_embedding: bool, has_head: bool) -> AnalyticCosts:
-        return AnalyticCosts(
-            size,
-            card,
-            card.resolve_dtype(dtype),
-            micro_batch,
-            num_layers,
-            has_embedding,
-            has_head,
-            tensor_parallel,
-            activation_checkpointing,
-            link=card.node_link if num_stages * tensor_parallel <= card.devices_per_node else card.network_link,
-            peer_link=card.node_link if tensor_parallel <= card.devices_per_node else card.network_link,
-        )
+    def part(*layers_and_ends: Any) -> AnalyticCosts:
+        return AnalyticCosts(size, card, card.resolve_dtype(dtype), micro_batch, *layers_and_ends, *shared)
 
     return [part(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
 
@@ -250,37 +242,6 @@ def analytic_costs(
 def attention_pairs(tokens: Any, prefix: Any) -> Any:
     """Count the (query, key) pairs of one head: token n of a slice sees the prefix and the slice up to itself."""
     return tokens * prefix + tokens * (tokens + 1) / 2
-
-
-def _check_tensor_parallel(size: ModelSize, t: int) -> None:
-    for name, value in (("num_heads", size.num_heads), ("ffn_size", size.ffn_size)):
-        if value % t:
-            raise AnalyticCostError(
-                f"tensor_parallel = {t}: {name} = {value} of {size.name} does not divide by it; give a divisor of "
-                f"num_heads = {size.num_heads} and ffn_size = {size.ffn_size}"
-            )
-    if size.num_kv_heads % t and t % size.num_kv_heads:
-        raise AnalyticCostError(
-            f"tensor_parallel = {t}: num_kv_heads = {size.num_kv_heads} of {size.name} can neither be split nor "
-            "repeated evenly; give a divisor or a multiple of it"
-        )
-
-
-def _layers_per_part(size: ModelSize, num_stages: int, given: Sequence[int] | None) -> list[int]:
-    if given is None:
-        if num_stages > size.num_layers:
-            raise AnalyticCostError(
-                f"num_stages = {num_stages}: {size.name} has {size.num_layers} layers; give at most that many stages"
-            )
-        fewest, larger = divmod(size.num_layers, num_stages)
-        return [fewest + (part_id < larger) for part_id in range(num_stages)]
-    layers = list(given)
-    whole = all(type(count) is int and count >= 0 for count in layers)
-    if len(layers) != num_stages or not whole or sum(layers) != size.num_layers:
-        raise AnalyticCostError(
-            f"layers_per_part = {show_value(layers)}: give {num_stages} integers that add up to {size.num_layers}"
-        )
-    return layers
 
 
 def _arguments(tokens: Any, prefix: Any) -> tuple[Array, Array]:

@@ -16,8 +16,7 @@ from typing import Any
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.model_memory import Setup, count_parts
-from terapipe_ds.planner.part_memory import PartMemory
+from terapipe_ds.planner.model_memory import PartMemory, Setup
 
 __all__ = ["MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
@@ -42,7 +41,7 @@ class MemoryModel:
         cls, model_size: ModelSize, *, num_stages: int, dtype: str, micro_batch: int, **training: Any
     ) -> MemoryModel:
         """Count from model sizes; `training` has more fields of `model_memory.Setup`, by name."""
-        return cls(count_parts(Setup(model_size, num_stages, dtype, micro_batch, **training)))
+        return cls(Setup(model_size, num_stages, dtype, micro_batch, **training).count_parts())
 
     @classmethod
     def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:

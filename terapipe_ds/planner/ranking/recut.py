@@ -20,8 +20,7 @@ from typing import Any
 
 from terapipe_ds.costs.profile import LayerShare, Profile
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.memory import MemoryModel
-from terapipe_ds.planner.part_memory import PartMemory
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.planner.ranking.bidirectional_cost import both_ways_s, gradient_itemsize, link_bytes_per_s, steps_of
 
 PartShares = Sequence[Sequence[LayerShare]]

@@ -233,8 +233,9 @@ def analytic_costs(
     shared = tensor_parallel, activation_checkpointing, link, peer_link
 
     @functools.cache
-    def part(*layers_and_ends: Any) -> AnalyticCosts:
-        return AnalyticCosts(size, card, card.resolve_dtype(dtype), micro_batch, *layers_and_ends, *shared)
+    def part(num_layers: int, has_embedding: bool, has_head: bool) -> AnalyticCosts:
+        own = num_layers, has_embedding, has_head
+        return AnalyticCosts(size, card, card.resolve_dtype(dtype), micro_batch, *own, *shared)
 
     return [part(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
 

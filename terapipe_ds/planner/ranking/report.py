@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from terapipe_ds.planner.ranking.rank import Ranking
-from terapipe_ds.planner.result import PlanResult
+from terapipe_ds.planner.result import PlanResult, Ranking
 
 
 def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:

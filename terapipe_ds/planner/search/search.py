@@ -1,9 +1,8 @@
-"""The final choice: candidate plans, judged by a replay of the very schedule that will run them.
+"""The search for the best plan: candidates, judged by a replay of the very schedule that will run them.
 
 `terapipe` on equal stages is the slice program itself (`slice_program`). Every other schedule, and unequal stages,
-start from equal slices, slices of equal time and the program's plans for several effective numbers of stages, and
-climb from the best of them by moving granules, merging and splitting; where there are few plans, all of them are
-judged.
+start from equal slices, slices of equal time and plans of the slice program, and climb from the best of them by moving
+granules, merging and splitting. Where there are few plans, all of them are judged.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +19,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
-from terapipe_ds.planner.result import PlanResult, choose
+from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search import candidates
 from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
 from terapipe_ds.planner.search.cached_costs import cache_parts
@@ -89,26 +88,6 @@ def plan_slices(
         raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
     num_stages = check_count("num_stages", num_stages)
     options = schedule_options or {}
-    _check_options(schedule, num_stages, chunks_per_stage, options)
-    num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
-    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
-    shape = num_micro_batches, num_stages, chunks_per_stage
-    pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, memory_limit_bytes)
-    problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
-    if schedule != "auto":
-        if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
-            raise PlannerError(
-                f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
-                "add it, or plan for 'seq1f1b'"
-            )
-        return problem.best(schedule, budget, options)
-    results, refused = problem.best_of_each(budget)
-    if not results:
-        raise min(refused.values(), key=lambda error: error.need_bytes)
-    return choose(results)
-
-
-def _check_options(schedule: str, num_stages: int, chunks_per_stage: int, options: Mapping[str, object]) -> None:
     if options and schedule == "auto":
         raise PlannerError(
             f"schedule_options = {show_value(dict(options))}: they go with the name of one schedule, not with 'auto'; "
@@ -118,6 +97,19 @@ def _check_options(schedule: str, num_stages: int, chunks_per_stage: int, option
         check_options(schedule, num_stages, options, chunks_per_stage)
     except ScheduleError as error:
         raise PlannerError(error.reason) from None
+    num_parts = num_parts_of(schedule, num_stages, chunks_per_stage, costs)
+    parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
+    shape = num_micro_batches, num_stages, chunks_per_stage
+    pipeline = Pipeline(parts, sequence_length, granularity_tokens, *shape, memory, memory_limit_bytes)
+    problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
+    if schedule == "auto":
+        return problem.best_of_each(budget).best
+    if schedule in SPLIT_SCHEDULES and not problem.knows_weights:
+        raise PlannerError(
+            f"schedule = {show_value(schedule)} splits backwards, but the costs have no weight_s(tokens, prefix): "
+            "add it, or plan for 'seq1f1b'"
+        )
+    return problem.best(schedule, budget, options)
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
@@ -131,7 +123,7 @@ def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Answer:
     """A plan, and what is proven: no plan takes less than the bound; none takes less than this one if `optimal`."""
 
     lengths: Lengths
@@ -169,36 +161,35 @@ class Problem:
         """Whether all costs say what W takes of a backward."""
         return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
 
-    def tried(self) -> dict[str, float]:
-        """Return what "auto" tries, with shares of the budget."""
-        pipeline = self.pipeline
-        if pipeline.chunks_per_stage == 1:
-            tried = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
-            return tried | _AUTO_SPLIT if self.knows_weights else tried
-        shape = pipeline.num_stages, pipeline.chunks_per_stage, len(pipeline.parts)
-        return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
-
-    def best_of_each(self, budget: int) -> tuple[list[PlanResult], dict[str, MemoryLimitError]]:
+    def best_of_each(self, budget: int) -> Ranking:
         """Return, for each schedule that "auto" tries, the best plan, or why none fits."""
-        results: list[PlanResult] = []
-        refused: dict[str, MemoryLimitError] = {}
-        for name, share in self.tried().items():
+        chunks, results, refused = self.pipeline.chunks_per_stage, [], []
+        for name, share in self._shares().items():
             try:
                 results.append(self.best(name, round(share * budget)))
             except MemoryLimitError as error:
-                refused[name] = error
-        return results, refused
+                refused.append(Refusal(name, chunks, error))
+        return Ranking.of(results, refused)
+
+    def _shares(self) -> dict[str, float]:
+        """Return what "auto" tries, with shares of the budget."""
+        pipeline = self.pipeline
+        if pipeline.chunks_per_stage == 1:
+            shares = _AUTO if pipeline.num_micro_batches > 1 else _AUTO_OF_ONE
+            return shares | _AUTO_SPLIT if self.knows_weights else shares
+        shape = pipeline.num_stages, pipeline.chunks_per_stage, len(pipeline.parts)
+        return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
 
     def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
         """Return the best plan for one schedule."""
         judge = Judge(self.pipeline, schedule, budget=budget, progress=self.progress, schedule_options=options)
-        found = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
-        self.chosen.append(found.lengths)
-        return self._result(judge, found)
+        answer = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
+        self.chosen.append(answer.lengths)
+        return self._result(judge, answer)
 
     # --- three ways to a plan, tried in order
 
-    def _proven_by_program(self, judge: Judge) -> _Found | None:
+    def _proven_by_program(self, judge: Judge) -> _Answer | None:
         """Return the slice program's plan, where its formula is that of the schedule and the plan fits in memory."""
         if not (judge.is_flow_shop and self._has_equal_stages):
             return None
@@ -209,9 +200,9 @@ class Problem:
         proven = program.optimal and judge.seconds(lengths) <= program.lower_bound_s * (1 + _ROUNDING)
         if not proven and self.num_granules <= MANY_GRANULES:
             return None
-        return _Found(lengths, program.lower_bound_s, proven)
+        return _Answer(lengths, program.lower_bound_s, proven)
 
-    def _best_of_all(self, judge: Judge) -> _Found | None:
+    def _best_of_all(self, judge: Judge) -> _Answer | None:
         """Return the best of all plans, where there are few."""
         if not self._can_judge_all(judge):
             return None
@@ -219,9 +210,9 @@ class Problem:
         best = judge.fastest(plans, judge.seconds)
         if best is None:
             raise memory_limit_error(judge, plans)
-        return _Found(best, judge.seconds(best), True)
+        return _Answer(best, judge.seconds(best), True)
 
-    def _climbed(self, judge: Judge) -> _Found:
+    def _climbed(self, judge: Judge) -> _Answer:
         """Return the best plan that a climb from good ones reaches, with a bound for the schedule."""
         micro_batches = self.pipeline.num_micro_batches
         if judge.has_chunks or judge.splits_backward:
@@ -231,7 +222,7 @@ class Problem:
         else:
             fits_program = judge.is_flow_shop and self._has_equal_stages
             bound_s = max(self.searched[1], self.program.lower_bound_s if fits_program else 0.0)
-        return _Found(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
+        return _Answer(climb(judge, self.sure_starts(), self.more_starts()), bound_s, False)
 
     def _can_judge_all(self, judge: Judge) -> bool:
         if self.num_granules > _ALL_PLANS.bit_length():
@@ -246,9 +237,7 @@ class Problem:
 
         They are equal slices and the best plans of other schedules, or, without any, `fill_drain_plan`.
         """
-        counts = {len(lengths) for lengths in self.chosen} if self.has_starts else self._equal_counts
-        for count in sorted(counts):
-            yield split_evenly(self.num_granules, count)
+        yield from self._equal_plans({len(lengths) for lengths in self.chosen} if self.has_starts else None)
         if not self.has_starts:
             yield self.fill_drain_plan
         yield from list(self.chosen)
@@ -257,7 +246,7 @@ class Problem:
         """Yield starts for as long as the budget lasts: slices of equal time on the slowest part, and plans of the
         slice program for other weights of the bubble; or, with plans of other schedules, the equal slices left."""
         if self.has_starts:
-            yield from (split_evenly(self.num_granules, count) for count in self._equal_counts)
+            yield from self._equal_plans()
             return
         if self.num_granules <= MANY_GRANULES:
             for count in candidates.slice_counts(min(self.max_slices, _EQUAL_TIMES)):
@@ -265,6 +254,10 @@ class Problem:
         for search in (self.program, *self.searched[0]):
             fitting = [plan for plan in search.met.values() if plan.num_slices <= self.max_slices]
             yield from (plan.lengths for plan in sorted(fitting, key=search.objective)[:_PROGRAM_PLANS])
+
+    def _equal_plans(self, counts: Iterable[int] | None = None) -> list[Lengths]:
+        counts = candidates.slice_counts(self.max_slices) if counts is None else sorted(counts)
+        return [split_evenly(self.num_granules, count) for count in counts]
 
     @functools.cached_property
     def slowest(self) -> CostTable:
@@ -306,23 +299,19 @@ class Problem:
         """The most slices, or None where there is no limit: programs need not count them then."""
         return None if self.max_slices == self.num_granules else self.max_slices
 
-    @property
-    def _equal_counts(self) -> list[int]:
-        return candidates.slice_counts(self.max_slices)
-
     # --- the answer
 
-    def _result(self, judge: Judge, found: _Found) -> PlanResult:
-        pipeline, lengths = self.pipeline, found.lengths
+    def _result(self, judge: Judge, answer: _Answer) -> PlanResult:
+        pipeline, lengths = self.pipeline, answer.lengths
         predicted_s = judge.seconds(lengths)
         equal = self._best_equal(judge)
         busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s
-        lower_bound_s = min(found.lower_bound_s, predicted_s)  # both are sums of many floats
+        lower_bound_s = min(answer.lower_bound_s, predicted_s)  # both are sums of many floats
         return PlanResult(
             plan=pipeline.plan(lengths),
             schedule=judge.schedule,
             predicted_s=predicted_s,
-            optimal=found.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
+            optimal=answer.optimal or lower_bound_s >= predicted_s * (1 - _ROUNDING),
             lower_bound_s=lower_bound_s,
             num_stages=pipeline.num_stages,
             num_micro_batches=pipeline.num_micro_batches,
@@ -339,6 +328,6 @@ class Problem:
     def _best_equal(self, judge: Judge) -> Lengths:
         """Return the best equal plan that fits (only those already scored, where budget is short); unsliced if none
         fits."""
-        plans = [split_evenly(self.num_granules, count) for count in self._equal_counts]
+        plans = self._equal_plans()
         judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
         return judge.fastest(judged, judge.estimate) or plans[0]

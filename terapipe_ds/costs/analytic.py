@@ -36,16 +36,15 @@ class AnalyticCostError(ValueError):
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """Costs of one part of a model on one device; the interface that planner and simulator ask for.
+    """Costs of one part of a model on one of `tensor_parallel` ranks; what planner and simulator ask for.
 
-    `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting). Times are of
-    one micro-batch of `micro_batch` rows on one of `tensor_parallel` ranks.
+    `tokens` and `prefix` are ints (results are floats) or arrays (elementwise, with broadcasting).
     """
 
     model: ModelSize
     device: DeviceCard
     dtype: str
-    micro_batch: int
+    micro_batch: int  # rows
     num_layers: int  # of this part
     has_embedding: bool
     has_head: bool
@@ -80,10 +79,7 @@ class AnalyticCosts:
         return _like(i, self.link.latency_s + self._activation_bytes(i) / self.link.bandwidth_bytes_per_s)
 
     def step_s(self) -> float:
-        """Return the seconds of an Adam step over the parameters of this part on one rank.
-
-        No data-parallel reduction is in it: the number of replicas is not known here.
-        """
+        """Return the seconds of an Adam step over the parameters on one rank, without data-parallel reduction."""
         reachable = self.device.memory_bandwidth_bytes_per_s * self.device.bandwidth_efficiency
         return self.num_parameters() / self.tensor_parallel * OPTIMIZER_BYTES_PER_PARAMETER / reachable
 
@@ -92,9 +88,8 @@ class AnalyticCosts:
         size, total = self.model, self.num_layers * self.model.layer_parameters()
         total += size.embedding_parameters() if self.has_embedding else 0
         total += size.head_parameters() if self.has_head else 0
-        if self.has_head and size.tied_embedding and not self.has_embedding:
-            total += size.vocab_size * size.hidden_size
-        return total
+        has_copy = self.has_head and size.tied_embedding and not self.has_embedding
+        return total + (size.vocab_size * size.hidden_size if has_copy else 0)
 
     def _layers_forward_s(self, i: Array, j: Array) -> Array:
         layer = self._matmul_s(i) + self._attention_s(i, j)
@@ -102,7 +97,7 @@ class AnalyticCosts:
         return self.num_layers * layer
 
     def _layers_backward_s(self, i: Array, j: Array) -> Array:
-        """Leave out weight gradients: these are in `_weight_s`."""
+        """Time all but the weight gradients, which are in `_weight_s`."""
         layer = self._matmul_s(i) + 2 * self._elementwise_s(i) + self._attention_s(i, j, backward=True)
         return self.num_layers * (layer + 2 * self._all_reduce_s(self._activation_bytes(i)))
 
@@ -134,11 +129,11 @@ class AnalyticCosts:
 
     def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
         """Time the matrix products of one layer, or their weight gradients, which are read and written."""
-        size, t, rows = self.model, self.tensor_parallel, self.micro_batch * i
-        query, ffn = size.num_heads * size.head_dim / t, self._ffn()
-        weights = size.hidden_size * (2 * query + 2 * self._kv_heads() * size.head_dim + ffn)
-        widths = 2 * query + 2 * self._kv_heads() * size.head_dim + ffn + 4 * size.hidden_size  # in and out
-        numbers = weights + rows * widths + (weights if accumulated else 0)
+        size, rows = self.model, self.micro_batch * i
+        query = size.num_heads * size.head_dim / self.tensor_parallel
+        widths = 2 * query + 2 * self._kv_heads() * size.head_dim + self._ffn()
+        weights = size.hidden_size * widths
+        numbers = weights + rows * (widths + 4 * size.hidden_size) + (weights if accumulated else 0)  # in and out
         return self._roofline_s(2 * rows * weights, self._item * numbers, 5, self.device.matmul_efficiency)
 
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
@@ -214,7 +209,7 @@ def analytic_costs(
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
-    the network where the pipeline does not fit in one node, the slowest link standing for all.
+    the network where the pipeline does not fit in one node.
 
     Raises:
         AnalyticCostError: numbers that the model cannot be cut by.

@@ -21,11 +21,7 @@ class ModelSizeError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """The numbers of one decoder-only Transformer.
-
-    Raises:
-        ModelSizeError: a number that is not positive, or query heads that do not divide by key/value heads.
-    """
+    """The numbers of one decoder-only Transformer. Raises ModelSizeError for numbers that no model can have."""
 
     name: str
     num_layers: int
@@ -82,11 +78,7 @@ class ModelSize:
         return self.hidden_size * (2 if self.bias else 1)
 
     def layers_of_parts(self, num_parts: int, given: Sequence[int] | None, error: type[ValueError]) -> tuple[int, ...]:
-        """Return how many layers each part has: those `given`, or as even as can be, larger parts first.
-
-        Raises:
-            ValueError: as `error`, for fewer layers than parts, or numbers that do not add up to the layers.
-        """
+        """Return how many layers each part has: those `given` if they add up, or as even as can be, larger first."""
         if given is None and num_parts <= self.num_layers:
             return split_evenly(self.num_layers, num_parts)
         if given is None:
@@ -109,8 +101,8 @@ class ModelSize:
             may_repeat = name == "num_kv_heads"
             if value % degree and not (may_repeat and degree % value == 0):
                 raise error(
-                    f"tensor_parallel = {degree}: {name} = {value} of {self.name} does not divide by it; give a divisor "
-                    f"of {value}{', or a multiple of it' if may_repeat else ''}"
+                    f"tensor_parallel = {degree}: {name} = {value} of {self.name} does not divide by it; give a "
+                    f"divisor{' or a multiple' if may_repeat else ''} of {value}"
                 )
 
 
@@ -137,9 +129,5 @@ MODEL_SIZES: dict[str, ModelSize] = {size.name: size for size in _SIZES}
 
 
 def model_size(name: str) -> ModelSize:
-    """Return the size called `name`, whatever the case of its letters.
-
-    Raises:
-        ModelSizeError: no size has that name; the message has the nearest one and all names.
-    """
+    """Return the size called `name`, or raise ModelSizeError with the nearest name and all names."""
     return look_up(name, MODEL_SIZES, "model size", MODEL_SIZES, ModelSizeError)

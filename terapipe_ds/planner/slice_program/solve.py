@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.slice_program.branch_and_bound import Objective, greedy_plan, search_plans, weigh
+from terapipe_ds.planner.slice_program.branch_and_bound import Objective, search_plans
 from terapipe_ds.planner.slice_program.cost_table import CostTable, tabulate
-from terapipe_ds.planner.slice_program.dynamic_programs import Band, least_tails, trace
+from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, least_tails, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +68,7 @@ def solve(
         check_count("num_micro_batches", num_micro_batches), check_count("num_stages", num_stages) - 1
     )
     max_slices = None if max_slices is None else check_count("max_slices", max_slices)
-    table = tabulate(_one_for_all(costs, num_stages), sequence_length, granularity_tokens)
+    table = tabulate(costs, sequence_length, granularity_tokens)
     search = search_plans(table.band, objective, max_slices, max_work)
     best = search.best
     return SliceSolution(
@@ -84,20 +81,6 @@ def solve(
         max_backward_s=best.max_backward_s,
         num_programs=search.num_programs,
     )
-
-
-def _one_for_all(costs: Any, num_stages: int) -> Any:
-    """Return the costs object that all stages share."""
-    if not isinstance(costs, Sequence):
-        return costs
-    if len(costs) != num_stages:
-        raise PlannerError(f"{len(costs)} costs objects for {num_stages} stages: give one object for all stages")
-    if any(part is not costs[0] for part in costs):
-        raise PlannerError(
-            "solve() takes one costs object for all stages: give stages that differ to plan_slices(costs, ..., "
-            "schedule='terapipe')"
-        )
-    return costs[0]
 
 
 def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
@@ -113,29 +96,8 @@ def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
             f"{num_slices} slices cut at multiples of {table.granularity_tokens} tokens do not fit in a sequence of "
             f"{table.sequence_length} tokens: give at most {table.num_granules}, or a smaller granularity"
         )
-    both = table.total_s
-    every = Band(both, both, both)
-    for limit in (_reachable_time(every, num_slices), np.inf):
-        band = every.keep((both <= limit) & np.isfinite(both))
-        least = least_tails(band, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
-        if np.isfinite(least):
-            break
-    band = every.keep(both <= least)
-    limits = np.full((1, 2), least)
-    sums = least_tails(band, limits, num_slices, exactly=True)[0]
-    return trace(band, sums, limits[0])
-
-
-def _reachable_time(band: Band, num_slices: int) -> float:
-    """Return a time that `num_slices` slices probably need not pass, by halving; it only narrows the program that
-    follows."""
-    both = band.total
-    low, high = 0.0, both[np.isfinite(both)].max().item()
-    for _ in range(30):
-        middle = low + (high - low) / 2
-        lengths = greedy_plan(both, middle)
-        if len(lengths) <= num_slices and weigh(band, lengths).max_forward_s <= middle:
-            high = middle
-        else:
-            low = middle
-    return float(high)
+    every = Band(table.total_s, table.total_s, table.total_s)
+    largest = least_tails(every, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]
+    band = every.keep(every.total <= largest)
+    sums = least_tails(band, num_slices=num_slices, exactly=True)[0]
+    return trace(band, sums, NO_LIMITS[0])

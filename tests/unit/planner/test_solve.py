@@ -52,14 +52,12 @@ def test_equals_brute_force(kind: str) -> None:
         check_best(costs, length, granularity, num_stages, micro_batches, most)
 
 
-@pytest.mark.parametrize(("narrow", "block"), [(dynamic_programs.NARROW, 1 << 16), (0, 1), (0, 20)])
 @pytest.mark.parametrize("num_stages", [2, 96])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_brute_force_with_eleven_granules(
     kind: str, num_stages: int, narrow: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However the programs go through a band: row by row, or in blocks of a few numbers."""
-    monkeypatch.setattr(dynamic_programs, "NARROW", narrow)
     monkeypatch.setattr(dynamic_programs, "BLOCK_ELEMENTS", block)
     rng = np.random.default_rng(100 + KINDS.index(kind))
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 1)

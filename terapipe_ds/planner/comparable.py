@@ -16,13 +16,10 @@ def ranked_schedules(
     knows_weights: bool = True,
     placement: Mapping[tuple[int, int], int] | None = None,
 ) -> tuple[str, ...]:
-    """Return the schedules that "auto" compares: those whose stages hold `chunks_per_stage` chunks of `num_parts`
-    parts.
+    """Return the schedules that "auto" compares: those with so many chunks per stage and parts.
 
-    With one chunk all of one part per stage; with v chunks of v K parts the looped ones and, for 2, `zbv`; with two
-    chunks of K parts, each of which has two places, `chimera` and `chimera-seq`. `dapple` is left out (its default is
-    `1f1b`). Schedules that split backwards need `knows_weights`. With a `placement` (see `Schedule.placement`) only
-    the schedules that run on it are left: layers do not move while a model trains.
+    `dapple` is left out (its default is `1f1b`). Schedules that split backwards need `knows_weights`. With a
+    `placement` only the schedules that run on it are left: layers do not move while a model trains.
     """
     ranked = []
     for name in SCHEDULE_NAMES:
@@ -40,8 +37,7 @@ def ranked_schedules(
 
 
 def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: Any) -> int:
-    """Return how many parts `costs` must have: those of the schedule; for "auto" those of a list, which must be K,
-    where each part has two places, or v K.
+    """Return how many parts `costs` must have: those of the schedule, or for "auto" those of a list.
 
     Raises:
         PlannerError: no schedule, or not this one, takes so many chunks per stage.

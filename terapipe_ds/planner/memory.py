@@ -1,8 +1,7 @@
 """How many bytes a stage needs: what is always there, what comes with each live slice, and the peak of a schedule.
 
-Every share is linear in tokens, so that a part is ten numbers (`PartMemory`). They are counted from model sizes
-(`MemoryModel.of_model`, see `model_memory`) or measured on a real stage. The peak of a schedule follows from its
-orders alone, since which slices are live together does not depend on how long they take: `Replay.peak_bytes`.
+Every share is linear in tokens, so that a part is ten numbers (`PartMemory`), counted from model sizes or measured on a
+real stage. The peak of a schedule follows from its orders alone: `Replay.peak_bytes`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ __all__ = ["MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """The parts of a pipeline, in bytes; what the simulator and the search ask for memory.
-
-    A sequence that is not sliced keeps its keys and values as plain attention does: without gradients that wait, but
-    with the fused query/key/value product that rotary positions make it hold on to (`whole_bytes`).
-    """
+    """The parts of a pipeline, in bytes; what the simulator and the search ask for memory."""
 
     parts: tuple[PartMemory, ...]
 
@@ -53,12 +48,14 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].static_bytes)
 
     def gradient_bytes(self, part_id: int) -> int:
-        """Return gradients of the parameters, which come with a batch's first backward and go with its optimizer
-        step."""
+        """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
         return math.ceil(self.parts[part_id].gradient_bytes)
 
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
-        """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`."""
+        """Return what a micro-batch that is one slice keeps in the place of `store_bytes` and `store_grad_bytes`.
+
+        Plain attention has no gradients that wait, but holds on to the fused product that rotary positions turn.
+        """
         rate = self.parts[part_id].whole_bytes_per_token
         if rate is None:
             return self.store_bytes(part_id, sequence_length) + self.store_grad_bytes(part_id, sequence_length)
@@ -91,10 +88,9 @@ class MemoryModel:
 def fill_drain_peak_bytes(
     plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
 ) -> tuple[int, ...]:
-    """Return the most bytes of every stage where all forwards come before all backwards (`terapipe`, `gpipe`).
+    """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk over the orders.
 
-    What `Replay.peak_bytes` finds by a walk over the orders, without them: of all micro-batches but the one that
-    comes first in backward every slice is live, and of that one the slices up to the one that runs.
+    Of all micro-batches but the first in backward every slice is live, and of that one those up to the one that runs.
     """
     peaks = []
     spans = list(zip(plan.lengths, plan.starts, strict=True))

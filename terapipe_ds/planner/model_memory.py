@@ -24,18 +24,13 @@ Beside what is kept, while a slice runs (peaks in its backward, in which kept th
   links         gradients or activations of two computations ahead, and a message on its way
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
-its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the input and its
-gradient of the last slice, which live until the next batch.
+its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's
+input and its gradient, which live until the next batch. With activation checkpointing a decoder layer keeps its input
+alone, and one layer at a time is whole in its backward. Tensor parallelism divides what Megatron divides: q, kv, f, V
+and their weights; norms, residual stream and messages only with sequence parallelism.
 
 Against exact peaks of steps in fp32 on a CPU (`studies.memory`) that is 0 to 2 % above on two stages. It is most off,
-8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
-Where slices are so small that fixed things count, it can be 1 % below.
-
-With activation checkpointing a decoder layer keeps its input alone and one layer at a time is whole in its backward;
-embedding, final norm, head and loss stay as they are (`checkpointable_layers: ["DecoderLayer"]`).
-
-Tensor parallelism divides what Megatron divides: q, kv, f, V and their weights; norms, residual stream and messages
-only with sequence parallelism.
+8 % above, on a middle stage of few layers with one slice and one micro-batch, where it counts messages that never come.
 """
 
 from __future__ import annotations
@@ -87,13 +82,9 @@ class PartMemory:
                 raise PlannerError(f"memory of a part: {field.name} = {value!r}: give a finite number >= 0")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
-    """How a model is trained; `part_memory` counts what that needs.
-
-    Raises:
-        PlannerError: values that no run can have.
-    """
+    """How a model is trained, and what that needs. Raises PlannerError for values that no run can have."""
 
     size: ModelSize
     num_stages: int
@@ -121,13 +112,17 @@ class Setup:
             if value not in known or isinstance(value, bool):
                 raise PlannerError(f"{name} = {show_value(value)}: give one of {', '.join(map(str, known))}")
         self.size.check_tensor_parallel(self.tensor_parallel, PlannerError)
-        object.__setattr__(
-            self, "layers_per_part", self.size.layers_of_parts(self.num_stages, self.layers_per_part, PlannerError)
-        )
+        size = self.size
+        self._layers = size.layers_of_parts(self.num_stages, self.layers_per_part, PlannerError)
+        self._item = ITEMSIZE[self.dtype]
+        self._wide = max(4, self._item)  # bytes of a number that is in fp32 at least
+        self._query, self._key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
+        self._into_mlp = (2 if size.gated_mlp else 1) * size.ffn_size  # gate and up, or up alone
+        self._residual = size.hidden_size // (self.tensor_parallel if self.sequence_parallel else 1)  # on one rank
 
     def count_parts(self) -> tuple[PartMemory, ...]:
         """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last."""
-        return tuple(self._part(part_id, layers) for part_id, layers in enumerate(self.layers_per_part or ()))
+        return tuple(self._part(part_id, layers) for part_id, layers in enumerate(self._layers))
 
     def _part(self, part_id: int, layers: int) -> PartMemory:
         size, rows, item = self.size, self.micro_batch, self._item
@@ -216,39 +211,12 @@ class Setup:
         head = self._residual + size.vocab_size // degree if is_last and not size.tied_embedding else 0
         return (layers * layer + head) * self._item
 
-    @property
-    def _item(self) -> int:
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def _wide(self) -> int:
-        """Bytes of a number that is in fp32 at least."""
-        return max(4, self._item)
-
-    @property
-    def _query(self) -> int:
-        return self.size.num_heads * self.size.head_dim
-
-    @property
-    def _key_value(self) -> int:
-        return self.size.num_kv_heads * self.size.head_dim
-
-    @property
-    def _into_mlp(self) -> int:
-        """The width of what the first matrices of the MLP make: gate and up, or up alone."""
-        return (2 if self.size.gated_mlp else 1) * self.size.ffn_size
-
-    @property
-    def _residual(self) -> int:
-        """Numbers of the residual stream on one rank."""
-        return self.size.hidden_size // (self.tensor_parallel if self.sequence_parallel else 1)
-
-    @property
+    @cached_property
     def _norm_saved(self) -> int:
         """What a norm keeps, with its output."""
-        is_fused = self.size.bias or self.fused_norm
-        own = self._residual * self._item + 2 * self._wide if is_fused else 2 * self._residual * self._wide + self._wide
-        return own + self._residual * self._item
+        if self.size.bias or self.fused_norm:
+            return 2 * self._residual * self._item + 2 * self._wide
+        return self._residual * (2 * self._wide + self._item) + self._wide
 
     @cached_property
     def _layer_saved(self) -> int:

@@ -6,8 +6,7 @@ then takes, for every slice, the sum over the measured parts of
     share of the layers that the two have in common * seconds of the measured part
 
 which is exact where the layers of a part grow alike with tokens and prefix, and off by little where an embedding or a
-head stands among decoder layers: their share is that of the slice that shares were measured with. What a stage pays
-for messages stays with the layers in whose part it was measured.
+head is among decoder layers. What a stage pays for messages stays with the layers in whose part it was measured.
 """
 
 from __future__ import annotations
@@ -34,58 +33,46 @@ NOT_TIMED = "layers were not timed: parts are taken as even"
 class RecutCosts:
     """The costs of one part of another cut, with the interface that planner and simulator ask for.
 
-    `pieces`: (costs of a measured part, share of its forward, share of its backward). `send_s`, `weight_s` and
-    `step_s` exist where the measured parts have them (`hasattr`).
+    `send_s`, `weight_s` and `step_s` exist where the measured parts have them (`hasattr`).
     """
 
-    pieces: tuple[tuple[Any, float, float], ...]
+    pieces: tuple[tuple[Any, float, float], ...]  # costs of a measured part, share of its forward, of its backward
     link: Any = None  # costs whose `send_s` is that of this part
 
     @property
     def vectorized(self) -> bool:
-        """Whether all measured costs take arrays."""
         return all(getattr(costs, "vectorized", False) for costs, _, _ in self.pieces)
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the forward of `tokens` tokens after `prefix` tokens."""
         return sum(share * costs.forward_s(tokens, prefix) for costs, share, _ in self.pieces)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        """Seconds of the backward, weight gradients included."""
         return sum(share * costs.backward_s(tokens, prefix) for costs, _, share in self.pieces)
 
     @property
     def weight_s(self) -> Callable[[Any, Any], Any]:
-        """Of the backward, the seconds of W. Where a measured part does not know them: AttributeError."""
         methods = [(costs.weight_s, share) for costs, _, share in self.pieces]
         return lambda tokens, prefix: sum(share * weight_s(tokens, prefix) for weight_s, share in methods)
 
     @property
     def send_s(self) -> Callable[[Any], Any]:
-        """Seconds of a message to the next part. Where no link was measured: AttributeError."""
         return self.link.send_s  # type: ignore[no-any-return]
 
     @property
     def step_s(self) -> Callable[[], float]:
-        """Seconds of reduction and optimizer. Where a measured part does not know them: AttributeError."""
         methods = [(costs.step_s, share) for costs, _, share in self.pieces]
         return lambda: float(sum(share * step_s() for step_s, share in methods))
 
 
 @dataclass(frozen=True)
 class MeasuredParts:
-    """Measured costs of the parts of one cut, and what of them another cut would have.
-
-    `shares`: of the layers of each part; None: not known, so that parts can only be halved and so on, or joined.
-    `link_bytes_per_s`: of the slowest link; None: not known. `gradient_itemsize`: bytes of one gradient.
-    `most_parts`: without shares, no more parts than that, for there are as many layers; None: not known.
-    """
+    """Measured costs of the parts of one cut, and what of them another cut would have. None is what is not known."""
 
     costs: Sequence[Any]
-    shares: PartShares | None = None
-    link_bytes_per_s: float | None = None
+    shares: PartShares | None = None  # without them parts can only be halved and so on, or joined
+    link_bytes_per_s: float | None = None  # of the slowest link
     gradient_itemsize: int = 4
-    most_parts: int | None = None
+    most_parts: int | None = None  # as many as there are layers
 
     @classmethod
     def of_profile(cls, profile: Profile, models: Sequence[Any]) -> MeasuredParts:
@@ -106,11 +93,7 @@ class MeasuredParts:
         return balanced_bounds(counts if any(counts) else [layer.forward for layer in layers], num_parts)
 
     def cut(self, num_parts: int, bounds: Sequence[int] | None = None) -> list[Any] | None:
-        """The costs of `num_parts` parts, those between `bounds`; None where the layers cannot be cut in so many.
-
-        Raises:
-            PlannerError: bounds that are no cut of these layers.
-        """
+        """The costs of `num_parts` parts, those between `bounds`; None where the layers cannot be cut in so many."""
         cut = self._cut(num_parts, bounds)
         return None if cut is None else recut_costs(self.costs, *cut)
 
@@ -147,11 +130,7 @@ class MeasuredParts:
 def recut_costs(parts: Sequence[Any], shares: PartShares, bounds: Sequence[int]) -> list[Any]:
     """The costs of the parts between `bounds`, which are layer numbers: part p has the layers from `bounds[p]` on.
 
-    `parts` are the costs of the measured parts (one object may stand for several), `shares` those of their layers.
-    A part that has the layers of a measured one is that one, the same object.
-
-    Raises:
-        PlannerError: bounds that are no cut of these layers.
+    A part that has the layers of a measured one is that one, the same object. PlannerError for bounds that are no cut.
     """
     linked = [part for part in parts if callable(getattr(part, "send_s", None))]
     made: dict[Any, RecutCosts] = {}
@@ -171,9 +150,6 @@ def recut_costs(parts: Sequence[Any], shares: PartShares, bounds: Sequence[int])
 def recut_memory(memory: MemoryModel, shares: PartShares, bounds: Sequence[int]) -> MemoryModel:
     """The memory of the parts between `bounds`: parameters, states and gradients go with the layers' parameters, what
     slices keep with their share of the forward, and what a computation needs for itself is the most of any part.
-
-    Raises:
-        PlannerError: bounds that are no cut of these layers.
     """
     recut = []
     for common, is_measured in _pieces(shares, bounds):

@@ -34,8 +34,7 @@ class Judge:
 
     `terapipe`, `gpipe` and every schedule of a single micro-batch (but those that split backwards or have several
     chunks) are two flow shops one after the other, whose recursion takes no replay. The others are replayed: as they
-    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches that are continued on a line
-    (`estimate`).
+    are (`seconds`), or, where they are large, with two smaller numbers of micro-batches (`estimate`).
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class Judge:
         return self._of(self.pipeline.num_micro_batches, lengths)
 
     def is_exact(self, lengths: Lengths) -> bool:
-        """Return whether `estimate` counts every micro-batch. With chunks that holds for twice as many computations:
-        two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one."""
+        """Return whether `estimate` counts every micro-batch."""
+        # With chunks two smaller orders would have 1.5 times `_FEW`, and bytes are asked of the whole one.
         most = 2 * _FEW if self.has_chunks else _FEW
         return self.is_flow_shop or self.computations(lengths) <= most
 
@@ -91,11 +90,10 @@ class Judge:
     def bound_s(self, lengths: Lengths) -> float:
         """Return what this plan takes at least, at a small part of the cost of a replay.
 
-        On every stage k, in this order and without overlap: until it has run the forwards of micro-batch 0 (a flow shop
-        of the stages down to k), its work on as many slices as m - 1 micro-batches have, and the last micro-batch in
-        backward from k up to stage 0 (the mirror image). See `bounds`. Where backwards are split a stage may end with
-        W of any micro-batch: there all that it has to do after its first forwards counts, and no way back. With several
-        chunks it is the work of the busiest stage, or of all of them by turns.
+        On every stage k, in this order and without overlap: the forwards of micro-batch 0 down to k (a flow shop), its
+        work on as many slices as m - 1 micro-batches have, and the last micro-batch in backward from k up to stage 0
+        (the mirror image). See `bounds`. Where backwards are split a stage may end with any W, so that no way back
+        counts. With several chunks it is the work of the busiest stage, or of all of them by turns.
         """
         if self.is_flow_shop:
             return self.seconds(lengths)
@@ -113,8 +111,7 @@ class Judge:
         return self._bounds[lengths]
 
     def estimate(self, lengths: Lengths) -> float:
-        """Return `seconds` at a bounded cost: from the `few` micro-batches that fit in a replay (at least 4), and half
-        of them."""
+        """Return `seconds` at a bounded cost: on a line through those of few micro-batches and of half as many."""
         most = self.pipeline.num_micro_batches
         few = most if self.is_exact(lengths) else max(4, _FEW // self.computations(lengths, 1))
         if few >= most:
@@ -135,8 +132,10 @@ class Judge:
     def fastest(
         self, plans: Iterable[Lengths], score: Callable[[Lengths], float], *, within_budget: bool = False
     ) -> Lengths | None:
-        """Return the plan with the least `score` (`seconds` or `estimate`) that fits, of equals the one with fewer
-        slices; None where none fits. Plans whose bound is above the best score so far are not replayed."""
+        """Return the plan with the least `score` that fits, then the fewest slices; None where none fits.
+
+        Plans whose bound is above the best score so far are not replayed.
+        """
         best: tuple[float, int, Lengths] | None = None
         for lengths in sorted(plans, key=lambda lengths: (self.bound_s(lengths), len(lengths), lengths)):
             self.report()
@@ -149,12 +148,13 @@ class Judge:
 
     def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
         """Return the most bytes of every stage, or None without memory."""
-        memory, shape = self.pipeline.memory, (self.pipeline.num_stages, self.pipeline.num_micro_batches)
+        memory = self.pipeline.memory
         if memory is None:
             return None
         if lengths not in self._peaks:
             plan = self.pipeline.plan(lengths)
             if self.is_flow_shop:
+                shape = self.pipeline.num_stages, self.pipeline.num_micro_batches
                 self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, *shape)
             else:
                 few = self._micro_batches_of_peak(len(lengths))
@@ -175,9 +175,11 @@ class Judge:
         return self._per_slice * count * len(lengths)
 
     def _micro_batches_of_peak(self, num_slices: int) -> int:
-        """Return how many micro-batches have the peak of all: a stage of `1f1b` has at most K micro-batches live (of
-        `dapple` with policy "B" 2 K - 1), one of `seq1f1b` K + s - 1 slices; then every micro-batch is like the one
-        before. So it is with W. Orders of several chunks depend on how many there are."""
+        """Return how many micro-batches have the peak of all, for then every one is like the one before.
+
+        A stage of `1f1b` has at most K micro-batches live (of `dapple` with policy "B" 2 K - 1), one of `seq1f1b`
+        K + s - 1 slices. Orders of several chunks depend on how many micro-batches there are.
+        """
         stages, micro_batches = self.pipeline.num_stages, self.pipeline.num_micro_batches
         if self.has_chunks:
             return micro_batches
@@ -221,10 +223,7 @@ class Judge:
 
 
 def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) -> float:
-    """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds.
-
-    The busiest stage's parts where each part has one place; and always a K-th of everything.
-    """
+    """Return what the stages take at least, whatever the order, where part p has work for `work_s[p]` seconds."""
     seconds = list(work_s)
     least_s = sum(seconds) / num_stages
     if len(placement) == len(seconds):

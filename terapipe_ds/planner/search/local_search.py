@@ -12,8 +12,9 @@ _CLIMBS = 3  # starts, one after the other, each with what the ones before left 
 
 
 def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Lengths:
-    """Return the best plan that a climb from the best of the starts reaches, never worse than any of the `sure` ones
-    that fits; `more` are judged while the budget lasts.
+    """Return the best plan that a climb from the best of the starts reaches; `more` are judged while the budget lasts.
+
+    It is never worse than any of the `sure` ones that fits.
 
     Raises:
         MemoryLimitError: no start fits.

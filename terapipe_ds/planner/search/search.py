@@ -113,9 +113,9 @@ def plan_slices(
 
 
 def granularity_for(granularity_tokens: int, tensor_parallel: int = 1, sequence_parallel: bool = False) -> int:
-    """Return the least multiple of `granularity_tokens` that every slice can be cut by on the tensor-parallel ranks.
+    """Return the least multiple of `granularity_tokens` that divides by the ranks that share the tokens of a slice.
 
-    Megatron's sequence parallelism spreads the tokens of a slice over these ranks, so it has to divide by them.
+    That is what Megatron's sequence parallelism does with them on tensor-parallel ranks.
     """
     granularity_tokens = check_count("granularity_tokens", granularity_tokens)
     tensor_parallel = check_count("tensor_parallel", tensor_parallel)
@@ -137,7 +137,7 @@ class Problem:
     Args:
         placement: where the parts are already, if they are.
         chosen: plans that other schedules chose, over any cut; those of this problem are added. Where there are some,
-            they are starts enough: programs over another cut of the layers would add little.
+            they are starts enough.
     """
 
     def __init__(
@@ -214,9 +214,8 @@ class Problem:
 
     def _climbed(self, judge: Judge) -> _Answer:
         """Return the best plan that a climb from good ones reaches, with a bound for the schedule."""
-        micro_batches = self.pipeline.num_micro_batches
         if judge.has_chunks or judge.splits_backward:
-            works_s = least_works_s(self.pipeline.parts, micro_batches, self.max_slices)
+            works_s = least_works_s(self.pipeline.parts, self.pipeline.num_micro_batches, self.max_slices)
             by_stage = most_work_s(works_s, judge.placement, self.pipeline.num_stages)
             bound_s = by_stage if judge.has_chunks else max(works_s)
         else:
@@ -243,8 +242,8 @@ class Problem:
         yield from list(self.chosen)
 
     def more_starts(self) -> Iterator[Lengths]:
-        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part, and plans of the
-        slice program for other weights of the bubble; or, with plans of other schedules, the equal slices left."""
+        """Yield starts for as long as the budget lasts: slices of equal time on the slowest part and plans that the
+        slice program met; or, with plans of other schedules, the equal slices left."""
         if self.has_starts:
             yield from self._equal_plans()
             return
@@ -267,8 +266,7 @@ class Problem:
 
     @functools.cached_property
     def program(self) -> Search:
-        """The slice program's answer, for all forwards before all backwards, as if each part were the slowest and had
-        a stage; exact where all parts are equal."""
+        """The slice program's answer as if each part were the slowest; exact where all parts are equal."""
         objective = Objective(self.pipeline.num_micro_batches, len(self.pipeline.parts) - 1)
         max_work = None if self._has_equal_stages or self.num_granules <= 64 else MAX_WORK
         return search_plans(self.slowest.band, objective, self._counted_slices, max_work)
@@ -303,8 +301,7 @@ class Problem:
 
     def _result(self, judge: Judge, answer: _Answer) -> PlanResult:
         pipeline, lengths = self.pipeline, answer.lengths
-        predicted_s = judge.seconds(lengths)
-        equal = self._best_equal(judge)
+        predicted_s, equal = judge.seconds(lengths), self._best_equal(judge)
         busy_s, all_s = pipeline.work_s(lengths), pipeline.num_stages * predicted_s
         lower_bound_s = min(answer.lower_bound_s, predicted_s)  # both are sums of many floats
         return PlanResult(
@@ -326,8 +323,8 @@ class Problem:
         )
 
     def _best_equal(self, judge: Judge) -> Lengths:
-        """Return the best equal plan that fits (only those already scored, where budget is short); unsliced if none
-        fits."""
+        """Return the best equal plan that fits; unsliced if none fits."""
+        # where budget is short, only those already scored
         plans = self._equal_plans()
         judged = [lengths for lengths in plans if not self.has_starts or judge.has_score(lengths)]
         return judge.fastest(judged, judge.estimate) or plans[0]

@@ -14,21 +14,16 @@ from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, 
 
 @dataclasses.dataclass(frozen=True)
 class SliceSolution:
-    """A plan, what it takes and how good it is proven to be.
-
-    `lower_bound_s <= the least time of any plan <= predicted_s`, and `optimal` where the two are equal (to rounding).
-    `sum_s` is sum(f + b) over the slices of one micro-batch; `max_forward_s` and `max_backward_s` are the largest f'
-    and b' (with the transfer, where there are links). `num_programs` counts the dynamic programs.
-    """
+    """A plan, what it takes and how good it is proven to be."""
 
     plan: SlicePlan
     predicted_s: float
-    optimal: bool
-    lower_bound_s: float
-    sum_s: float
-    max_forward_s: float
+    optimal: bool  # no plan takes less
+    lower_bound_s: float  # proven: no plan takes less than this
+    sum_s: float  # forward and backward of the slices of one micro-batch
+    max_forward_s: float  # of a slice with its transfer
     max_backward_s: float
-    num_programs: int
+    num_programs: int  # dynamic programs that were run
 
 
 def solve(
@@ -42,27 +37,23 @@ def solve(
 ) -> SliceSolution:
     """Return the best cut of a sequence at multiples of `granularity_tokens` for K equal stages, m micro-batches.
 
-    `costs` has `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and perhaps `send_s(tokens)`, in seconds;
-    each pair is asked once, with Python ints (or all pairs in one call, if `costs.vectorized`).
-
-    All forwards run, then all backwards, and the plan is shared by the micro-batches, so that
+    `costs` has `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and perhaps `send_s(tokens)`, in seconds; see
+    `tabulate`. All forwards run, then all backwards, and the micro-batches share the plan, so that
 
         T = m * sum(f + b) + (K - 1) * (max f' + max b'),    f' = f + send, b' = b + send
 
     over the slices: the last stage works without a pause once it is reached, and the pipeline fills and drains at the
-    pace of its slowest slice (Li et al., ICML 2021, section 3.3: the latency of one pass is the sum of all slices plus
-    K - 1 times the largest; their t counts forward and backward together, which presumes that both are largest at the
-    same slice). T is exact where no slice's transfer takes longer than its own computation, and links work beside the
-    stages; slower links make the true time longer. The minimum is over *all* cuts, and proven: `optimal` is True,
-    always up to 64 granules. Of equally good plans with the same maxima it is one with the fewest slices.
+    pace of its slowest slice (Li et al., ICML 2021, section 3.3, whose t counts forward and backward together). T is
+    exact where no slice's transfer takes longer than its own computation; slower links make the true time longer. The
+    minimum is over *all* cuts, and proven, always up to 64 granules. Of equally good plans with the same maxima it is
+    one with the fewest slices.
 
-    `max_work` bounds the work of the search (in array elements, so that results do not depend on the machine's
-    speed; default: none up to 64 granules, else some ten seconds' worth). Past it the best plan met so far is returned
-    with `optimal` False and a valid `lower_bound_s`. `max_slices` (for example of a memory limit) may need more work.
+    `max_work` bounds the search, in array elements, so that results do not depend on the machine's speed (default: none
+    up to 64 granules, else some ten seconds' worth). Past it the best plan met so far is returned, not `optimal`.
 
     Raises:
-        PlannerError: a number is not an integer of at least 1, the granularity is larger than the sequence, a time is
-            NaN, negative or infinite, or `costs` is a list of different objects.
+        PlannerError: a number is not an integer of at least 1, the granularity is larger than the sequence, or a time
+            is NaN, negative or infinite.
     """
     objective = Objective(
         check_count("num_micro_batches", num_micro_batches), check_count("num_stages", num_stages) - 1
@@ -84,8 +75,7 @@ def solve(
 
 
 def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
-    """Return slice lengths in granules whose times are as equal as cuts allow: the largest f + b is least, then the
-    sum.
+    """Return slice lengths in granules whose largest f + b is least, then the sum.
 
     Raises:
         PlannerError: there are fewer granules than slices.

@@ -7,7 +7,6 @@ the weights. Attention is counted exactly: a slice of i tokens after j attends t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -225,14 +224,14 @@ def analytic_costs(
         card.node_link if devices <= card.devices_per_node else card.network_link
         for devices in (num_stages * tensor_parallel, tensor_parallel)
     )
-    shared = tensor_parallel, activation_checkpointing, link, peer_link
-
-    @functools.cache
-    def part(num_layers: int, has_embedding: bool, has_head: bool) -> AnalyticCosts:
-        own = num_layers, has_embedding, has_head
-        return AnalyticCosts(size, card, card.resolve_dtype(dtype), micro_batch, *own, *shared)
-
-    return [part(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
+    dtype = card.resolve_dtype(dtype)
+    parts: dict[tuple[int, bool, bool], AnalyticCosts] = {}
+    keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
+    for key in keys:
+        parts[key] = AnalyticCosts(
+            size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, link, peer_link
+        )
+    return [parts[key] for key in keys]
 
 
 def attention_pairs(tokens: Any, prefix: Any) -> Any:

@@ -116,8 +116,8 @@ class CostModel:
     """Measured costs of one part, with the interface that planner and simulator ask for.
 
     Below the smallest measured slice, time is constant: launches, and reading the weights, do not depend on tokens.
-    Between measured points it is linear but for attention, which grows with the square. Beyond them is an error, or with
-    `allow_extrapolation` a continuation of the last segment (of one point: in proportion to the tokens) and of t_ctx.
+    Between measured points it is linear but for attention, which grows with the square. Beyond them is an error, or,
+    with `allow_extrapolation`, what continues the last segment (one point: in proportion to the tokens) and t_ctx.
 
     `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
     `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).

@@ -23,8 +23,8 @@ def ranked_schedules(
     """
     ranked = []
     for name in SCHEDULE_NAMES:
-        interleaved_once = chunks_per_stage == 1 and "interleaved" in name  # 1f1b and seq1f1b once more
-        if name == "dapple" or interleaved_once or (name in SPLIT_SCHEDULES and not knows_weights):
+        is_repeated = name == "dapple" or (chunks_per_stage == 1 and "interleaved" in name)  # 1f1b, seq1f1b
+        if is_repeated or (name in SPLIT_SCHEDULES and not knows_weights):
             continue
         try:
             own = placement_for(name, num_stages, chunks_per_stage)

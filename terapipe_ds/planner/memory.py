@@ -88,7 +88,7 @@ class MemoryModel:
 def fill_drain_peak_bytes(
     plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
 ) -> tuple[int, ...]:
-    """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk over the orders.
+    """Return what `Replay.peak_bytes` does where all forwards come before all backwards, without a walk.
 
     Of all micro-batches but the first in backward every slice is live, and of that one those up to the one that runs.
     """

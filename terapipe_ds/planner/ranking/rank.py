@@ -58,8 +58,7 @@ def rank_schedules(
         memory_of: memory by the number of parts.
         chunks_per_stage: only schedules whose stages hold so many parts; None: 1 and 2.
         budget: as of `plan_slices` with "auto"; other layouts than the plain one get a fifth of it each, on top.
-            Whatever it is, each of their schedules is judged with the plans that were chosen before, and with as many
-            equal slices; other numbers of slices only while its budget lasts, for each takes an order of its own.
+            Whatever it is, each of their schedules is judged with the plans that were chosen before.
         both_ways_s_of: what schedules whose parts have two places take on top of their makespan (`extra_s`, see
             `bidirectional_cost`); None: not known.
 
@@ -112,8 +111,7 @@ def best_schedule(
 ) -> PlanResult:
     """Return the schedule that takes the least predicted time with `plan` and fits; `costs` as for `plan_slices`.
 
-    Compared are all that have `chunks_per_stage` chunks and as many parts as costs, and run on `placement` where one
-    is given (see `ranked_schedules`). Nothing is proven of other plans: the bound is 0.
+    Compared are all that `ranked_schedules` names. Nothing is proven of other plans: the bound is 0.
 
     Raises:
         MemoryLimitError: no schedule fits `memory_limit_bytes`.

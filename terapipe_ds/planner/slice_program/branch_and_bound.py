@@ -13,7 +13,7 @@ plan known are dropped; the lowest bounds go first, several in one batch of prog
 Two things keep this at a few dozen programs where b is nearly proportional to f, although the limits are a pair:
 
 - F and B are times of slices that exist. Of all slices that may still be used, those with f' >= f_low have some least
-  b'; B cannot be lower. So a limit on one maximum moves the limits on the other one (`Bottlenecks`).
+  b', and B cannot be lower. So a limit on one maximum moves those on the other one (`Bottlenecks`).
 - A slice is ruled out for good where the best plan through it, by its least head and tail, is no better than the best
   plan known (`Search.narrow`). That leaves a narrow band of lengths around the best ones.
 
@@ -131,11 +131,7 @@ class Bottlenecks:
 
 
 class Search:
-    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more).
-
-    After `run`: `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to
-    `best_s` where `optimal`), `met` (all plans met on the way), `num_programs`.
-    """
+    """One run of branch and bound over the slices of `band` (all of them, of 1 granule and more); see `run`."""
 
     def __init__(
         self, band: Band, objective: Objective, num_slices: int | None = None, max_work: float | None = None
@@ -152,9 +148,9 @@ class Search:
 
     def offer(self, lengths: tuple[int, ...]) -> WeighedPlan:
         """Keep a plan if it is the best one so far, or as good with fewer slices."""
-        plan = self.met.get(lengths)
-        if plan is None:
-            plan = self.met[lengths] = weigh(self.every, lengths)
+        if lengths not in self.met:
+            self.met[lengths] = weigh(self.every, lengths)
+        plan = self.met[lengths]
         if self.num_slices is None or len(lengths) <= self.num_slices:
             seconds = self.objective(plan)
             tie = ROUNDING * self.best_s if self.best.lengths else 0.0
@@ -163,7 +159,11 @@ class Search:
         return plan
 
     def run(self) -> None:
-        """Search until the best plan is proven or the work is spent."""
+        """Search until the best plan is proven or the work is spent.
+
+        Then there are `best` and `best_s` (the best plan and its time), `lower_bound_s` (no plan takes less; equal to
+        `best_s` where `optimal`), `met` (all plans met on the way) and `num_programs`.
+        """
         for lengths in greedy_plans(self.every):
             self.offer(lengths)
         box = Box()
@@ -283,8 +283,7 @@ def search_plans(
 ) -> Search:
     """Return a finished search.
 
-    A program that counts slices takes as long as one per slice allowed, so the first search does not count: where its
-    optimum has few enough slices, that is the answer.
+    A program that counts slices takes as long as one per slice allowed, so the first search does not count.
     """
     free = Search(band, objective, max_work=max_work)
     free.run()

@@ -74,19 +74,18 @@ def tabulate(costs: Any, sequence_length: int, granularity_tokens: int) -> CostT
     row = np.arange(granules)
     valid: Bools = row[:, None] + row[None, :] < granules
     ask = _ask_arrays if getattr(costs, "vectorized", False) else _ask_scalars
-    tables = []
-    for name in ("forward_s", "backward_s"):
-        tables.append(np.full(valid.shape, np.inf))
-        tables[-1][valid] = ask(getattr(costs, name), name, starts, sequence_length)
+    forward_s, backward_s = np.full(valid.shape, np.inf), np.full(valid.shape, np.inf)
+    forward_s[valid] = ask(costs.forward_s, "forward_s", starts, sequence_length)
+    backward_s[valid] = ask(costs.backward_s, "backward_s", starts, sequence_length)
     send = getattr(costs, "send_s", None)
     if send is None:
-        return CostTable(sequence_length, granularity_tokens, *tables)
+        return CostTable(sequence_length, granularity_tokens, forward_s, backward_s)
     whole = [*starts[1:].tolist(), sequence_length]  # tokens of a slice of whole granules, by its column
     last = (sequence_length - starts).tolist()  # of a slice that ends with the sequence, by its row
     sends = {tokens: check_seconds("send_s", tokens, None, float(send(tokens))) for tokens in {*whole, *last}}
     send_s = np.where(valid, [sends[tokens] for tokens in whole], np.inf)
     send_s[row, row[::-1]] = [sends[tokens] for tokens in last]
-    return CostTable(sequence_length, granularity_tokens, *tables, send_s, sends)
+    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, send_s, sends)
 
 
 def _ask_scalars(function: Callable[[int, int], float], name: str, starts: Ints, length: int) -> Floats:
